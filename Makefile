@@ -1,0 +1,43 @@
+# Everything a fresh machine needs:  make test   make demo
+#
+# On a GPU machine choose the build of torch you want, for example
+#   make demo TORCH="torch==2.11.0" PIP_ARGS="--extra-index-url <your index>"
+
+PYTHON   ?= python3
+TORCH    ?= torch==2.13.0
+PIP_ARGS ?=
+VENV     ?= .venv
+
+# Two threads that spin stall small operations on a busy machine; one does not.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: install test demo bench lint clean
+
+install: $(READY)
+
+# torch first and alone: resolved together with other packages, pip may choose a build for another kind of machine.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q $(PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e ".[test]"
+	touch $(READY)
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest
+
+demo: install
+	$(BIN)/sparse-rl demo
+
+bench: install
+	$(BIN)/python benchmarks/rollout_cpu.py
+
+lint: install
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

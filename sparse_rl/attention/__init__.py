@@ -1,0 +1,4 @@
+from .register import use_attention, use_attention_through_backward
+from .slots import Feed
+
+__all__ = ["Feed", "use_attention", "use_attention_through_backward"]

@@ -1,0 +1,85 @@
+"""Switching a transformers model to one of our attentions and back. The one place that touches transformers' attention registry.
+
+Nothing is registered before the first use, and the model leaves every `with` as it entered it. No mask function is registered: for
+a name without one transformers builds no mask at all, which is right because our attentions make their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch import nn
+
+from ..errors import SparseRLError
+from .shadow import shadow_attention
+from .slots import slots_attention
+
+ATTENTIONS = {"slots": slots_attention, "shadow": shadow_attention}
+
+
+@contextmanager
+def use_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """Run `model` with the attention `name`, whatever it had before, and give that back."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, ATTENTIONS[name])
+    configs = _attention_configs(model)
+    before = [config._attn_implementation for config in configs]
+    try:
+        _set_attention(model, name)
+        stuck = [type(config).__name__ for config in configs if config._attn_implementation != name]
+        if stuck:
+            raise SparseRLError(
+                f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): it does not use transformers' "
+                "attention interface, so this architecture is not supported."
+            )
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+
+
+@contextmanager
+def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None]:
+    """As `use_attention`, for a forward pass with gradients under gradient checkpointing.
+
+    Checkpointing runs layers again during backward, long after this block has ended; without care that second run would find
+    the stock attention. So each checkpointed layer is told to switch again while it recomputes.
+    """
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")]
+    before = [layer._gradient_checkpointing_func for layer in layers]
+
+    def contexts():
+        return nullcontext(), use_attention(model, name)
+
+    def checkpointing(original):
+        def call(function, *args, **kwargs):
+            return original(function, *args, **{**kwargs, "use_reentrant": False, "context_fn": contexts})
+
+        return call
+
+    try:
+        for layer, original in zip(layers, before, strict=True):
+            layer._gradient_checkpointing_func = checkpointing(original)
+        with use_attention(model, name):
+            yield
+    finally:
+        for layer, original in zip(layers, before, strict=True):
+            layer._gradient_checkpointing_func = original
+
+
+def _attention_configs(model: nn.Module) -> list:
+    """The distinct configs that attention layers read their implementation from, outer before inner."""
+    from transformers import PreTrainedModel
+
+    return list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+
+
+def _set_attention(model: nn.Module, name: str) -> None:
+    from transformers import PreTrainedModel
+
+    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if outermost is None:
+        raise SparseRLError(f"{type(model).__name__} holds no transformers model: pass a Hugging Face causal LM.")
+    outermost.set_attn_implementation(name)

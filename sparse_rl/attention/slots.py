@@ -1,0 +1,77 @@
+"""`slots`: attention over the compressed cache. Stores the tokens being fed, then attends to what the row still holds.
+
+Serves prefill (one row, many tokens) and decoding (many rows, one token) alike. A row's slots are in feed order, so causality is
+"slots up to one's own"; a layer's own sliding window is honoured through the slots' feed indices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..cache import SlotCache
+from ..errors import SparseRLError
+from .core import attend, attend_causal, attend_with_probs
+
+
+@dataclass
+class Feed:
+    """The tokens one forward pass feeds to the first B rows of a cache. Travels to the attention as a keyword argument."""
+
+    cache: SlotCache
+    slot: Tensor  # [B, T] where each token goes in its row
+    index: Tensor  # [B, T] its feed index
+    span: int  # slots to read: at least the fullest row's, afterwards
+    first: bool = False  # the rows were empty: plain causal attention
+    layers_seen: set[int] = field(default_factory=set)
+
+    def __post_init__(self):
+        self.cache.place(self.slot, self.index)
+        self.visible = torch.arange(self.span, device=self.slot.device) <= self.slot[:, None, :, None]  # [B, 1, T, S]
+
+
+def slots_attention(
+    module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, sliding_window=None, softcap=None, slots_feed=None, **kwargs
+):
+    """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
+    check_call(module, kwargs, slots_feed, "slots_feed")
+    feed: Feed = slots_feed
+    cache, layer, scaling = feed.cache, module.layer_idx, scaling or query.shape[-1] ** -0.5
+    shape = cache.shape
+    given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.value_dim)
+    if given != planned or not 0 <= layer < shape.layers:
+        raise SparseRLError(
+            f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} for each of "
+            f"{shape.layers} layers: {type(module).__name__} is not supported."
+        )
+    feed.layers_seen.add(layer)
+    cache.scaling[layer], cache.sliding_window[layer] = scaling, sliding_window
+    cache.append(layer, feed.slot, key, value)
+    cache.record_queries(layer, feed.index, query)
+
+    if feed.first and sliding_window is None and softcap is None and cache.mass is None:
+        return attend_causal(query, key, value, scaling), None
+
+    rows = query.shape[0]
+    keys, values = cache.keys[layer, :rows, :, : feed.span], cache.values[layer, :rows, :, : feed.span]  # [B, H, S, D]
+    visible = feed.visible
+    if sliding_window is not None:
+        distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
+        visible = visible & (distance < sliding_window)
+    if cache.mass is None:
+        return attend(query, keys, values, visible, scaling, softcap), None
+    out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap)
+    cache.mass[layer, :rows, :, : feed.span] += probs.sum(2)
+    return out, None
+
+
+def check_call(module, kwargs: dict, needed: object, name: str) -> None:
+    """Refuse architectures that lose our argument on the way, or bend attention in ways we would silently ignore."""
+    if needed is None:
+        raise SparseRLError(f"{type(module).__name__} does not pass {name} on to its attention: this architecture is not supported.")
+    for bend in ("s_aux", "position_bias"):
+        if kwargs.get(bend) is not None:
+            raise SparseRLError(f"{type(module).__name__} adds {bend} to its attention logits: this architecture is not supported.")

@@ -1,0 +1,4 @@
+from .slots import CacheShape, SlotCache
+from .trace import NEVER, Trace
+
+__all__ = ["NEVER", "CacheShape", "SlotCache", "Trace"]

@@ -1,0 +1,145 @@
+"""A KV cache of fixed capacity: every running sequence owns one row of equal size, allocated once.
+
+A slot is one (key, value, feed index) of one layer and KV head. The slots in use of a row are its first `used`, in feed
+order, for every layer and head alike; which tokens they hold differs per layer and head. The cache knows nothing of models,
+compressors or sampling: it appends, keeps, forks and counts its bytes.
+
+Left out on purpose: paging, block tables, reference counts. A budget makes rows equal, so a free row is a free row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MAX_EVICTION_BYTES = 64 * 2**20  # layers are compressed together while a copy of their keys and values fits in this
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one slot and one row look like. `num_queries` and `mass` are what the compressor asks to be recorded."""
+
+    layers: int
+    heads: int  # KV heads
+    query_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    num_queries: int = 0  # the last queries kept for scoring
+    mass: bool = False  # accumulated attention per slot (fp32)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Key, value, feed index (int32) and mass of one token, over all layers and KV heads."""
+        return self.layers * self.heads * (self.kv_bytes_per_slot_and_head + 4 + (4 if self.mass else 0))
+
+    @property
+    def kv_bytes_per_slot_and_head(self) -> int:
+        return (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token's keys and values alone take, in any cache."""
+        return self.layers * self.heads * self.kv_bytes_per_slot_and_head
+
+    def row_bytes(self, capacity: int) -> int:
+        queries = self.layers * self.query_heads * self.num_queries * self.key_dim * self.dtype.itemsize
+        return capacity * self.slot_bytes + queries
+
+
+class SlotCache:
+    """`rows` rows of `capacity` slots. L layers, R rows, H KV heads, C capacity, D head dim, W recorded queries."""
+
+    def __init__(self, shape: CacheShape, rows: int, capacity: int, device: torch.device | str = "cpu"):
+        lead = (shape.layers, rows, shape.heads, capacity)
+        self.shape, self.rows, self.capacity = shape, rows, capacity
+        self.keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=device)  # [L, R, H, C, D]
+        self.values = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=device)
+        self.feed = torch.zeros(*lead, dtype=torch.int32, device=device)  # [L, R, H, C] feed index of each slot
+        self.queries: Tensor | None = None  # [L, R, Hq, W, D]; the query of feed index i lies at i % W
+        self.mass: Tensor | None = None  # [L, R, H, C]
+        if shape.num_queries:
+            ring = (shape.layers, rows, shape.query_heads, shape.num_queries, shape.key_dim)
+            self.queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
+        if shape.mass:
+            self.mass = torch.zeros(*lead, dtype=torch.float32, device=device)
+        # What the attention learns about each layer on the way: needed to score slots as the model would.
+        self.scaling: list[float | None] = [None] * shape.layers
+        self.sliding_window: list[int | None] = [None] * shape.layers
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.keys, self.values, self.feed, self.queries, self.mass) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    def place(self, slot: Tensor, index: Tensor) -> None:
+        """Open slots for the tokens about to be fed to the first B rows. slot, index [B, T]"""
+        rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        self.feed[:, rows, :, slot] = index.to(torch.int32)[:, :, None, None]  # indexed shape [B, T, L, H]
+        if self.mass is not None:
+            self.mass[:, rows, :, slot] = 0.0
+
+    def append(self, layer: int, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store the tokens being fed to the first B rows. slot [B, T]; key, value [B, H, T, D]"""
+        rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        self.keys[layer][rows, :, slot] = key.transpose(1, 2)
+        self.values[layer][rows, :, slot] = value.transpose(1, 2)
+
+    def record_queries(self, layer: int, index: Tensor, query: Tensor) -> None:
+        """Remember the last W queries for scoring. index [B, T]; query [B, Hq, T, D]"""
+        if self.queries is None:
+            return
+        last = min(self.shape.num_queries, index.shape[1])
+        rows = torch.arange(index.shape[0], device=index.device)[:, None]
+        place = index[:, -last:] % self.shape.num_queries
+        self.queries[layer][rows, :, place] = query[:, :, -last:].transpose(1, 2)
+
+    def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor) -> Tensor | None:
+        """The last queries of some rows, oldest first. rows, fed [N] (tokens fed so far) -> [l, N, Hq, W', D]"""
+        if self.queries is None:
+            return None
+        count = min(self.shape.num_queries, int(fed.min()))
+        index = fed[:, None] - count + torch.arange(count, device=fed.device)  # [N, W'] feed indices
+        ring = self.queries[layers][:, rows]  # [l, N, Hq, W, D]
+        place = (index % self.shape.num_queries)[None, :, None, :, None]
+        return ring.gather(3, place.expand(*ring.shape[:3], count, ring.shape[4]))
+
+    def layer_chunks(self, num_rows: int, used: int) -> list[slice]:
+        """Layers to compress together, so that working copies stay small whatever the model."""
+        per_layer = num_rows * used * self.shape.kv_bytes_per_token // self.shape.layers
+        step = max(1, min(self.shape.layers, _MAX_EVICTION_BYTES // max(per_layer, 1)))
+        return [slice(i, min(i + step, self.shape.layers)) for i in range(0, self.shape.layers, step)]
+
+    def keep(self, layers: slice, rows: Tensor, used: int, kept: Tensor) -> Tensor:
+        """Compact rows to their kept slots; returns the feed indices of the evicted ones.
+
+        rows [N]; kept [l, N, H, K], ascending slot numbers below `used` -> evicted [l, N, H, used - K]
+        """
+        budget = kept.shape[-1]
+        feed = self.feed[layers][:, rows, :, :used]  # a copy, as are the gathers below
+        gone = torch.ones_like(feed, dtype=torch.bool).scatter_(-1, kept, False)
+        evicted = feed[gone].view(*feed.shape[:-1], used - budget)
+        for tensor in (self.keys, self.values):
+            part = tensor[layers][:, rows, :, :used]
+            index = kept[..., None].expand(*kept.shape, part.shape[-1])
+            tensor[layers, rows, :, :budget] = part.gather(3, index)
+        self.feed[layers, rows, :, :budget] = feed.gather(3, kept)
+        if self.mass is not None:
+            self.mass[layers, rows, :, :budget] = self.mass[layers][:, rows, :, :used].gather(3, kept)
+        return evicted
+
+    def fork(self, source: SlotCache, row: int, to: int, used: int) -> None:
+        """Copy the first `used` slots of a row of `source` (this cache or another) to row `to`."""
+        self.keys[:, to, :, :used] = source.keys[:, row, :, :used]
+        self.values[:, to, :, :used] = source.values[:, row, :, :used]
+        self.feed[:, to, :, :used] = source.feed[:, row, :, :used]
+        if self.queries is not None:
+            self.queries[:, to] = source.queries[:, row]
+        if self.mass is not None:
+            self.mass[:, to, :, :used] = source.mass[:, row, :, :used]
+        self.scaling, self.sliding_window = source.scaling, source.sliding_window

@@ -1,0 +1,174 @@
+"""The command line: parse, call, print. torch is imported inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import RolloutInterrupted, SparseRLError, nearest
+
+app = typer.Typer(
+    help="Reinforcement learning of language models whose rollouts run on a compressed KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Budget = Annotated[int, typer.Option(help="Slots a row keeps at an eviction.")]
+Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
+CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 instead of the model's own.")]
+
+
+@app.command()
+def rollout(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (built in, random weights).")],
+    prompts: Annotated[Path, typer.Option(help="JSONL: each line has the prompt as `prompt` (text) or `tokens` (ids).")],
+    out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and traces/.")] = Path("rollouts"),
+    compressor: CompressorName = "rkv",
+    budget: Budget = 512,
+    interval: Interval = 128,
+    rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 8,
+    group_size: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option()] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    stop_id: Annotated[list[int] | None, typer.Option(help="Token id that ends a response; repeatable. Default: the model's own.")] = None,
+    field: Annotated[str, typer.Option(help="The field of a line that holds the prompt's text.")] = "prompt",
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Dtype = None,
+) -> None:
+    """Sample completions on a compressed cache; write text, log-probs and traces."""
+    from .models import load_model
+    from .records import TrajectoryWriter, kv_tokens_saved
+    from .rollout import Engine, Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id) if stop_id else None)
+    lines = read_prompts(prompts, field)
+    lm, tokenizer = load_model(model, dtype or "auto", seed=seed)
+    ids = [line["tokens"] if "tokens" in line else tokenizer.encode(line[field]) for line in lines]
+    engine = Engine(lm, compressor=compressor, budget=budget, interval=interval, rows=rows)
+    with TrajectoryWriter(out) as writer:
+
+        def save(trajectory):
+            prompt = tokenizer.decode(trajectory.prompt_tokens)
+            writer.write(trajectory, prompt, tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True))
+
+        done = engine.generate(ids, group_size, sampling, seed, progress=sys.stderr.isatty(), on_finish=save)
+    typer.echo(
+        f"{len(done)} trajectories, {sum(len(t.response_tokens) for t in done):,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
+        f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
+    )
+
+
+def read_prompts(path: Path, field: str) -> list[dict]:
+    """The lines of a JSONL file, each with a text under `field` or ids under `tokens`."""
+    if not path.is_file():
+        raise SparseRLError(f"there is no file {path}; give a JSONL file with one prompt per line.")
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SparseRLError(f"{path}, line {number} is not JSON ({error}).") from error
+        if not isinstance(line, dict) or not (isinstance(line.get(field), str) or isinstance(line.get("tokens"), list)):
+            have = ", ".join(line) if isinstance(line, dict) else type(line).__name__
+            raise SparseRLError(f"{path}, line {number} has no text {field!r} and no list `tokens` (it has: {have}); name its field with --field.")
+        lines.append(line)
+    if not lines:
+        raise SparseRLError(f"{path} holds no prompts.")
+    return lines
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Hub id, folder, `tiny`, or a shape such as qwen2.5-1.5b.")],
+    compressor: CompressorName = "rkv",
+    budget: Budget = 512,
+    interval: Interval = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="The longest prompt.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option()] = 4096,
+    rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB; adds how many rows fit.")] = None,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Bytes, for programs.")] = False,
+) -> None:
+    """Say what a rollout will take, from the model's config alone."""
+    import dataclasses
+
+    import torch
+
+    from .compressors import make
+    from .models import ModelShape, load_config, weight_bytes
+    from .plan import make_plan
+
+    config = load_config(model)
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in known:
+        raise SparseRLError(f"there is no dtype {dtype!r}; {nearest(dtype, known)}")
+    shape = ModelShape.of(config, known.get(dtype))
+    bound = make(compressor).bind(budget, interval)
+    result = make_plan(
+        shape,
+        bound,
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        new_tokens=max_new_tokens,
+        weight_bytes=weight_bytes(config, shape.dtype),
+    )
+    memory = None if gpu_memory is None else int(gpu_memory * 2**30)
+    if as_json:
+        fits = {} if memory is None else {"rows_that_fit": result.rows_that_fit(memory), "dense_rows_that_fit": result.dense_rows_that_fit(memory)}
+        typer.echo(json.dumps(dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes} | fits))
+        return
+    typer.echo(f"{model}, {str(shape.dtype).removeprefix('torch.')}")
+    typer.echo(result.text(memory))
+    if memory is not None and result.total_bytes > memory:
+        typer.echo(result.largest_that_fits(memory))
+
+
+@app.command("list")
+def list_(what: Annotated[str, typer.Argument(help="compressors")]) -> None:
+    """List what can be named in commands and recipes."""
+    if what != "compressors":
+        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, ['compressors'])}")
+    from .compressors import COMPRESSORS
+
+    for name, cls in COMPRESSORS.items():
+        idea = (sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").strip().splitlines()[0]
+        typer.echo(f"{name:<10} {idea.removeprefix(name + ': ')}")
+    typer.echo(f"{'kvpress:X':<10} the kvpress package's scorer X, where it needs nothing but keys and values")
+
+
+@app.command()
+def demo() -> None:
+    """Compressed rollouts of a tiny model, and what they save."""
+    from .demo import run
+
+    run()
+
+
+def main() -> None:
+    try:
+        app(standalone_mode=False)
+    except SparseRLError as error:
+        sys.exit(f"sparse-rl: {error}")
+    except RolloutInterrupted as error:
+        typer.echo(f"sparse-rl: interrupted; the {len(error.trajectories)} finished trajectories are saved.", err=True)
+        sys.exit(130)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage mistake, in click's own words
+            error.show()
+            sys.exit(error.exit_code)
+        raise

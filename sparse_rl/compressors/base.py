@@ -1,0 +1,152 @@
+"""A compressor decides which slots stay. Most methods write only `score`.
+
+A new one is a class with a name and a `score`; registering it makes it usable from Python, recipes and the command line, and
+puts it under every test that runs over the registry. See docs/add-a-compressor.md.
+
+Shapes: B rows (layers of a row count as rows of their own here), H KV heads, G query heads per KV head, S slots in use, D head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import SparseRLError, nearest
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """What a compressor may look at: the slots of rows that are full. Slot S - 1 is the token fed last."""
+
+    keys: Tensor  # [B, H, S, D] after RoPE
+    values: Tensor  # [B, H, S, Dv]
+    feed: Tensor  # [B, H, S] feed index of each slot, ascending
+    queries: Tensor | None  # [B, H * G, W, D] the last queries, oldest first; W <= what the compressor asked for
+    mass: Tensor | None  # [B, H, S] attention received so far, summed over queries and over the group's heads
+    streams: Tensor  # [B, H] int64: random streams, see sparse_rl.streams
+    num_prompt_tokens: Tensor  # [B] tokens of the prompt
+    scaling: float  # what the model multiplies q . k with
+    unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every query to come
+
+    def attention_logits(self, last: int) -> Tensor:
+        """fp32 logits of the last (at most) `last` queries over all slots. -> [B, H, G, W', S]"""
+        queries = self.queries[:, :, -last:].float()  # [B, H * G, W', D]
+        heads = self.keys.shape[1]
+        queries = queries.unflatten(1, (heads, queries.shape[1] // heads))  # [B, H, G, W', D]
+        logits = queries @ self.keys.float()[:, :, None].transpose(-1, -2) * self.scaling
+        if self.unreachable is not None:
+            logits = logits.masked_fill(self.unreachable[:, :, None, None], -1e30)
+        return logits
+
+
+class Compressor:
+    """Chooses `budget` of a full row's slots. `budget` and `interval` are set by the engine that uses it."""
+
+    name: str = ""
+    sinks: int = 0  # first slots always kept
+    window: int = 0  # last slots always kept
+    num_queries: int = 0  # how many of the last queries `score` reads
+    uses_mass: bool = False  # whether `score` reads the accumulated attention
+    evicts: bool = True
+    protect_prompt: bool = False
+
+    def __init__(self, *, sinks: int | None = None, window: int | None = None, protect_prompt: bool = False):
+        self.sinks = self.sinks if sinks is None else sinks
+        self.window = self.window if window is None else window
+        self.protect_prompt = protect_prompt
+        self.budget, self.interval = 512, 128
+
+    def keep(self, view: CacheView, budget: int) -> Tensor:
+        """Slot numbers to keep, ascending (that is feed order). -> int64 [B, H, budget]"""
+        raise NotImplementedError
+
+    def capacity(self, prompt: int, new: int) -> int:
+        """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones."""
+        return self.budget + self.interval
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        """How many first and last slots are always kept."""
+        return self.sinks, self.window
+
+    def bind(self, budget: int, interval: int) -> Compressor:
+        """A copy with its dial set, after checking that there is something left to choose."""
+        bound = copy.copy(self)
+        bound.budget, bound.interval = budget, interval
+        if budget < 1 or interval < 1:
+            raise SparseRLError(f"budget {budget} and interval {interval} must both be at least 1.")
+        sinks, window = bound.protected(budget)
+        if sinks < 0 or window < 0:
+            raise SparseRLError(f"{self.name}: sinks {sinks} and window {window} must not be negative.")
+        self.check_room(budget, sinks, window)
+        return bound
+
+    def check_room(self, budget: int, sinks: int, window: int) -> None:
+        if budget <= sinks + window:
+            raise SparseRLError(
+                f"{self.name}: budget {budget} must be above sinks {sinks} + window {window} = {sinks + window}, "
+                f"which are always kept; raise the budget to at least {sinks + window + 1}."
+            )
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a prompt that leaves a compressor which protects prompts nothing to choose."""
+        _, window = self.protected(self.budget)
+        if self.protect_prompt and tokens + window >= self.budget:
+            raise SparseRLError(
+                f"{self.name} protects the prompt, but {tokens} prompt tokens + window {window} leave nothing of budget "
+                f"{self.budget}; raise the budget to at least {tokens + window + 1}, or set protect_prompt=False."
+            )
+
+
+class ScoreCompressor(Compressor):
+    """Keeps the sinks, the window and, of the rest, the slots with the highest scores."""
+
+    def score(self, view: CacheView) -> Tensor:
+        """fp32 [B, H, S]; higher stays. Values at sinks and window do not matter."""
+        raise NotImplementedError
+
+    def keep(self, view: CacheView, budget: int) -> Tensor:
+        sinks, window = self.protected(budget)
+        used = view.keys.shape[2]
+        slot = torch.arange(used, device=view.keys.device)
+        forced = (slot < sinks) | (slot >= used - window)  # [S]
+        if self.protect_prompt:
+            forced = forced | (view.feed < view.num_prompt_tokens[:, None, None])  # [B, H, S]
+        score = self.score(view).float()
+        if view.unreachable is not None:
+            score = score.masked_fill(view.unreachable, -torch.inf)
+        return best(score.masked_fill(forced, torch.inf), budget)
+
+
+def best(score: Tensor, budget: int) -> Tensor:
+    """The slots with the `budget` highest scores, ascending; ties go to the newer slot. [B, H, S] -> [B, H, budget]"""
+    newest_first = score.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :budget]
+    return (score.shape[-1] - 1 - newest_first).sort(dim=-1).values
+
+
+COMPRESSORS: dict[str, type[Compressor]] = {}
+
+
+def register(cls: type[Compressor]) -> type[Compressor]:
+    """Class decorator: make a compressor usable by its `name`."""
+    if not cls.name:
+        raise SparseRLError(f"{cls.__name__} needs a `name` to be registered under.")
+    COMPRESSORS[cls.name] = cls
+    return cls
+
+
+def make(compressor: str | Compressor, **options) -> Compressor:
+    """A compressor from its name (`rkv`, `kvpress:KnormPress`) or as given."""
+    if isinstance(compressor, Compressor):
+        return compressor
+    if not isinstance(compressor, str):
+        raise SparseRLError(f"compressor must be a name or a Compressor, not {type(compressor).__name__}.")
+    if compressor.startswith("kvpress:"):
+        from .kvpress import KVPress
+
+        return KVPress(compressor.removeprefix("kvpress:"), **options)
+    if compressor not in COMPRESSORS:
+        raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, COMPRESSORS)}")
+    return COMPRESSORS[compressor](**options)

@@ -1,0 +1,15 @@
+"""dense: keep everything. The cache must hold the longest prompt and all new tokens."""
+
+from .base import Compressor, register
+
+
+@register
+class Dense(Compressor):
+    name = "dense"
+    evicts = False
+
+    def capacity(self, prompt: int, new: int) -> int:
+        return prompt + new
+
+    def check_room(self, budget: int, sinks: int, window: int) -> None:
+        pass  # nothing is chosen, so the budget has no meaning

@@ -1,0 +1,13 @@
+"""knorm: keep keys of small norm (arXiv 2406.11430)."""
+
+from torch import Tensor
+
+from .base import CacheView, ScoreCompressor, register
+
+
+@register
+class KNorm(ScoreCompressor):
+    name = "knorm"
+
+    def score(self, view: CacheView) -> Tensor:
+        return -view.keys.float().norm(dim=-1)

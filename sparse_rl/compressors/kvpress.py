@@ -1,0 +1,49 @@
+"""kvpress:NAME: a scorer of the kvpress package as a compressor, where it needs nothing but keys and values.
+
+kvpress wraps every registered attention function when it is imported; here that is undone at once, because stock attention
+must stay stock. Presses that need hidden states or attention weights are refused: a decoding cache does not have them.
+"""
+
+from torch import Tensor
+
+from ..errors import SparseRLError, nearest
+from .base import CacheView, ScoreCompressor
+
+
+def import_kvpress():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    try:
+        import kvpress
+    except ImportError as error:
+        raise SparseRLError(
+            f"kvpress cannot be imported ({error}); install it with `pip install --no-deps kvpress`, or use our own compressors."
+        ) from error
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.update(before)
+    return kvpress
+
+
+class KVPress(ScoreCompressor):
+    def __init__(self, press: str, **options):
+        super().__init__(**options)
+        kvpress = import_kvpress()
+        scorers = [
+            name
+            for name, item in vars(kvpress).items()
+            if isinstance(item, type) and issubclass(item, kvpress.ScorerPress) and item is not kvpress.ScorerPress
+        ]
+        if press not in scorers:
+            raise SparseRLError(f"kvpress has no scorer {press!r}; {nearest(press, scorers)}")
+        self.name = f"kvpress:{press}"
+        self.press = getattr(kvpress, press)()
+
+    def score(self, view: CacheView) -> Tensor:
+        try:
+            return self.press.score(None, None, view.keys, view.values, None, {})
+        except (AttributeError, TypeError, KeyError, AssertionError) as error:
+            raise SparseRLError(
+                f"{self.name} cannot score a decoding cache: it needs more than keys and values ({error}); "
+                f"use one that does not, such as kvpress:KnormPress or kvpress:KeyDiffPress."
+            ) from error

@@ -1,0 +1,207 @@
+"""Models: from a hub id, a folder, a GGUF file, a named shape with random weights, or the built-in tiny one.
+
+Also what the engine must know of a model before it runs (`ModelShape`), read from its config alone, and the refusal of
+architectures whose attention a slot cache cannot stand in for.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .cache import CacheShape
+from .errors import SparseRLError, nearest
+
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+# Public architectures by size: enough to plan memory or to measure speed with random weights, without a download.
+# (hidden, feed-forward, layers, query heads, KV heads, head dim, vocabulary, tied embeddings, context)
+_SHAPES = {
+    "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 64, 151936, True, 32768),
+    "qwen2.5-1.5b": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, True, 131072),
+    "qwen2.5-3b": ("qwen2", 2048, 11008, 36, 16, 2, 128, 151936, True, 32768),
+    "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, False, 131072),
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 40960),
+    "qwen3-1.7b": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True, 40960),
+    "qwen3-4b": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True, 40960),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False, 40960),
+    "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
+    "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128, 128256, True, 131072),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's config says about its cache."""
+
+    architecture: str
+    layers: int
+    heads: int  # KV heads
+    query_heads: int
+    head_dim: int
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    context: int  # positions the model was made for
+    hard_context: int | None  # positions beyond which keys already cached would be wrong (RoPE that rescales with length)
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config, dtype: torch.dtype | None = None) -> ModelShape:
+        config = config.get_text_config(decoder=True)
+        check_supported(config)
+        query_heads = config.num_attention_heads
+        ropes = _rope_parameters(config)
+        rescaling = [r for r in ropes if r.get("rope_type") in ("dynamic", "longrope")]
+        originals = [r.get("original_max_position_embeddings") or config.max_position_embeddings for r in rescaling]
+        return cls(
+            architecture=config.model_type,
+            layers=config.num_hidden_layers,
+            heads=getattr(config, "num_key_value_heads", None) or query_heads,
+            query_heads=query_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
+            vocabulary=config.vocab_size,
+            hidden=config.hidden_size,
+            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            context=config.max_position_embeddings,
+            hard_context=min(originals, default=None),
+            dtype=dtype or config.dtype or torch.float32,
+        )
+
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(
+            self.layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype
+        )
+
+
+def _rope_parameters(config) -> list[dict]:
+    """All RoPE settings of a config: one dict, or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [r for r in rope.values() if isinstance(r, dict) and "rope_type" in r]
+    return nested or [rope]
+
+
+def check_supported(config) -> None:
+    """Refuse what a slot cache cannot stand in for. What only shows when the model runs is refused by the attention itself."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise SparseRLError(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
+    for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
+        if getattr(config, key, None) is None:
+            raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise SparseRLError(f"{name} shares keys and values between layers, which a cache per layer cannot hold: not supported.")
+    others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
+    if others:
+        raise SparseRLError(
+            f"{name} has layers of type {', '.join(others)}; only {' and '.join(sorted(_SUPPORTED_LAYERS))} layers have slots to evict."
+        )
+
+
+def load_config(name: str):
+    """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b. Weights are not touched."""
+    from transformers import AutoConfig
+
+    if name == "tiny":
+        return tiny_config()
+    if name.lower() in _SHAPES:
+        return shape_config(name.lower())
+    if name.endswith(".gguf"):
+        return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SparseRLError(f"no model {name!r} on disk or hub ({str(error).splitlines()[0]}); {nearest(name, ['tiny', *_SHAPES])}") from error
+
+
+def shape_config(name: str):
+    """A public architecture's config, bf16."""
+    from transformers import AutoConfig
+
+    kind, hidden, intermediate, layers, query_heads, heads, head_dim, vocabulary, tied, context = _SHAPES[name]
+    return AutoConfig.for_model(
+        kind,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=query_heads,
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=context,
+        dtype="bfloat16",
+    )
+
+
+def weight_bytes(config, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a model's parameters, counted on a skeleton without storage."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in skeleton.parameters()) * (dtype or config.dtype or torch.float32).itemsize
+
+
+_CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def tiny_config():
+    """A character-level Llama of 0.3 M parameters: small enough for a test, large enough to learn running sums."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=2 + len(_CHARACTERS),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.06,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+
+
+def tiny_tokenizer():
+    """One token per printable character; 0 pads, 1 ends."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", "<eos>", *_CHARACTERS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None, seed: int = 0):
+    """(model in eval mode, tokenizer). `tiny` has random weights made from `seed`, until a trained one ships."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "tiny":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(tiny_config())
+        return model.to(device).eval(), tiny_tokenizer()
+    if name.lower() in _SHAPES:
+        raise SparseRLError(f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder.")
+    source, options = name, {}
+    if name.endswith(".gguf"):
+        source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except OSError as error:
+        raise SparseRLError(f"cannot load {name!r}: {str(error).splitlines()[0]} Give a hub id, a folder, a .gguf file, or `tiny`.") from error
+    return model.to(device).eval(), tokenizer

@@ -1,0 +1,160 @@
+"""The memory plan: what a rollout will take, known before it runs, from the model's config alone.
+
+Weights, cache, scratch, trace and recorded tokens are exact. The working set (logits, prefill activations, eviction copies) is an
+estimate from above, and 5 % of the memory is left to the allocator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .cache import CacheShape
+from .cache.trace import trace_dtype
+from .compressors import Compressor
+from .errors import SparseRLError
+from .models import ModelShape
+
+_ALLOCATOR_SHARE = 0.05
+_SCORING_BLOCK = 16 * 2**20  # entries a compressor makes at a time (see compressors/rkv.py)
+
+
+@dataclass(frozen=True)
+class Plan:
+    compressor: str
+    evicts: bool
+    budget: int
+    interval: int
+    capacity: int
+    rows: int
+    prompt_tokens: int  # the longest prompt
+    new_tokens: int
+    weight_bytes: int
+    row_bytes: int  # one row of the cache: keys, values, feed indices, and what the compressor records
+    kv_bytes_per_token: int  # keys and values alone, in any cache
+    scratch_bytes: int  # where prompts are prefilled before they are forked
+    trace_row_bytes: int
+    token_row_bytes: int  # sampled tokens and their log-probs
+    working_row_bytes: int  # estimate
+    working_bytes: int  # estimate, whatever the rows
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def dense_row_bytes(self) -> int:
+        """Keys and values of a whole sequence, as a dense cache would hold them."""
+        return (self.prompt_tokens + self.new_tokens) * self.kv_bytes_per_token
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.weight_bytes + self.scratch_bytes + self.working_bytes
+
+    @property
+    def bytes_per_row(self) -> int:
+        return self.row_bytes + self.trace_row_bytes + self.token_row_bytes + self.working_row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + self.rows * self.bytes_per_row
+
+    def rows_that_fit(self, memory: int) -> int:
+        return max(0, int(memory * (1 - _ALLOCATOR_SHARE) - self.fixed_bytes) // self.bytes_per_row)
+
+    def dense_rows_that_fit(self, memory: int) -> int:
+        per_row = self.dense_row_bytes + self.token_row_bytes + self.working_row_bytes
+        return max(0, int(memory * (1 - _ALLOCATOR_SHARE) - self.fixed_bytes) // per_row)
+
+    def largest_that_fits(self, memory: int) -> str:
+        """A sentence naming the largest setting that fits."""
+        rows = self.rows_that_fit(memory)
+        if rows >= 1:
+            return f"{min(rows, self.rows) if rows < self.rows else rows} rows fit at this capacity: use rows={rows}."
+        per_slot = self.row_bytes / self.capacity
+        spare = memory * (1 - _ALLOCATOR_SHARE) - self.fixed_bytes - (self.bytes_per_row - self.row_bytes)
+        budget = int(spare // per_slot) - self.interval
+        if self.evicts and budget >= 1:
+            return f"not even one row fits: with rows=1, use budget={budget}."
+        if spare >= 2 * per_slot:
+            return f"not even one row fits: with rows=1, {int(spare // per_slot)} tokens fit; generate less, or use a compressor."
+        return f"the weights and the working set leave nothing of {size(memory)}: use a smaller model, dtype or prompt."
+
+    def lines(self, memory: int | None = None) -> list[tuple[str, str]]:
+        kind = f"budget {self.budget} + interval {self.interval}" if self.evicts else "nothing evicted"
+        saved = 1 - self.row_bytes / self.dense_row_bytes
+        lines = [
+            ("weights", size(self.weight_bytes)),
+            (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
+            (f"KV per row, {self.compressor} ({kind} = {self.capacity} slots)", f"{size(self.row_bytes)} ({saved:.0%} less)"),
+            (f"cache, {self.rows} rows", size(self.cache_bytes)),
+            ("prefill scratch", size(self.scratch_bytes)),
+            ("trace per row", size(self.trace_row_bytes)),
+            (f"trace, {self.rows} rows", size(self.rows * self.trace_row_bytes)),
+            ("working set (estimate)", size(self.working_bytes + self.rows * self.working_row_bytes)),
+            ("total", size(self.total_bytes)),
+        ]
+        if memory is not None:
+            lines.append(("memory", size(memory)))
+            lines.append((f"rows that fit, {self.compressor}", str(self.rows_that_fit(memory))))
+            lines.append(("rows that fit, dense", str(self.dense_rows_that_fit(memory))))
+        return lines
+
+    def text(self, memory: int | None = None) -> str:
+        lines = self.lines(memory)
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"  {label:<{width}}  {value}" for label, value in lines)
+
+
+def make_plan(
+    shape: ModelShape,
+    compressor: Compressor,
+    *,
+    rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    weight_bytes: int,
+    capacity: int | None = None,
+    prefill_chunk: int = 512,
+) -> Plan:
+    if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
+        raise SparseRLError(f"rows {rows}, prompt tokens {prompt_tokens} and new tokens {new_tokens} must all be at least 1.")
+    cache = cache_shape(shape, compressor)
+    capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
+    tokens = prompt_tokens + new_tokens
+    eviction_row = 3 * capacity * cache.kv_bytes_per_token // cache.layers  # one layer gathered, compacted, scored
+    chunk = min(prefill_chunk, prompt_tokens)
+    prefill = chunk * (6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize
+    scoring = 3 * 4 * min(_SCORING_BLOCK, rows * shape.heads * max(capacity, prompt_tokens) ** 2)
+    attention = 8 * shape.query_heads * chunk * prompt_tokens if compressor.uses_mass else 0
+    return Plan(
+        compressor=compressor.name,
+        evicts=compressor.evicts,
+        budget=compressor.budget,
+        interval=compressor.interval,
+        capacity=capacity,
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        weight_bytes=weight_bytes,
+        row_bytes=cache.row_bytes(capacity),
+        kv_bytes_per_token=cache.kv_bytes_per_token,
+        scratch_bytes=cache.row_bytes(prompt_tokens),
+        trace_row_bytes=shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
+        token_row_bytes=new_tokens * (8 + 4),
+        working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 4 + 8) + eviction_row,
+        working_bytes=prefill + scoring + attention,
+    )
+
+
+def cache_shape(shape: ModelShape, compressor: Compressor) -> CacheShape:
+    """A model's cache with what the compressor asks to be recorded."""
+    return replace(shape.cache_shape(), num_queries=compressor.num_queries, mass=compressor.uses_mass)
+
+
+def size(number: float) -> str:
+    """Bytes for people: 1.50 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.2f} {unit}"
+        number /= 1024
+    return f"{number:,.2f} GiB"

@@ -1,0 +1,106 @@
+"""The records on the arrows between stages, and how trajectories are written to disk and read back.
+
+T tokens of a trajectory (prompt + response), L layers, H KV heads. All tensors live on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .cache import Trace
+from .errors import SparseRLError
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One completion with the evidence of how it was sampled."""
+
+    tokens: Tensor  # int64 [T]: prompt, then response (its stop token included)
+    num_prompt_tokens: int
+    sampler_logprobs: Tensor  # fp32 [T]: of the distribution sampled from; 0 on the prompt
+    trace: Trace  # what every query could see; evicted_at [L, H, T]
+    finish_reason: str  # "stop": a stop token was sampled; "length": max_new_tokens were
+    prompt_index: int  # which prompt of the call
+    sample_index: int  # which member of its group
+    version: int = 0  # optimizer steps behind the weights that sampled it
+
+    @property
+    def prompt_tokens(self) -> Tensor:
+        return self.tokens[: self.num_prompt_tokens]
+
+    @property
+    def response_tokens(self) -> Tensor:
+        return self.tokens[self.num_prompt_tokens :]
+
+
+def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
+    """1 - slots in use at the end / tokens, over all trajectories: the counting of the Sparse-RL paper."""
+    slots = sum(t.trace.slots_in_use().double().mean().item() for t in trajectories)
+    return 1 - slots / sum(len(t.tokens) for t in trajectories)
+
+
+class TrajectoryWriter:
+    """Writes trajectories as they finish: one readable JSON line each, and its trace beside it.
+
+    The line is written after the trace and names it, so whatever line is there is complete; an interrupt loses nothing finished.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+        self.lines = self.folder / "trajectories.jsonl"
+        if self.lines.exists():
+            raise SparseRLError(f"{self.lines} exists already; choose another folder or remove it first.")
+        (self.folder / "traces").mkdir(parents=True, exist_ok=True)
+        self._file = self.lines.open("a", encoding="utf-8")
+
+    def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None) -> None:
+        """`prompt` and `text` are for the reader; the record is complete without them."""
+        trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
+        trajectory.trace.save(self.folder / trace)
+        line = {
+            "prompt_index": trajectory.prompt_index,
+            "sample_index": trajectory.sample_index,
+            "finish_reason": trajectory.finish_reason,
+            "version": trajectory.version,
+            "prompt": prompt,
+            "text": text,
+            "num_prompt_tokens": trajectory.num_prompt_tokens,
+            "tokens": trajectory.tokens.tolist(),
+            "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
+            "trace": trace,
+        }
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TrajectoryWriter:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
+    """The trajectories a `TrajectoryWriter` wrote, in the order they finished."""
+    folder = Path(folder)
+    with (folder / "trajectories.jsonl").open(encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            yield Trajectory(
+                tokens=torch.tensor(line["tokens"], dtype=torch.int64),
+                num_prompt_tokens=line["num_prompt_tokens"],
+                sampler_logprobs=torch.tensor(line["sampler_logprobs"], dtype=torch.float32),
+                trace=Trace.load(folder / line["trace"]),
+                finish_reason=line["finish_reason"],
+                prompt_index=line["prompt_index"],
+                sample_index=line["sample_index"],
+                version=line["version"],
+            )

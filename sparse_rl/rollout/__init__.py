@@ -1,0 +1,4 @@
+from .engine import Engine
+from .sampling import Sampling
+
+__all__ = ["Engine", "Sampling"]

@@ -1,0 +1,66 @@
+"""One eviction: let the compressor look at full rows, compact them, and say which tokens are gone."""
+
+import torch
+from torch import Tensor
+
+from ..cache import SlotCache
+from ..compressors import CacheView, Compressor
+from ..errors import SparseRLError
+from ..streams import eviction_streams
+
+
+def evict(
+    cache: SlotCache, compressor: Compressor, rows: Tensor, used: int, fed: Tensor, streams: Tensor, num_prompt_tokens: Tensor
+) -> Tensor:
+    """Compress rows that all have `used` slots in use down to the budget.
+
+    rows, fed (tokens fed so far), streams, num_prompt_tokens [N] -> feed indices of evicted tokens [L, N, H, used - budget]
+    """
+    shape, budget, n = cache.shape, compressor.budget, len(rows)
+    streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
+    evicted = []
+    for layers in cache.layer_chunks(n, used):
+        feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]
+        queries = cache.recent_queries(layers, rows, fed)
+        view = CacheView(
+            keys=cache.keys[layers][:, rows, :, :used].flatten(0, 1),
+            values=cache.values[layers][:, rows, :, :used].flatten(0, 1),
+            feed=feed.flatten(0, 1),
+            queries=None if queries is None else queries.flatten(0, 1),
+            mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
+            streams=streams[layers].flatten(0, 1),
+            num_prompt_tokens=num_prompt_tokens.repeat(feed.shape[0]),
+            scaling=_common_scaling(cache),
+            unreachable=_unreachable(cache, layers, feed, fed),
+        )
+        kept = compressor.keep(view, budget)
+        _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)
+        evicted.append(cache.keep(layers, rows, used, kept.unflatten(0, (-1, n))))
+    return torch.cat(evicted)
+
+
+def _common_scaling(cache: SlotCache) -> float:
+    scalings = set(cache.scaling)
+    if len(scalings) != 1 or None in scalings:
+        raise SparseRLError(f"layers scale their attention logits differently ({scalings}): this architecture is not supported.")
+    return scalings.pop()
+
+
+def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> Tensor | None:
+    """Slots no later query can see in a layer with a sliding window. feed [l, N, H, S], fed [N] -> bool [l * N, H, S]"""
+    windows = cache.sliding_window[layers]
+    if all(window is None for window in windows):
+        return None
+    reach = torch.tensor([torch.iinfo(torch.int32).max if w is None else w for w in windows], device=feed.device)
+    distance = fed[None, :, None, None] - feed  # the next query has feed index `fed`
+    return (distance >= reach[:, None, None, None]).flatten(0, 1)
+
+
+def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> None:
+    if tuple(kept.shape) != shape or kept.dtype != torch.int64:
+        raise SparseRLError(
+            f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}."
+        )
+    ordered = (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()
+    if not ordered:
+        raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
