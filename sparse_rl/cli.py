@@ -80,7 +80,9 @@ def read_prompts(path: Path, field: str) -> list[dict]:
             raise SparseRLError(f"{path}, line {number} is not JSON ({error}).") from error
         if not isinstance(line, dict) or not (isinstance(line.get(field), str) or isinstance(line.get("tokens"), list)):
             have = ", ".join(line) if isinstance(line, dict) else type(line).__name__
-            raise SparseRLError(f"{path}, line {number} has no text {field!r} and no list `tokens` (it has: {have}); name its field with --field.")
+            raise SparseRLError(
+                f"{path}, line {number} has no text {field!r} and no list `tokens` (it has: {have}); name its field with --field."
+            )
         lines.append(line)
     if not lines:
         raise SparseRLError(f"{path} holds no prompts.")
@@ -125,8 +127,10 @@ def plan(
     )
     memory = None if gpu_memory is None else int(gpu_memory * 2**30)
     if as_json:
-        fits = {} if memory is None else {"rows_that_fit": result.rows_that_fit(memory), "dense_rows_that_fit": result.dense_rows_that_fit(memory)}
-        typer.echo(json.dumps(dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes} | fits))
+        numbers = dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes}
+        if memory is not None:
+            numbers |= {"rows_that_fit": result.rows_that_fit(memory), "dense_rows_that_fit": result.dense_rows_that_fit(memory)}
+        typer.echo(json.dumps(numbers))
         return
     typer.echo(f"{model}, {str(shape.dtype).removeprefix('torch.')}")
     typer.echo(result.text(memory))

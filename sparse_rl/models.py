@@ -72,9 +72,7 @@ class ModelShape:
         )
 
     def cache_shape(self) -> CacheShape:
-        return CacheShape(
-            self.layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype
-        )
+        return CacheShape(self.layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype)
 
 
 def _rope_parameters(config) -> list[dict]:
@@ -116,7 +114,8 @@ def load_config(name: str):
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise SparseRLError(f"no model {name!r} on disk or hub ({str(error).splitlines()[0]}); {nearest(name, ['tiny', *_SHAPES])}") from error
+        why = str(error).splitlines()[0]
+        raise SparseRLError(f"no model {name!r} on disk or hub ({why}); {nearest(name, ['tiny', *_SHAPES])}") from error
 
 
 def shape_config(name: str):
@@ -203,5 +202,6 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None, seed: 
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except OSError as error:
-        raise SparseRLError(f"cannot load {name!r}: {str(error).splitlines()[0]} Give a hub id, a folder, a .gguf file, or `tiny`.") from error
+        why = str(error).splitlines()[0]
+        raise SparseRLError(f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`.") from error
     return model.to(device).eval(), tokenizer

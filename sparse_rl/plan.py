@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from .cache import CacheShape
 from .cache.trace import trace_dtype
 from .compressors import Compressor
@@ -158,3 +160,17 @@ def size(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.2f} {unit}"
         number /= 1024
     return f"{number:,.2f} GiB"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes a new allocation may take there now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..cache import SlotCache
 from ..errors import SparseRLError
@@ -35,11 +36,23 @@ class Feed:
 def slots_attention(
     module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, sliding_window=None, softcap=None, slots_feed=None, **kwargs
 ):
-    """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
+    """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
+
+    The batch may be longer than the feed by rows of padding, which have no slots and get zeros.
+    """
     check_call(module, kwargs, slots_feed, "slots_feed")
-    feed: Feed = slots_feed
-    cache, layer, scaling = feed.cache, module.layer_idx, scaling or query.shape[-1] ** -0.5
-    shape = cache.shape
+    rows = slots_feed.slot.shape[0]
+    padding = query.shape[0] - rows
+    scaling = scaling or query.shape[-1] ** -0.5
+    out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], slots_feed, scaling, sliding_window, softcap)
+    return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
+
+
+def feed_and_attend(
+    module, query: Tensor, key: Tensor, value: Tensor, feed: Feed, scaling: float, sliding_window: int | None, softcap: float | None
+) -> Tensor:
+    """Store the tokens, then attend. -> [B, T, H * G, D]"""
+    cache, layer, shape = feed.cache, module.layer_idx, feed.cache.shape
     given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
     planned = (shape.query_heads, shape.heads, shape.key_dim, shape.value_dim)
     if given != planned or not 0 <= layer < shape.layers:
@@ -53,7 +66,7 @@ def slots_attention(
     cache.record_queries(layer, feed.index, query)
 
     if feed.first and sliding_window is None and softcap is None and cache.mass is None:
-        return attend_causal(query, key, value, scaling), None
+        return attend_causal(query, key, value, scaling)
 
     rows = query.shape[0]
     keys, values = cache.keys[layer, :rows, :, : feed.span], cache.values[layer, :rows, :, : feed.span]  # [B, H, S, D]
@@ -62,10 +75,10 @@ def slots_attention(
         distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
         visible = visible & (distance < sliding_window)
     if cache.mass is None:
-        return attend(query, keys, values, visible, scaling, softcap), None
+        return attend(query, keys, values, visible, scaling, softcap)
     out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap)
     cache.mass[layer, :rows, :, : feed.span] += probs.sum(2)
-    return out, None
+    return out
 
 
 def check_call(module, kwargs: dict, needed: object, name: str) -> None:

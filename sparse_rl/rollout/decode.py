@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
+from ..errors import SparseRLError
 from .sampling import Sampling, sample
 
 
@@ -76,7 +77,7 @@ class RowState:
         self.trace[rows[None, :, None, None], layer, head, evicted.long()] = value
 
     def trace_of(self, row: int, tokens: int) -> Trace:
-        evicted_at = self.trace[row, :, :, :tokens].cpu().contiguous()
+        evicted_at = self.trace[row, :, :, :tokens].clone().cpu()  # a copy: the row will be reused
         dtype = trace_dtype(tokens)
         if evicted_at.dtype == torch.int16:
             return Trace(evicted_at.view(torch.uint16))
@@ -85,13 +86,29 @@ class RowState:
         return Trace(evicted_at)
 
 
+def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
+    """Logits [B, V] after the last of the tokens being fed. tokens [B, T]
+
+    On the CPU a matrix product rounds a row the same way whatever the number of rows, from four rows on (with several threads: in
+    multiples of four). Padding to that makes what a sequence does independent, to the bit, of how many run beside it.
+    """
+    rows, length = tokens.shape
+    padding = -rows % 4 if tokens.device.type == "cpu" and length < 4 else 0
+    index = feed.index
+    if padding:
+        tokens, index = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, index))
+    logits = model(input_ids=tokens, position_ids=index, use_cache=False, logits_to_keep=1, slots_feed=feed).logits
+    missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
+    if missed:
+        raise SparseRLError(f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported.")
+    return logits[:rows, -1]
+
+
 def decode_step(model: nn.Module, cache: SlotCache, state: RowState, width: int, span: int, sampling: Sampling, stop_ids: Tensor) -> None:
     """Advance the first `width` rows by one token. Rows that are done feed and overwrite a slot nobody reads."""
     rows = slice(0, width)
     slot = state.used[rows].clamp(max=cache.capacity - 1)[:, None]
-    index = state.index[rows, None]
-    feed = Feed(cache, slot, index, span)
-    logits = model(input_ids=state.token[rows, None], position_ids=index, use_cache=False, slots_feed=feed).logits[:, -1]
+    logits = forward(model, state.token[rows, None], Feed(cache, slot, state.index[rows, None], span))
     tokens, logprobs = sample(logits, state.stream[rows], state.count[rows], sampling)
     state.used[rows] += ~state.done[rows]
     state.record(rows, tokens, logprobs, stop_ids)

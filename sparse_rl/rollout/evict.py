@@ -58,9 +58,7 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
 
 def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> None:
     if tuple(kept.shape) != shape or kept.dtype != torch.int64:
-        raise SparseRLError(
-            f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}."
-        )
+        raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}.")
     ordered = (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()
     if not ordered:
         raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
