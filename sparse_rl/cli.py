@@ -59,7 +59,11 @@ def rollout(
             prompt = tokenizer.decode(trajectory.prompt_tokens)
             writer.write(trajectory, prompt, tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True))
 
-        done = engine.generate(ids, group_size, sampling, seed, progress=sys.stderr.isatty(), on_finish=save)
+        try:
+            done = engine.generate(ids, group_size, sampling, seed, progress=sys.stderr.isatty(), on_finish=save)
+        except RolloutInterrupted as stop:
+            typer.echo(f"sparse-rl: interrupted; the {len(stop.trajectories)} finished trajectories are saved in {out}.", err=True)
+            raise typer.Exit(130) from None
     typer.echo(
         f"{len(done)} trajectories, {sum(len(t.response_tokens) for t in done):,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
         f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
@@ -161,18 +165,12 @@ def demo() -> None:
 
 def main() -> None:
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # a number when a command asked to exit, else what it returned
     except SparseRLError as error:
         sys.exit(f"sparse-rl: {error}")
-    except RolloutInterrupted as error:
-        typer.echo(f"sparse-rl: interrupted; the {len(error.trajectories)} finished trajectories are saved.", err=True)
-        sys.exit(130)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage mistake, in click's own words
-            error.show()
-            sys.exit(error.exit_code)
-        raise
+        if not (hasattr(error, "show") and hasattr(error, "exit_code")):
+            raise
+        error.show()  # a usage mistake, in click's own words
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)

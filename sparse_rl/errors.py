@@ -12,7 +12,12 @@ class SparseRLError(ValueError):
 
 
 class NonFiniteLogits(SparseRLError):
-    """The model produced NaN or infinite logits; the message says for which row and step."""
+    """The model produced NaN or infinite logits; the message says for which row and step.
+
+    The trajectories that were finished by then are in `trajectories`.
+    """
+
+    trajectories: list = []  # noqa: RUF012 (replaced, never mutated)
 
 
 class OutOfMemory(SparseRLError):

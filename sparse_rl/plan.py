@@ -38,6 +38,7 @@ class Plan:
     token_row_bytes: int  # sampled tokens and their log-probs
     working_row_bytes: int  # estimate
     working_bytes: int  # estimate, whatever the rows
+    bytes_per_slot: int  # the part of a row that grows with its capacity
 
     @property
     def cache_bytes(self) -> int:
@@ -71,15 +72,14 @@ class Plan:
         """A sentence naming the largest setting that fits."""
         rows = self.rows_that_fit(memory)
         if rows >= 1:
-            return f"{min(rows, self.rows) if rows < self.rows else rows} rows fit at this capacity: use rows={rows}."
-        per_slot = self.row_bytes / self.capacity
-        spare = memory * (1 - _ALLOCATOR_SHARE) - self.fixed_bytes - (self.bytes_per_row - self.row_bytes)
-        budget = int(spare // per_slot) - self.interval
-        if self.evicts and budget >= 1:
-            return f"not even one row fits: with rows=1, use budget={budget}."
-        if spare >= 2 * per_slot:
-            return f"not even one row fits: with rows=1, {int(spare // per_slot)} tokens fit; generate less, or use a compressor."
-        return f"the weights and the working set leave nothing of {size(memory)}: use a smaller model, dtype or prompt."
+            return f"At this capacity use rows={rows}."
+        other_bytes = self.fixed_bytes + self.bytes_per_row - self.capacity * self.bytes_per_slot
+        capacity = int(memory * (1 - _ALLOCATOR_SHARE) - other_bytes) // self.bytes_per_slot
+        if self.evicts and capacity > self.interval:
+            return f"Not even one row fits: with rows=1, use budget={capacity - self.interval}."
+        if not self.evicts and capacity > 1:
+            return f"Not even one row fits: with rows=1 there is room for {capacity} tokens; generate less, or use a compressor."
+        return f"The weights and the working set leave nothing of {size(memory)}: use a smaller model, dtype or prompt."
 
     def lines(self, memory: int | None = None) -> list[tuple[str, str]]:
         kind = f"budget {self.budget} + interval {self.interval}" if self.evicts else "nothing evicted"
@@ -123,10 +123,10 @@ def make_plan(
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
     tokens = prompt_tokens + new_tokens
-    eviction_row = 3 * capacity * cache.kv_bytes_per_token // cache.layers  # one layer gathered, compacted, scored
+    eviction_slot = 3 * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0  # one layer gathered, compacted, scored
     chunk = min(prefill_chunk, prompt_tokens)
     prefill = chunk * (6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize
-    scoring = 3 * 4 * min(_SCORING_BLOCK, rows * shape.heads * max(capacity, prompt_tokens) ** 2)
+    scoring = 3 * 4 * _SCORING_BLOCK if compressor.evicts else 0
     attention = 8 * shape.query_heads * chunk * prompt_tokens if compressor.uses_mass else 0
     return Plan(
         compressor=compressor.name,
@@ -143,8 +143,9 @@ def make_plan(
         scratch_bytes=cache.row_bytes(prompt_tokens),
         trace_row_bytes=shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         token_row_bytes=new_tokens * (8 + 4),
-        working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 4 + 8) + eviction_row,
+        working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 4 + 8) + capacity * eviction_slot,
         working_bytes=prefill + scoring + attention,
+        bytes_per_slot=cache.slot_bytes + eviction_slot,
     )
 
 

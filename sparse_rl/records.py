@@ -90,10 +90,10 @@ class TrajectoryWriter:
 
 
 def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
-    """The trajectories a `TrajectoryWriter` wrote, in the order they finished."""
+    """The trajectories a `TrajectoryWriter` wrote, in the order they finished. A last line cut off by a crash is left out."""
     folder = Path(folder)
     with (folder / "trajectories.jsonl").open(encoding="utf-8") as lines:
-        for line in map(json.loads, lines):
+        for line in (json.loads(text) for text in lines if text.endswith("\n")):
             yield Trajectory(
                 tokens=torch.tensor(line["tokens"], dtype=torch.int64),
                 num_prompt_tokens=line["num_prompt_tokens"],

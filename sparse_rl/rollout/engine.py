@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..attention import use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
-from ..errors import OutOfMemory, RolloutInterrupted, SparseRLError
+from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError
 from ..models import ModelShape
 from ..plan import Plan, available_memory, cache_shape, is_out_of_memory, make_plan, size
 from ..records import Trajectory
@@ -40,15 +40,21 @@ class Engine:
         """`max_tokens` (prompt + new) sizes the rows of `dense`, which otherwise takes them from its first call."""
         if rows < 1 or prefill_chunk < 1:
             raise SparseRLError(f"rows {rows} and prefill_chunk {prefill_chunk} must both be at least 1.")
+        if max_tokens is not None and max_tokens < 2:
+            raise SparseRLError(f"max_tokens is {max_tokens}; a prompt and a response take at least 2.")
         self.model = model
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
         self.compressor = make(compressor).bind(budget, interval)
+        with use_attention(model, "slots"):
+            pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.rows, self.max_tokens, self.prefill_chunk = rows, max_tokens, prefill_chunk
         self.version = 0  # optimizer steps behind the weights; stamped on trajectories
         self.cache: SlotCache | None = None
         self.scratch: SlotCache | None = None
-        if self.compressor.evicts or max_tokens:
-            self._allocate(prompt_tokens=1, new_tokens=max(1, (max_tokens or 2) - 1))
+        if self.compressor.evicts:
+            self._allocate_rows(self.compressor.capacity(0, 0), self.plan(prompt_tokens=1, new_tokens=1))
+        elif max_tokens is not None:
+            self._allocate_rows(max_tokens, self.plan(prompt_tokens=1, new_tokens=max_tokens - 1))
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +101,9 @@ class Engine:
         longest = max(map(len, prompts))
         finished: list[Trajectory] = []
         try:
-            self._allocate(longest, sampling.max_new_tokens)
+            plan = self.plan(longest, sampling.max_new_tokens)
+            self._allocate_rows(self.compressor.capacity(longest, sampling.max_new_tokens), plan)
+            self._allocate_scratch(plan)
             with self._rollout_mode(), ProgressBar(progress, len(prompts) * group_size, self.cache) as bar:
                 rollout = Rollout(self, prompts, group_size, sampling, seed, longest)
                 for trajectory in rollout.run(bar):
@@ -104,10 +112,13 @@ class Engine:
                         on_finish(trajectory)
         except KeyboardInterrupt:
             raise RolloutInterrupted(_in_order(finished)) from None
+        except NonFiniteLogits as error:
+            error.trajectories = _in_order(finished)
+            raise
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._out_of_memory(self.plan(longest, sampling.max_new_tokens), str(error)) from error
+            raise self._out_of_memory(plan, str(error)) from error
         return _in_order(finished)
 
     def _check(self, prompts: list[list[int]], group_size: int, sampling: Sampling) -> None:
@@ -135,23 +146,28 @@ class Engine:
                 )
             self.compressor.check_prompt(len(prompt))
 
-    def _allocate(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Rows once; the scratch row anew when a longer prompt comes."""
-        needed = self.compressor.capacity(prompt_tokens, new_tokens)
-        if self.cache is not None and needed > self.cache.capacity:
-            raise SparseRLError(
-                f"rows of this {self.compressor.name} engine hold {self.cache.capacity} tokens, but the call needs {needed} "
-                f"({prompt_tokens} prompt + {new_tokens} new); make the engine with Engine(..., max_tokens={needed})."
-            )
-        shape, grow = cache_shape(self.shape, self.compressor), self.scratch is None or self.scratch.capacity < prompt_tokens
-        plan = self.plan(prompt_tokens, new_tokens)
-        new_bytes = (0 if self.cache else plan.cache_bytes) + (plan.scratch_bytes if grow else 0)
-        if new_bytes > available_memory(self.device):
-            raise self._out_of_memory(plan, f"{size(new_bytes)} are needed, {size(available_memory(self.device))} are free")
+    def _allocate_rows(self, capacity: int, plan: Plan) -> None:
+        """The cache, once and for all."""
         if self.cache is None:
-            self.cache = SlotCache(shape, self.rows, needed, self.device)
-        if grow:
-            self.scratch = SlotCache(shape, 1, prompt_tokens, self.device)
+            self._require(plan.cache_bytes, plan)
+            self.cache = SlotCache(cache_shape(self.shape, self.compressor), self.rows, capacity, self.device)
+        elif capacity > self.cache.capacity:
+            raise SparseRLError(
+                f"rows of this {self.compressor.name} engine hold {self.cache.capacity} tokens, but the call needs {capacity} "
+                f"({plan.prompt_tokens} prompt + {plan.new_tokens} new); make the engine with Engine(..., max_tokens={capacity})."
+            )
+
+    def _allocate_scratch(self, plan: Plan) -> None:
+        """One row for the longest prompt, made anew when a longer one comes."""
+        if self.scratch is None or self.scratch.capacity < plan.prompt_tokens:
+            self.scratch = None
+            self._require(plan.scratch_bytes, plan)
+            self.scratch = SlotCache(cache_shape(self.shape, self.compressor), 1, plan.prompt_tokens, self.device)
+
+    def _require(self, needed: int, plan: Plan) -> None:
+        free = available_memory(self.device)
+        if needed > free:
+            raise self._out_of_memory(plan, f"{size(needed)} are needed, {size(free)} are free")
 
     def _out_of_memory(self, plan: Plan, why: str) -> OutOfMemory:
         held = sum(p.nbytes for p in self.model.parameters()) + sum(c.nbytes for c in (self.cache, self.scratch) if c)
