@@ -1,7 +1,9 @@
 """kvpress:NAME: a scorer of the kvpress package as a compressor, where it needs nothing but keys and values.
 
 kvpress wraps every registered attention function when it is imported; here that is undone at once, because stock attention
-must stay stock. Presses that need hidden states or attention weights are refused: a decoding cache does not have them.
+must stay stock. Presses that need hidden states, attention weights or a loaded model are refused: a decoding cache does not have
+them. A press that draws random numbers takes them from torch's global generator, so its choices depend on the rows beside it (the
+trace still replays them exactly); our own `random` does not.
 """
 
 from torch import Tensor
@@ -18,7 +20,8 @@ def import_kvpress():
         import kvpress
     except ImportError as error:
         raise SparseRLError(
-            f"kvpress cannot be imported ({error}); install it with `pip install --no-deps kvpress`, or use our own compressors."
+            f"kvpress cannot be imported ({error}); install it without its pins: `pip install --no-deps kvpress`, "
+            "then `pip install requests cachetools datasets fire`."
         ) from error
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.update(before)
@@ -37,12 +40,15 @@ class KVPress(ScoreCompressor):
         if press not in scorers:
             raise SparseRLError(f"kvpress has no scorer {press!r}; {nearest(press, scorers)}")
         self.name = f"kvpress:{press}"
-        self.press = getattr(kvpress, press)()
+        try:
+            self.press = getattr(kvpress, press)()
+        except TypeError as error:
+            raise SparseRLError(f"{self.name} cannot be made from its name alone ({error}).") from error
 
     def score(self, view: CacheView) -> Tensor:
         try:
             return self.press.score(None, None, view.keys, view.values, None, {})
-        except (AttributeError, TypeError, KeyError, AssertionError) as error:
+        except (AttributeError, TypeError, KeyError, ValueError, AssertionError) as error:
             raise SparseRLError(
                 f"{self.name} cannot score a decoding cache: it needs more than keys and values ({error}); "
                 f"use one that does not, such as kvpress:KnormPress or kvpress:KeyDiffPress."

@@ -1,0 +1,72 @@
+"""The examples in the documents run, and say what they claim."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_rl
+from sparse_rl import COMPRESSORS, token_logprobs
+
+ROOT = Path(__file__).parent.parent
+
+
+def python_blocks(path: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_example_runs(capsys):
+    (code,) = python_blocks("README.md")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert len(names["trajectories"]) == 8
+    gap = (names["replayed"] - names["t"].sampler_logprobs)[names["t"].num_prompt_tokens :].abs().max()
+    assert gap < 1e-5
+    assert "tensor(" in capsys.readouterr().out
+
+
+def test_the_compressor_example_is_complete():
+    definition, use = python_blocks("docs/add-a-compressor.md")
+    names: dict = {}
+    try:
+        exec(compile(definition, "docs/add-a-compressor.md", "exec"), names)
+        exec(compile(use, "docs/add-a-compressor.md", "exec"), names)
+    finally:
+        vnorm = COMPRESSORS.pop("vnorm", None)
+    assert vnorm is names["VNorm"]
+    for t in names["trajectories"]:
+        assert (t.trace.evicted_at.long() < len(t.tokens)).any()
+        assert not (t.trace.evicted_at.long() < len(t.tokens))[..., :4].any()  # sinks
+        with torch.no_grad():
+            gap = token_logprobs(names["model"], t.tokens, t.trace) - t.sampler_logprobs
+        assert gap[t.num_prompt_tokens :].abs().max() < 1e-5
+
+
+def test_the_compressor_page_describes_every_field_of_the_view():
+    from dataclasses import fields
+
+    page = (ROOT / "docs/add-a-compressor.md").read_text()
+    for field in fields(sparse_rl.CacheView):
+        assert f"`{field.name}`" in page, field.name
+
+
+@pytest.mark.parametrize("path", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(path):
+    text = re.sub(r"`[^`]*`", "", (ROOT / path).read_text())
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / path).parent / target).exists(), target
+
+
+def test_the_readme_lists_every_compressor():
+    text = (ROOT / "README.md").read_text()
+    for name in COMPRESSORS:
+        assert f"| `{name}` |" in text
+
+
+def test_public_names_exist():
+    for name in sparse_rl.__all__:
+        assert getattr(sparse_rl, name) is not None
+    with pytest.raises(AttributeError):
+        sparse_rl.nonsense  # noqa: B018
