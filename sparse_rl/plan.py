@@ -143,7 +143,8 @@ def make_plan(
         scratch_bytes=cache.row_bytes(prompt_tokens),
         trace_row_bytes=shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         token_row_bytes=new_tokens * (8 + 4),
-        working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 4 + 8) + capacity * eviction_slot,
+        working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 8 + 8)
+        + capacity * eviction_slot,  # logits, their softmax and sum
         working_bytes=prefill + scoring + attention,
         bytes_per_slot=cache.slot_bytes + eviction_slot,
     )

@@ -1,6 +1,8 @@
 """Scores against slow references written from the formulas, one loop per index; and what every compressor must respect."""
 
+import importlib.util
 import math
+import sys
 
 import pytest
 import torch
@@ -191,11 +193,23 @@ def test_sliding_layers_give_up_what_they_cannot_see():
         assert kept.min() >= 6, name
 
 
+@pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
 def test_kvpress_scorer_by_name(llama):
-    pytest.importorskip("kvpress")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    stock = dict(ALL_ATTENTION_FUNCTIONS)
     ours = Engine(llama, compressor="knorm", budget=16, interval=8).generate(prompts_of(30), sampling=Sampling(30))[0]
     theirs = Engine(llama, compressor="kvpress:KnormPress", budget=16, interval=8).generate(prompts_of(30), sampling=Sampling(30))[0]
     assert ours.tokens.equal(theirs.tokens)
     assert ours.trace.evicted_at.equal(theirs.trace.evicted_at)
+    assert all(ALL_ATTENTION_FUNCTIONS[name] is function for name, function in stock.items())  # importing kvpress patched nothing
     with pytest.raises(SparseRLError, match="KnormPress"):
         Engine(llama, compressor="kvpress:KnromPress")
+    with pytest.raises(SparseRLError, match="needs more than keys and values"):
+        Engine(llama, compressor="kvpress:SnapKVPress", budget=16, interval=8).generate(prompts_of(30))
+
+
+def test_kvpress_missing_says_how_to_install_it(monkeypatch, llama):
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    with pytest.raises(SparseRLError, match=r"pip install --no-deps kvpress"):
+        Engine(llama, compressor="kvpress:KnormPress")

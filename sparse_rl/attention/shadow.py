@@ -12,7 +12,7 @@ from .slots import check_call
 
 
 def shadow_attention(
-    module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, sliding_window=None, softcap=None, evicted_at=None, **kwargs
+    module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, evicted_at=None, **kwargs
 ):
     """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at [B, L, H, T] -> ([B, T, H * G, D], None)"""
     check_call(module, kwargs, evicted_at, "evicted_at")

@@ -34,7 +34,7 @@ class Feed:
 
 
 def slots_attention(
-    module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, sliding_window=None, softcap=None, slots_feed=None, **kwargs
+    module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, slots_feed=None, **kwargs
 ):
     """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
 

@@ -15,7 +15,8 @@ from .base import CacheView, ScoreCompressor
 def import_kvpress():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    overrides = ALL_ATTENTION_FUNCTIONS._local_mapping  # where item assignment on the registry ends up
+    before = dict(overrides)
     try:
         import kvpress
     except ImportError as error:
@@ -24,7 +25,8 @@ def import_kvpress():
             "then `pip install requests cachetools datasets fire`."
         ) from error
     finally:
-        ALL_ATTENTION_FUNCTIONS._global_mapping.update(before)
+        overrides.clear()
+        overrides.update(before)
     return kvpress
 
 
