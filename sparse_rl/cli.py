@@ -40,6 +40,7 @@ def rollout(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     stop_id: Annotated[list[int] | None, typer.Option(help="Token id that ends a response; repeatable. Default: the model's own.")] = None,
     field: Annotated[str, typer.Option(help="The field of a line that holds the prompt's text.")] = "prompt",
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each text as a user's turn in the model's chat template.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Dtype = None,
 ) -> None:
@@ -51,7 +52,7 @@ def rollout(
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id) if stop_id else None)
     lines = read_prompts(prompts, field)
     lm, tokenizer = load_model(model, dtype or "auto", seed=seed)
-    ids = [line["tokens"] if "tokens" in line else tokenizer.encode(line[field]) for line in lines]
+    ids = [line["tokens"] if "tokens" in line else encode(tokenizer, line[field], chat) for line in lines]
     engine = Engine(lm, compressor=compressor, budget=budget, interval=interval, rows=rows)
     with TrajectoryWriter(out) as writer:
 
@@ -68,6 +69,15 @@ def rollout(
         f"{len(done)} trajectories, {sum(len(t.response_tokens) for t in done):,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
         f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
     )
+
+
+def encode(tokenizer, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return tokenizer.encode(text)
+    if tokenizer.chat_template is None:
+        raise SparseRLError("this tokenizer has no chat template; leave --chat away.")
+    turn = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
 
 
 def read_prompts(path: Path, field: str) -> list[dict]:

@@ -70,6 +70,19 @@ def test_rollout_of_a_saved_model(tmp_path, prompts):
     assert done.returncode == 0, done.stderr
 
 
+def test_chat_template(tmp_path):
+    from sparse_rl.cli import encode
+    from sparse_rl.errors import SparseRLError
+    from sparse_rl.models import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(SparseRLError, match="no chat template"):
+        encode(tokenizer, "hi", chat=True)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    assert tokenizer.decode(encode(tokenizer, "hi", chat=True)) == "[hi]>"
+    assert tokenizer.decode(encode(tokenizer, "hi", chat=False)) == "hi"
+
+
 def test_an_interrupt_keeps_what_was_finished(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1="}\n' * 2000)

@@ -64,6 +64,13 @@ def test_token_outside_the_vocabulary(engine):
         engine.generate([[1, -1]])
 
 
+def test_prompts_are_token_ids(engine):
+    with pytest.raises(SparseRLError, match=r"not 'hello'; encode text"):
+        engine.generate(["hello"])
+    with pytest.raises(SparseRLError, match=r"a prompt is a list of token ids, not 5"):
+        engine.generate([5, 6, 7])
+
+
 def test_group_size_and_rows(engine, llama):
     with pytest.raises(SparseRLError, match="group_size is 0"):
         engine.generate([[1]], group_size=0)

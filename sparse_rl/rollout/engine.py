@@ -189,6 +189,8 @@ class Engine:
 
 
 def _token_list(prompt) -> list[int]:
+    if isinstance(prompt, (str, int)):
+        raise SparseRLError(f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first.")
     return prompt.tolist() if isinstance(prompt, Tensor) else [int(token) for token in prompt]
 
 

@@ -106,6 +106,7 @@ class Rollout:
             here = slice(row, row + 1)
             token, logprob = sample(ready.logits[None], self.state.stream[here], self.state.count[here], self.sampling)
             self.state.record(here, token, logprob, self.stop_ids)
+            self.num_tokens += 1
             if not waiting.streams:
                 self.waiting.popleft()
                 self.prefilled = None
@@ -131,6 +132,7 @@ class Rollout:
     def decode(self) -> None:
         width = next(w for w in reversed(self.row_counts) if w > max(self.running))
         decode_step(self.model, self.cache, self.state, width, self.span(), self.sampling, self.stop_ids)
+        self.num_tokens += len(self.running)
         for row in self.running.values():
             row.used += 1
             row.fed += 1
@@ -180,7 +182,6 @@ class Rollout:
 
     def collect(self, row: int, count: int) -> Trajectory:
         sequence = self.running.pop(row)
-        self.num_tokens += count
         prompt = torch.tensor(sequence.waiting.prompt)
         response = self.state.tokens[row, :count].cpu()
         logprobs = self.state.logprobs[row, :count].cpu()
