@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "compressors": {"cache"},
     "records": {"cache"},
     "models": {"cache"},
+    "tasks": {"records"},
     "plan": {"cache", "compressors", "models"},
     "rollout": {"cache", "attention", "compressors", "records", "models", "plan"},
     "learn": {"cache", "attention", "records", "models"},

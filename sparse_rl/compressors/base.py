@@ -137,10 +137,12 @@ def register(cls: type[Compressor]) -> type[Compressor]:
     return cls
 
 
-def make(compressor: str | Compressor, **options) -> Compressor:
-    """A compressor from its name (`rkv`, `kvpress:KnormPress`) or as given."""
+def make(compressor: str | Compressor | type[Compressor], **options) -> Compressor:
+    """A compressor from its name (`rkv`, `kvpress:KnormPress`) or class, or as given."""
     if isinstance(compressor, Compressor):
         return compressor
+    if isinstance(compressor, type) and issubclass(compressor, Compressor):
+        return compressor(**options)
     if not isinstance(compressor, str):
         raise SparseRLError(f"compressor must be a name or a Compressor, not {type(compressor).__name__}.")
     if compressor.startswith("kvpress:"):

@@ -42,6 +42,11 @@ class RowState:
         return cls(*zeros, done, record, record.float(), trace)
 
     @property
+    def never(self) -> int:
+        """`evicted_at` of a token that stays, in the bits of `trace`."""
+        return -1 if self.trace.dtype == torch.int16 else never(self.trace.dtype)
+
+    @property
     def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
@@ -54,7 +59,7 @@ class RowState:
         """A fresh sequence whose prompt has been fed; its first token is recorded next. prompt_trace [L, H, P]"""
         self.used[row], self.index[row], self.stream[row] = used, fed - 1, stream
         self.count[row], self.done[row] = 0, False
-        self.trace[row] = -1 if self.trace.dtype == torch.int16 else never(torch.int32)
+        self.trace[row] = self.never
         self.trace[row, :, :, :fed] = prompt_trace
 
     def record(self, rows: slice, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Feed
-from ..cache.trace import never
 from ..errors import NonFiniteLogits
 from ..records import Trajectory
 from ..streams import stream_key
@@ -120,13 +119,12 @@ class Rollout:
             part = slice(start, min(start + self.engine.prefill_chunk, fed))
             feed = Feed(scratch, index[:, part], index[:, part], span=part.stop, first=start == 0)
             logits = forward(self.model, prompt[:, part], feed)[0]
-        state_dtype = self.state.trace.dtype
-        trace = torch.full((scratch.shape.layers, scratch.shape.heads, fed), _never(state_dtype), dtype=state_dtype, device=self.device)
+        trace = self.state.trace.new_full((scratch.shape.layers, scratch.shape.heads, fed), self.state.never)
         if not self.compressor.evicts or fed < self.cache.capacity:
             return Prefilled(waiting, logits, fed, trace)
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
         evicted = evict(scratch, self.compressor, one, fed, one + fed, one + waiting.prompt_stream, one + fed)
-        trace.scatter_(2, evicted[:, 0].long(), torch.full_like(evicted[:, 0], fed).to(state_dtype))
+        trace.scatter_(2, evicted[:, 0].long(), torch.full_like(evicted[:, 0], fed).to(trace.dtype))
         return Prefilled(waiting, logits, self.compressor.budget, trace)
 
     def decode(self) -> None:
@@ -236,7 +234,3 @@ def _stop_ids(model: nn.Module, sampling: Sampling) -> list[int]:
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def _never(dtype: torch.dtype) -> int:
-    return -1 if dtype == torch.int16 else never(dtype)  # int16 carries uint16's bits

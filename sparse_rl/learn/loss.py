@@ -1,0 +1,100 @@
+"""The loss: a clipped surrogate and a KL term, each token scaled once and for all.
+
+    L = sum over tokens of  scale_it * ( w_it * surrogate_it + beta * k3_it )
+
+`token_scale` turns the choice of means into one number per token, before the batch is cut into micro-batches. So the micro-batches'
+losses simply add up to the loss of the optimizer step, however it was cut.
+
+Shapes: N trajectories, T tokens (padded). M the mask after corrections, w the token weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import SparseRLError, nearest
+
+MEANS = ("sequence-mean", "token-mean", "dr-grpo")
+LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class Loss:
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    beta: float = 0.0  # weight of the KL to the reference; 0 turns it off
+    mean: str = "sequence-mean"  # 1/N sum_i 1/|M_i| sum_t;  token-mean: 1/|M| sum;  dr-grpo: 1/(N * constant) sum
+    constant: int = 1  # dr-grpo's denominator per trajectory, such as max_new_tokens
+    level: str = "token"  # whose ratio is clipped: each token's, or the sequence's geometric mean (GSPO)
+    renormalise: bool = False  # divide by accepted trajectories instead of all
+
+    def __post_init__(self):
+        for name, known in (("mean", MEANS), ("level", LEVELS)):
+            if getattr(self, name) not in known:
+                raise SparseRLError(f"loss.{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
+        if self.clip_low < 0 or self.clip_high < 0 or self.beta < 0 or self.constant < 1:
+            raise SparseRLError(
+                f"loss: clip_low {self.clip_low}, clip_high {self.clip_high} and beta {self.beta} must not be negative, "
+                f"constant {self.constant} must be at least 1."
+            )
+
+
+def token_scale(mask: Tensor, accepted: Tensor, how: Loss) -> Tensor:
+    """What each token's loss is multiplied with so that the sum is the chosen mean. mask bool [N, T], accepted bool [N] -> fp32 [N, T]"""
+    trajectories = accepted.sum().clamp(min=1) if how.renormalise else len(mask)
+    if how.mean == "token-mean":
+        scale = 1 / mask.sum().clamp(min=1)
+    elif how.mean == "dr-grpo":
+        scale = torch.as_tensor(1 / (trajectories * how.constant), device=mask.device)
+    else:
+        scale = 1 / (trajectories * mask.sum(1, keepdim=True).clamp(min=1))
+    return scale * mask.float()
+
+
+def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
+    """r = exp(learner - old), of each token or of the sequence (then the same number for all its tokens). -> [N, T]"""
+    drift = torch.where(mask, logprobs - old_logprobs, 0.0)
+    if level == "sequence":
+        drift = (drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(drift)
+    return drift.exp()
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor, clip: float | None = None) -> Tensor:
+    """The non-negative estimate of KL(learner || reference) at the sampled tokens."""
+    difference = reference_logprobs - logprobs
+    estimate = difference.exp() - 1 - difference
+    return estimate if clip is None else estimate.clamp(-clip, clip)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    scale: Tensor,
+    how: Loss,
+    reference_logprobs: Tensor | None = None,
+    clip_kl: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch and the sums its metrics are made of.
+
+    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T].
+    """
+    r = ratio(logprobs, old_logprobs, mask, how.level)
+    clipped = r.clamp(1 - how.clip_low, 1 + how.clip_high)
+    gain, clipped_gain = r * advantages[:, None], clipped * advantages[:, None]
+    token_loss = weights * -torch.minimum(gain, clipped_gain)
+    sums = {
+        "tokens": mask.sum(),
+        "clipped": ((clipped_gain < gain) & mask).sum(),
+        "drift": ((logprobs - old_logprobs).detach() * mask).sum(),
+    }
+    if how.beta > 0:
+        penalty = k3(logprobs, reference_logprobs, clip_kl)
+        sums["kl"] = (penalty.detach() * mask).sum()
+        token_loss = token_loss + how.beta * penalty
+    return torch.where(mask, scale * token_loss, 0.0).sum(), sums
