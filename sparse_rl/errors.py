@@ -4,7 +4,10 @@ Every error raised on purpose is a `SparseRLError`; broken invariants are assert
 """
 
 import difflib
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SparseRLError(ValueError):
@@ -30,6 +33,23 @@ class RolloutInterrupted(KeyboardInterrupt):
     def __init__(self, trajectories: list):
         super().__init__(f"interrupted; {len(trajectories)} finished trajectories are in `.trajectories`")
         self.trajectories = trajectories
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is through, so that what it does happens wholly or not at all."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # not ours to hold back
+        yield
+        return
+    received = []
+    signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        signal.raise_signal(signal.SIGINT)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,5 +1,7 @@
 """Bad input gets one sentence with the numbers and the remedy, and the engine stays usable."""
 
+import os
+import signal
 from contextlib import contextmanager
 
 import pytest
@@ -149,6 +151,20 @@ def test_an_interrupt_returns_what_was_finished(engine):
     assert isinstance(caught.value, RolloutInterrupted)
     assert [t.prompt_index for t in caught.value.trajectories] == [0, 1, 2]
     assert all(a is b for a, b in zip(caught.value.trajectories, finished, strict=True))
+
+
+def test_ctrl_c_while_a_trajectory_is_being_saved_waits_for_it(engine):
+    saved = []
+
+    def save(trajectory):
+        if len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        saved.append(trajectory)
+
+    with pytest.raises(RolloutInterrupted) as caught:
+        engine.generate(prompts_of(5, 6, 7, 8, 9), sampling=Sampling(12), on_finish=save)
+    assert len(saved) == len(caught.value.trajectories) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_interrupt_inside_the_model(engine, llama):

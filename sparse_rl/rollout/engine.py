@@ -105,11 +105,14 @@ class Engine:
             self._allocate_rows(self.compressor.capacity(longest, sampling.max_new_tokens), plan)
             self._allocate_scratch(plan)
             with self._rollout_mode(), ProgressBar(progress, len(prompts) * group_size, self.cache) as bar:
-                rollout = Rollout(self, prompts, group_size, sampling, seed, longest)
-                for trajectory in rollout.run(bar):
+
+                def deliver(trajectory: Trajectory) -> None:
                     finished.append(trajectory)
+                    bar.update()
                     if on_finish is not None:
                         on_finish(trajectory)
+
+                Rollout(self, prompts, group_size, sampling, seed, longest).run(deliver, bar)
         except KeyboardInterrupt:
             raise RolloutInterrupted(_in_order(finished)) from None
         except NonFiniteLogits as error:

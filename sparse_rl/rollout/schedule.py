@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Feed
-from ..errors import NonFiniteLogits
+from ..errors import NonFiniteLogits, uninterrupted
 from ..records import Trajectory
 from ..streams import stream_key
 from .decode import RowState, decode_step, forward
 from .evict import evict
+from .progress import ProgressBar
 from .sampling import Sampling, sample
 
 if TYPE_CHECKING:
@@ -79,15 +80,16 @@ class Rollout:
         self.running: dict[int, Row] = {}
         self.num_tokens = 0  # sampled so far
 
-    def run(self, bar) -> Iterator[Trajectory]:
+    def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
+        """Hand every trajectory to `deliver` the moment it is finished."""
         start = time.perf_counter()
         while self.waiting or self.running:
             self.admit()
-            yield from self.finish(bar)
+            self.finish(deliver)
             if self.running:
                 self.decode()
                 self.evict()
-                yield from self.finish(bar)
+                self.finish(deliver)
             bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
 
     def admit(self) -> None:
@@ -158,13 +160,13 @@ class Rollout:
         for i in full:
             self.running[i].used = self.compressor.budget
 
-    def finish(self, bar) -> Iterator[Trajectory]:
+    def finish(self, deliver: Callable[[Trajectory], None]) -> None:
         """Collect the rows that are done; move the others together when the batch drains."""
         done, count = self.state.done.tolist(), self.state.count.tolist()
         self.check_finite(count)
         for row in [row for row in self.running if done[row]]:
-            yield self.collect(row, count[row])
-            bar.update()
+            with uninterrupted():  # a trajectory is either still running or delivered, never in between
+                deliver(self.collect(row, count[row]))
         self.draw_together()
 
     def check_finite(self, count: list[int]) -> None:
