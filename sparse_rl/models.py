@@ -7,10 +7,13 @@ architectures whose attention a slot cache cannot stand in for.
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
@@ -145,6 +148,19 @@ def weight_bytes(config, dtype: torch.dtype | None = None) -> int:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     return sum(p.numel() for p in skeleton.parameters()) * (dtype or config.dtype or torch.float32).itemsize
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout, no gradient checkpointing), given back afterwards module by module."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"

@@ -8,8 +8,7 @@ The model's weights are used in place, so after an update the next rollout needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from ..attention import use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError
-from ..models import ModelShape
+from ..models import ModelShape, evaluating
 from ..plan import Plan, available_memory, cache_shape, is_out_of_memory, make_plan, size
 from ..records import Trajectory
 from .progress import ProgressBar
@@ -104,7 +103,12 @@ class Engine:
             plan = self.plan(longest, sampling.max_new_tokens)
             self._allocate_rows(self.compressor.capacity(longest, sampling.max_new_tokens), plan)
             self._allocate_scratch(plan)
-            with self._rollout_mode(), ProgressBar(progress, len(prompts) * group_size, self.cache) as bar:
+            with (
+                torch.no_grad(),
+                evaluating(self.model),
+                use_attention(self.model, "slots"),
+                ProgressBar(progress, len(prompts) * group_size, self.cache) as bar,
+            ):
 
                 def deliver(trajectory: Trajectory) -> None:
                     finished.append(trajectory)
@@ -176,19 +180,6 @@ class Engine:
         held = sum(p.nbytes for p in self.model.parameters()) + sum(c.nbytes for c in (self.cache, self.scratch) if c)
         memory = available_memory(self.device) + held
         return OutOfMemory(f"out of memory ({why.splitlines()[0]}).\n{plan.text(memory)}\n{plan.largest_that_fits(memory)}")
-
-    @contextmanager
-    def _rollout_mode(self) -> Iterator[None]:
-        """Eval mode and the slots attention, given back afterwards module by module."""
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with torch.no_grad(), use_attention(self.model, "slots"):
-                yield
-        finally:
-            for module in training:
-                module.training = True
 
 
 def _token_list(prompt) -> list[int]:
