@@ -55,4 +55,4 @@ def run() -> None:
 @torch.no_grad()
 def gap(model, trajectory, view: str) -> float:
     replayed = token_logprobs(model, trajectory.tokens, trajectory.trace if view == "shadow" else None)
-    return (replayed - trajectory.sampler_logprobs)[trajectory.num_prompt_tokens :].abs().max().item()
+    return (replayed.cpu() - trajectory.sampler_logprobs)[trajectory.num_prompt_tokens :].abs().max().item()

@@ -56,7 +56,7 @@ def test_rollout_writes_text_and_traces_that_replay(tmp_path, prompts):
     assert len(trajectories) == 6
     with torch.no_grad():
         for t in trajectories:
-            gap = token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs
+            gap = token_logprobs(model, t.tokens, t.trace).cpu() - t.sampler_logprobs
             assert gap[t.num_prompt_tokens :].abs().max() < 1e-4
     again = run("rollout", "tiny", "--prompts", prompts, "--out", out)
     assert again.returncode == 1 and "exists already" in again.stderr and "Traceback" not in again.stderr

@@ -21,7 +21,7 @@ def test_the_readme_example_runs(capsys):
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["trajectories"]) == 8
-    gap = (names["replayed"] - names["t"].sampler_logprobs)[names["t"].num_prompt_tokens :].abs().max()
+    gap = (names["replayed"].cpu() - names["t"].sampler_logprobs)[names["t"].num_prompt_tokens :].abs().max()
     assert gap < 1e-5
     assert "tensor(" in capsys.readouterr().out
 
@@ -39,7 +39,7 @@ def test_the_compressor_example_is_complete():
         assert (t.trace.evicted_at.long() < len(t.tokens)).any()
         assert not (t.trace.evicted_at.long() < len(t.tokens))[..., :4].any()  # sinks
         with torch.no_grad():
-            gap = token_logprobs(names["model"], t.tokens, t.trace) - t.sampler_logprobs
+            gap = token_logprobs(names["model"], t.tokens, t.trace).cpu() - t.sampler_logprobs
         assert gap[t.num_prompt_tokens :].abs().max() < 1e-5
 
 

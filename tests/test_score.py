@@ -1,4 +1,4 @@
-"""Log-probs in chunks: the same numbers and gradients, and [tokens, vocabulary] never exists."""
+"""Log-probs in chunks: the same numbers and gradients, and the fp32 softmax of all tokens never exists at once."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ from sparse_rl.learn import score
 
 
 class Largest(TorchDispatchMode):
-    """The most elements any operation's result had whose last dimension is the vocabulary."""
+    """The most rows any fp32 result over the vocabulary had."""
 
     def __init__(self):
         super().__init__()
-        self.elements = 0
+        self.rows = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[-1] == VOCABULARY:
-                self.elements = max(self.elements, tensor.numel())
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.shape[-1:] == (VOCABULARY,):
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
         return out
 
 
@@ -37,32 +37,48 @@ def gradients(model, tokens, trace):
 def test_chunks_change_nothing(architecture, monkeypatch):
     model = tiny(architecture)
     trajectory = Engine(model, budget=12, interval=4, rows=1).generate(prompts_of(20), sampling=Sampling(50))[0]
-    tokens = trajectory.tokens
-    assert score.has_plain_head(model) == (architecture != "gemma2")  # Gemma 2 soft-caps its logits
     for trace in (None, trajectory.trace):
-        whole = gradients(model, tokens, trace)
-        monkeypatch.setattr(score, "CHUNK", 8)
-        parts = gradients(model, tokens, trace)
-        monkeypatch.setattr(score, "CHUNK", 1024)
+        whole = gradients(model, trajectory.tokens, trace)
+        with monkeypatch.context() as patch:
+            patch.setattr(score, "CHUNK", 8)
+            parts = gradients(model, trajectory.tokens, trace)
         torch.testing.assert_close(parts[0], whole[0])
         torch.testing.assert_close(parts[1], whole[1], rtol=1e-4, atol=1e-4)
 
 
-def test_all_logits_at_once_never_exist(monkeypatch, llama):
-    tokens = torch.tensor(prompts_of(200)[0])
-    score.has_plain_head(llama)
+def test_fp32_logits_exist_for_a_chunk_only(monkeypatch):
+    logits = torch.randn(200, VOCABULARY).bfloat16().requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (200,))
     monkeypatch.setattr(score, "CHUNK", 16)
     with Largest() as seen:
-        token_logprobs(llama, tokens).sum().backward()
-    llama.zero_grad()
-    assert 0 < seen.elements <= 16 * VOCABULARY + 32 * VOCABULARY  # a chunk, or the head's own gradient
+        score.chosen_logprobs(logits, targets, 1.0).sum().backward()
+    assert seen.rows == 16
+    expected = logits.detach().float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(score.chosen_logprobs(logits, targets, 1.0), expected)
 
 
-def test_the_probe_leaves_train_mode_alone(llama):
+def test_attention_dropout_reaches_the_shadow_view():
+    model = tiny("llama", attention_dropout=0.5)
+    trajectory = Engine(model, budget=12, interval=4, rows=1).generate(prompts_of(20), sampling=Sampling(30))[0]
+    model.train()
+    try:
+        with torch.no_grad():
+            once, again = (token_logprobs(model, trajectory.tokens, trajectory.trace) for _ in range(2))
+    finally:
+        model.eval()
+    assert (once - again).abs().max() > 1e-3
+
+
+def test_backward_twice_under_checkpointing(llama):
+    trajectory = Engine(llama, budget=12, interval=4, rows=1).generate(prompts_of(20), sampling=Sampling(30))[0]
+    llama.gradient_checkpointing_enable()
     llama.train()
     try:
-        score._PLAIN_HEAD.pop(llama, None)
-        assert score.has_plain_head(llama)
-        assert all(module.training for module in llama.modules())
+        value = token_logprobs(llama, trajectory.tokens, trajectory.trace).sum()
+        weight = llama.model.layers[0].self_attn.k_proj.weight
+        first = torch.autograd.grad(value, weight, retain_graph=True)[0]
+        second = torch.autograd.grad(value, weight)[0]
     finally:
         llama.eval()
+        llama.gradient_checkpointing_disable()
+    torch.testing.assert_close(first, second)

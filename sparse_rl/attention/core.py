@@ -15,7 +15,7 @@ def fold(query: Tensor, heads: int) -> Tensor:
 
 def unfold(out: Tensor, tokens: int) -> Tensor:
     """[B, H, G * T, D] -> [B, T, H * G, D]"""
-    return out.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2)
+    return out.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def fold_mask(visible: Tensor, groups: int) -> Tensor:
@@ -40,15 +40,16 @@ def attend(
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """The first T tokens of a sequence, each seeing itself and all before: the flash kernels' own case."""
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).contiguous()
 
 
 def attend_with_probs(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, softcap: float | None = None, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, written out: soft-capped logits, and the probabilities fp32 [B, H, G * T, S] besides."""
+    """As `attend`, written out: soft-capped logits, and the probabilities [B, H, G * T, S] besides, in fp32 or wider."""
     heads, tokens = key.shape[1], query.shape[2]
-    logits = (fold(query, heads) @ key.transpose(-1, -2) * scaling).float()
+    logits = fold(query, heads) @ key.transpose(-1, -2) * scaling
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.masked_fill(~fold_mask(visible, query.shape[1] // heads), -torch.inf)

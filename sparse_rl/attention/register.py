@@ -51,7 +51,7 @@ def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None
     before = [layer._gradient_checkpointing_func for layer in layers]
 
     def contexts():
-        return nullcontext(), use_attention(model, name)
+        return nullcontext(), _Again(lambda: use_attention(model, name))
 
     def checkpointing(original):
         def call(function, *args, **kwargs):
@@ -67,6 +67,20 @@ def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None
     finally:
         for layer, original in zip(layers, before, strict=True):
             layer._gradient_checkpointing_func = original
+
+
+class _Again:
+    """A context that can be entered any number of times: with `retain_graph`, layers are recomputed more than once."""
+
+    def __init__(self, make):
+        self.make, self.entered = make, []
+
+    def __enter__(self):
+        self.entered.append(self.make())
+        return self.entered[-1].__enter__()
+
+    def __exit__(self, *exception):
+        return self.entered.pop().__exit__(*exception)
 
 
 def _attention_configs(model: nn.Module) -> list:

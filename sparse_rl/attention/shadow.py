@@ -15,7 +15,7 @@ def shadow_attention(
     module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, evicted_at=None, **kwargs
 ):
     """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at [B, L, H, T] -> ([B, T, H * G, D], None)"""
-    check_call(module, kwargs, evicted_at, "evicted_at")
+    check_call(module, attention_mask, kwargs, evicted_at, "evicted_at")
     mask = layer_mask(evicted_at[:, module.layer_idx], sliding_window)
     scaling = scaling or query.shape[-1] ** -0.5
     return attend(query, key, value, mask, scaling, softcap, dropout), None

@@ -40,7 +40,7 @@ def slots_attention(
 
     The batch may be longer than the feed by rows of padding, which have no slots and get zeros.
     """
-    check_call(module, kwargs, slots_feed, "slots_feed")
+    check_call(module, attention_mask, kwargs, slots_feed, "slots_feed")
     rows = slots_feed.slot.shape[0]
     padding = query.shape[0] - rows
     scaling = scaling or query.shape[-1] ** -0.5
@@ -60,8 +60,10 @@ def feed_and_attend(
             f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} for each of "
             f"{shape.layers} layers: {type(module).__name__} is not supported."
         )
+    if layer in feed.layers_seen:
+        raise SparseRLError(f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported.")
     feed.layers_seen.add(layer)
-    cache.scaling[layer], cache.sliding_window[layer] = scaling, sliding_window
+    cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
     cache.append(layer, feed.slot, key, value)
     cache.record_queries(layer, feed.index, query)
 
@@ -81,10 +83,15 @@ def feed_and_attend(
     return out
 
 
-def check_call(module, kwargs: dict, needed: object, name: str) -> None:
+def check_call(module, attention_mask, kwargs: dict, needed: object, name: str) -> None:
     """Refuse architectures that lose our argument on the way, or bend attention in ways we would silently ignore."""
+    kind = type(module).__name__
     if needed is None:
-        raise SparseRLError(f"{type(module).__name__} does not pass {name} on to its attention: this architecture is not supported.")
+        raise SparseRLError(f"{kind} does not pass {name} on to its attention: this architecture is not supported.")
+    if attention_mask is not None:
+        raise SparseRLError(f"{kind} brings an attention mask of its own: this architecture is not supported.")
+    if getattr(module, "is_causal", True) is False:
+        raise SparseRLError(f"{kind} is not causal: only causal decoders are supported.")
     for bend in ("s_aux", "position_bias"):
         if kwargs.get(bend) is not None:
-            raise SparseRLError(f"{type(module).__name__} adds {bend} to its attention logits: this architecture is not supported.")
+            raise SparseRLError(f"{kind} adds {bend} to its attention logits: this architecture is not supported.")

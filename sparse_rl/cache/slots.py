@@ -67,6 +67,7 @@ class SlotCache:
             self.mass = torch.zeros(*lead, dtype=torch.float32, device=device)
         # What the attention learns about each layer on the way: needed to score slots as the model would.
         self.scaling: list[float | None] = [None] * shape.layers
+        self.softcap: list[float | None] = [None] * shape.layers
         self.sliding_window: list[int | None] = [None] * shape.layers
 
     @property
@@ -99,11 +100,10 @@ class SlotCache:
         place = index[:, -last:] % self.shape.num_queries
         self.queries[layer][rows, :, place] = query[:, :, -last:].transpose(1, 2)
 
-    def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor) -> Tensor | None:
-        """The last queries of some rows, oldest first. rows, fed [N] (tokens fed so far) -> [l, N, Hq, W', D]"""
+    def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor, count: int) -> Tensor | None:
+        """The last `count` queries of some rows, oldest first. rows, fed [N] (tokens fed so far) -> [l, N, Hq, count, D]"""
         if self.queries is None:
             return None
-        count = min(self.shape.num_queries, int(fed.min()))
         index = fed[:, None] - count + torch.arange(count, device=fed.device)  # [N, W'] feed indices
         ring = self.queries[layers][:, rows]  # [l, N, Hq, W, D]
         place = (index % self.shape.num_queries)[None, :, None, :, None]
@@ -142,4 +142,4 @@ class SlotCache:
             self.queries[:, to] = source.queries[:, row]
         if self.mass is not None:
             self.mass[:, to, :, :used] = source.mass[:, row, :, :used]
-        self.scaling, self.sliding_window = source.scaling, source.sliding_window
+        self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window

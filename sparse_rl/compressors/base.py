@@ -29,6 +29,7 @@ class CacheView:
     streams: Tensor  # [B, H] int64: random streams, see sparse_rl.streams
     num_prompt_tokens: Tensor  # [B] tokens of the prompt
     scaling: float  # what the model multiplies q . k with
+    softcap: float | None = None  # what the model bounds its logits with, if it does
     unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every query to come
 
     def attention_logits(self, last: int) -> Tensor:
@@ -37,6 +38,8 @@ class CacheView:
         heads = self.keys.shape[1]
         queries = queries.unflatten(1, (heads, queries.shape[1] // heads))  # [B, H, G, W', D]
         logits = queries @ self.keys.float()[:, :, None].transpose(-1, -2) * self.scaling
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         if self.unreachable is not None:
             logits = logits.masked_fill(self.unreachable[:, :, None, None], -1e30)
         return logits

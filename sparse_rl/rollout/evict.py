@@ -18,10 +18,12 @@ def evict(
     """
     shape, budget, n = cache.shape, compressor.budget, len(rows)
     streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
+    # A full row has been fed at least its capacity: that many queries are there whoever is evicted beside it.
+    num_queries = min(compressor.num_queries, compressor.capacity(0, 0))
     evicted = []
     for layers in cache.layer_chunks(n, used):
         feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]
-        queries = cache.recent_queries(layers, rows, fed)
+        queries = cache.recent_queries(layers, rows, fed, num_queries)
         view = CacheView(
             keys=cache.keys[layers][:, rows, :, :used].flatten(0, 1),
             values=cache.values[layers][:, rows, :, :used].flatten(0, 1),
@@ -30,7 +32,8 @@ def evict(
             mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
             streams=streams[layers].flatten(0, 1),
             num_prompt_tokens=num_prompt_tokens.repeat(feed.shape[0]),
-            scaling=_common_scaling(cache),
+            scaling=_common(cache.scaling, "scale"),
+            softcap=_common(cache.softcap, "soft-cap"),
             unreachable=_unreachable(cache, layers, feed, fed),
         )
         kept = compressor.keep(view, budget)
@@ -39,11 +42,11 @@ def evict(
     return torch.cat(evicted)
 
 
-def _common_scaling(cache: SlotCache) -> float:
-    scalings = set(cache.scaling)
-    if len(scalings) != 1 or None in scalings:
-        raise SparseRLError(f"layers scale their attention logits differently ({scalings}): this architecture is not supported.")
-    return scalings.pop()
+def _common(per_layer: list, what: str) -> float | None:
+    values = set(per_layer)
+    if len(values) != 1:
+        raise SparseRLError(f"layers {what} their attention logits differently ({values}): this architecture is not supported.")
+    return values.pop()
 
 
 def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> Tensor | None:
