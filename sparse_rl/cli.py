@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -51,8 +52,8 @@ def rollout(
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id) if stop_id else None)
     lines = read_prompts(prompts, field)
-    lm, tokenizer = load_model(model, dtype or "auto", seed=seed)
-    ids = [line["tokens"] if "tokens" in line else encode(tokenizer, line[field], chat) for line in lines]
+    lm, tokenizer = load_model(model, dtype, seed=seed)
+    ids = [line["tokens"] if "tokens" in line else encode(tokenizer, line["text"], chat) for line in lines]
     engine = Engine(lm, compressor=compressor, budget=budget, interval=interval, rows=rows)
     with TrajectoryWriter(out) as writer:
 
@@ -81,23 +82,33 @@ def encode(tokenizer, text: str, chat: bool) -> list[int]:
 
 
 def read_prompts(path: Path, field: str) -> list[dict]:
-    """The lines of a JSONL file, each with a text under `field` or ids under `tokens`."""
+    """The prompts of a JSONL file: each {"tokens": ids} if the line has them, else {"text": what its `field` says}."""
     if not path.is_file():
         raise SparseRLError(f"there is no file {path}; give a JSONL file with one prompt per line.")
+    try:
+        texts = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise SparseRLError(f"{path} is not UTF-8 text ({error}).") from error
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
             raise SparseRLError(f"{path}, line {number} is not JSON ({error}).") from error
-        if not isinstance(line, dict) or not (isinstance(line.get(field), str) or isinstance(line.get("tokens"), list)):
-            have = ", ".join(line) if isinstance(line, dict) else type(line).__name__
+        if not isinstance(line, dict):
+            raise SparseRLError(f"{path}, line {number} is not an object but {type(line).__name__}; give one object per line.")
+        tokens = line.get("tokens")
+        if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+            lines.append({"tokens": tokens})
+        elif isinstance(line.get(field), str):
+            lines.append({"text": line[field]})
+        else:
             raise SparseRLError(
-                f"{path}, line {number} has no text {field!r} and no list `tokens` (it has: {have}); name its field with --field."
+                f"{path}, line {number} has no text {field!r} and no list of token ids `tokens` (it has: {', '.join(line)}); "
+                "name its field with --field."
             )
-        lines.append(line)
     if not lines:
         raise SparseRLError(f"{path} holds no prompts.")
     return lines
@@ -119,17 +130,14 @@ def plan(
     """Say what a rollout will take, from the model's config alone."""
     import dataclasses
 
-    import torch
-
     from .compressors import make
-    from .models import ModelShape, load_config, weight_bytes
+    from .models import ModelShape, dtype_of, load_config, weight_bytes
     from .plan import make_plan
 
+    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
+        raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
     config = load_config(model)
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype is not None and dtype not in known:
-        raise SparseRLError(f"there is no dtype {dtype!r}; {nearest(dtype, known)}")
-    shape = ModelShape.of(config, known.get(dtype))
+    shape = ModelShape.of(config, dtype_of(dtype))
     bound = make(compressor).bind(budget, interval)
     result = make_plan(
         shape,

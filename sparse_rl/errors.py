@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 
 
 class SparseRLError(ValueError):
@@ -24,7 +25,12 @@ class NonFiniteLogits(SparseRLError):
 
 
 class OutOfMemory(SparseRLError):
-    """Memory ran out; the message is the memory plan and the largest setting that fits."""
+    """Memory ran out; the message is the memory plan and the largest setting that fits.
+
+    The trajectories that were finished by then are in `trajectories`.
+    """
+
+    trajectories: list = []  # noqa: RUF012 (replaced, never mutated)
 
 
 class RolloutInterrupted(KeyboardInterrupt):
@@ -50,6 +56,13 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if received:
         signal.raise_signal(signal.SIGINT)
+
+
+def whole(at_least: int = 1, **numbers: int) -> None:
+    """Check that named settings are whole numbers and large enough."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+            raise SparseRLError(f"{name} is {value!r}; it must be a whole number of at least {at_least}.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

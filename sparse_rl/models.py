@@ -6,6 +6,7 @@ architectures whose attention a slot cache cannot stand in for.
 
 from __future__ import annotations
 
+import inspect
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class ModelShape:
     hidden: int
     intermediate: int
     context: int  # positions the model was made for
-    hard_context: int | None  # positions beyond which keys already cached would be wrong (RoPE that rescales with length)
+    hard_context: int | None  # positions that must not be exceeded: RoPE that rescales with length, or a table of learned positions
     dtype: torch.dtype
 
     @classmethod
@@ -58,8 +59,9 @@ class ModelShape:
         check_supported(config)
         query_heads = config.num_attention_heads
         ropes = _rope_parameters(config)
-        rescaling = [r for r in ropes if r.get("rope_type") in ("dynamic", "longrope")]
-        originals = [r.get("original_max_position_embeddings") or config.max_position_embeddings for r in rescaling]
+        limits = [r.get("original_max_position_embeddings") or config.max_position_embeddings for r in ropes if _rescales(r)]
+        if not any(ropes):
+            limits.append(config.max_position_embeddings)
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
@@ -70,7 +72,7 @@ class ModelShape:
             hidden=config.hidden_size,
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             context=config.max_position_embeddings,
-            hard_context=min(originals, default=None),
+            hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
         )
 
@@ -83,6 +85,35 @@ def _rope_parameters(config) -> list[dict]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in rope.values() if isinstance(r, dict) and "rope_type" in r]
     return nested or [rope]
+
+
+def _rescales(rope: dict) -> bool:
+    """Whether this RoPE turns all keys differently once the sequence is long: those already cached would then be wrong."""
+    return rope.get("rope_type") in ("dynamic", "longrope")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse, before anything runs, models that cannot be told where a token stands."""
+    from transformers import PreTrainedModel
+
+    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if outermost is None or getattr(model, "config", None) is None:
+        raise SparseRLError(f"{type(model).__name__} is not a transformers model: pass a Hugging Face causal LM.")
+    if "position_ids" not in inspect.signature(outermost.forward).parameters:
+        raise SparseRLError(f"{type(outermost).__name__} takes no position_ids: this architecture is not supported.")
+
+
+def check_sliding_windows(config, windows: list[int | None]) -> None:
+    """Refuse a model whose config has sliding windows that its attention was not told about. windows: what each layer passed."""
+    config = config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        lost = [i for i, (kind, window) in enumerate(zip(kinds, windows, strict=False)) if kind == "sliding_attention" and window is None]
+    else:
+        slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        lost = list(range(len(windows))) if slides and not any(windows) else []
+    if lost:
+        raise SparseRLError(f"{config.model_type} has sliding windows in layers {lost} but keeps them from its attention: not supported.")
 
 
 def check_supported(config) -> None:
@@ -112,11 +143,11 @@ def load_config(name: str):
         return tiny_config()
     if name.lower() in _SHAPES:
         return shape_config(name.lower())
-    if name.endswith(".gguf"):
-        return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
     try:
+        if name.endswith(".gguf"):
+            return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raise SparseRLError(f"no model {name!r} on disk or hub ({why}); {nearest(name, ['tiny', *_SHAPES])}") from error
 
@@ -199,25 +230,36 @@ def tiny_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def load_model(name: str, dtype: str = "auto", device: str | None = None, seed: int = 0):
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """A dtype by name; None for the model's own."""
+    if name is not None and name not in DTYPES:
+        raise SparseRLError(f"there is no dtype {name!r}; {nearest(name, DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0):
     """(model in eval mode, tokenizer). `tiny` has random weights made from `seed`, until a trained one ships."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = dtype_of(dtype)
     if name == "tiny":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(tiny_config())
-        return model.to(device).eval(), tiny_tokenizer()
+        return model.to(device, chosen or torch.float32).eval(), tiny_tokenizer()
     if name.lower() in _SHAPES:
         raise SparseRLError(f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder.")
     source, options = name, {}
     if name.endswith(".gguf"):
         source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen or "auto", **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except OSError as error:
+    except (OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raise SparseRLError(f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`.") from error
     return model.to(device).eval(), tokenizer

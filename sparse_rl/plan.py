@@ -13,11 +13,11 @@ import torch
 from .cache import CacheShape
 from .cache.trace import trace_dtype
 from .compressors import Compressor
+from .compressors.rkv import BLOCK_ELEMENTS
 from .errors import SparseRLError
 from .models import ModelShape
 
 _ALLOCATOR_SHARE = 0.05
-_SCORING_BLOCK = 16 * 2**20  # entries a compressor makes at a time (see compressors/rkv.py)
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ class Plan:
     def lines(self, memory: int | None = None) -> list[tuple[str, str]]:
         kind = f"budget {self.budget} + interval {self.interval}" if self.evicts else "nothing evicted"
         saved = 1 - self.row_bytes / self.dense_row_bytes
+        against = f"{saved:.0%} less" if saved >= 0 else f"{-saved:.0%} more"
         lines = [
             ("weights", size(self.weight_bytes)),
             (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
-            (f"KV per row, {self.compressor} ({kind} = {self.capacity} slots)", f"{size(self.row_bytes)} ({saved:.0%} less)"),
+            (f"KV per row, {self.compressor} ({kind} = {self.capacity} slots)", f"{size(self.row_bytes)} ({against})"),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
             ("prefill scratch", size(self.scratch_bytes)),
             ("trace per row", size(self.trace_row_bytes)),
@@ -126,7 +127,7 @@ def make_plan(
     eviction_slot = 3 * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0  # one layer gathered, compacted, scored
     chunk = min(prefill_chunk, prompt_tokens)
     prefill = chunk * (6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize
-    scoring = 3 * 4 * _SCORING_BLOCK if compressor.evicts else 0
+    scoring = 3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0
     attention = 8 * shape.query_heads * chunk * prompt_tokens if compressor.uses_mass else 0
     return Plan(
         compressor=compressor.name,

@@ -67,11 +67,15 @@ class TrajectoryWriter:
         self.lines = self.folder / "trajectories.jsonl"
         if self.lines.exists():
             raise SparseRLError(f"{self.lines} exists already; choose another folder or remove it first.")
-        (self.folder / "traces").mkdir(parents=True, exist_ok=True)
-        self._file = self.lines.open("a", encoding="utf-8")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SparseRLError(f"{self.folder} is a file; trajectories need a folder.")
+        self._file = None  # opened with the first trajectory, so that a call refused before leaves nothing behind
 
     def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None) -> None:
         """`prompt` and `text` are for the reader; the record is complete without them."""
+        if self._file is None:
+            (self.folder / "traces").mkdir(parents=True, exist_ok=True)
+            self._file = self.lines.open("a", encoding="utf-8")
         trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
         trajectory.trace.save(self.folder / trace)
         line = {
@@ -90,7 +94,8 @@ class TrajectoryWriter:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> TrajectoryWriter:
         return self

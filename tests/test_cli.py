@@ -37,7 +37,7 @@ def test_list_compressors():
 @pytest.fixture
 def prompts(tmp_path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "3+4="}\n\n{"tokens": [5, 6, 7]}\n{"prompt": "Zwölf\\n"}\n')
+    path.write_text('{"prompt": "3+4="}\n\n{"tokens": [5, 6, 7]}\n{"tokens": null, "prompt": "Zw\u00f6lf\u2028\\n"}\n', encoding="utf-8")
     return path
 
 
@@ -110,6 +110,9 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path):
         ("", "holds no prompts"),
         ("{nonsense}\n", "line 1 is not JSON"),
         ('{"prompt": "a"}\n{"question": "b"}\n', r"line 2 has no text 'prompt'.*(it has: question).*--field"),
+        ('{"tokens": ["x"]}\n', r"line 1 has no text 'prompt' and no list of token ids"),
+        ("[1, 2]\n", "line 1 is not an object but list"),
+        ('{"tokens": [500]}\n', "token id 500, outside the vocabulary"),
     ],
 )
 def test_bad_prompt_files(tmp_path, text, message):
@@ -119,6 +122,7 @@ def test_bad_prompt_files(tmp_path, text, message):
     path.write_text(text)
     done = run("rollout", "tiny", "--prompts", path, "--out", tmp_path / "out")
     assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()  # a refused call leaves nothing behind
     assert re.search(message.replace("(it", r"\(it").replace("question)", r"question\)"), done.stderr)
     missing = run("rollout", "tiny", "--prompts", tmp_path / "none.jsonl")
     assert missing.returncode == 1 and "there is no file" in missing.stderr
@@ -136,6 +140,9 @@ def test_plan_from_the_config_alone():
     shown = run("plan", "--model", "qwen2.5-7b", "--rows", 4096, "--gpu-memory", 40)
     for word in ("weights", "KV per row, dense", "KV per row, rkv", "rows that fit", "trace per row", "use rows="):
         assert word in shown.stdout
+    for arguments in (["--gpu-memory", "-3"], ["--gpu-memory", "nan"], ["--dtype", "flaot32"]):
+        refused = run("plan", "--model", "tiny", *arguments)
+        assert refused.returncode == 1 and "Traceback" not in refused.stderr
     wrong = run("plan", "--model", "qwen2.5-1.6b")
     assert wrong.returncode == 1 and "qwen2.5-1.5b" in wrong.stderr and "Traceback" not in wrong.stderr
 

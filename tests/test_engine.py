@@ -114,6 +114,94 @@ def test_evictions_happen_when_slots_are_full(llama):
     assert per_time == [[4]] * len(per_time)  # `interval` tokens each, in every layer and head
 
 
+@pytest.mark.parametrize("compressor", ["knorm", "tova", "h2o"])
+def test_sliding_layers_evict_what_no_query_can_reach_first(compressor):
+    """Through the engine: while a layer with a window of 24 holds slots beyond it, it evicts no others."""
+    model = tiny("gemma3")
+    engine = Engine(model, compressor=compressor, budget=30, interval=7, rows=2)
+    trajectory = engine.generate(prompts_of(12), sampling=Sampling(120))[0]
+    _, protected = engine.compressor.protected(30)
+    checked = 0
+    for layer, kind in enumerate(model.config.layer_types):
+        for evicted_at in trajectory.trace.evicted_at[layer].long():
+            for when in evicted_at[evicted_at < len(trajectory.tokens)].unique().tolist():
+                alive = [k for k in range(when) if evicted_at[k] >= when]
+                beyond = {k for k in alive if when - k >= 24}
+                gone = {k for k in alive if evicted_at[k] == when}
+                if kind == "sliding_attention":
+                    assert gone <= beyond or beyond <= gone
+                    checked += len(beyond - gone) > 0
+    assert checked > 10 or protected > 10
+
+
+@pytest.mark.parametrize("compressor", ["random", "knorm", "rkv", "h2o"])
+def test_layers_compressed_a_few_at_a_time_choose_the_same(compressor, monkeypatch):
+    from sparse_rl.cache import slots
+
+    model = tiny("gemma3")  # layers differ: sliding and full
+
+    def run():
+        engine = Engine(model, compressor=compressor, budget=30, interval=7, rows=3)
+        return engine.generate(prompts_of(12, 60, 33), sampling=Sampling(60))
+
+    together = run()
+    monkeypatch.setattr(slots, "_MAX_EVICTION_BYTES", 1)
+    for a, b in zip(together, run(), strict=True):
+        assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
+
+
+def test_rows_evicted_together_protect_their_own_prompts(llama):
+    """Prompts of 10 and 18 tokens with an interval of 4 are evicted in the same steps."""
+    engine = Engine(llama, compressor=COMPRESSORS["knorm"](protect_prompt=True), budget=24, interval=4, rows=2)
+    trajectories = engine.generate(prompts_of(10, 18, seed=3), sampling=Sampling(80))
+    for t in trajectories:
+        evicted = t.trace.evicted_at.long() < len(t.tokens)
+        assert not evicted[..., : t.num_prompt_tokens].any()
+        assert evicted[..., t.num_prompt_tokens : t.num_prompt_tokens + 8].any()
+
+
+def test_more_queries_than_a_row_has_slots_are_those_a_row_has_seen(llama):
+    """What a compressor sees must not depend on who is evicted beside it."""
+
+    class Curious(COMPRESSORS["tova"]):
+        name = "curious"
+        num_queries = 64
+
+        def score(self, view):
+            return view.attention_logits(last=64).softmax(-1).mean((2, 3))
+
+    prompt, *others = prompts_of(30, 4, 60, 12, 25, 9, 16, 28, 22)
+
+    def run(prompts):
+        return Engine(llama, compressor=Curious(), budget=16, interval=8, rows=8).generate(prompts, sampling=Sampling(60))[0]
+
+    alone = run([prompt])
+    for k in range(len(others)):
+        beside = run([prompt, *others[k:]])
+        assert beside.tokens.equal(alone.tokens) and beside.trace.evicted_at.equal(alone.trace.evicted_at)
+
+
+def test_versions_and_stop_lists(llama):
+    engine = Engine(llama, budget=12, interval=4)
+    engine.version = 17
+    free = engine.generate(prompts_of(10), sampling=Sampling(40))[0]
+    assert free.version == 17
+    stops = [int(free.response_tokens[20]), int(free.response_tokens[9])]
+    llama.generation_config.eos_token_id = stops
+    try:
+        stopped = engine.generate(prompts_of(10), sampling=Sampling(40))[0]
+    finally:
+        llama.generation_config.eos_token_id = None
+    first = min(free.response_tokens.tolist().index(stop) for stop in stops)
+    assert stopped.finish_reason == "stop" and len(stopped.response_tokens) == first + 1
+
+
+def test_the_plans_total_is_the_sum_of_its_parts(llama):
+    plan = Engine(llama, budget=32, interval=16, rows=3).plan(70, 10)
+    per_row = plan.row_bytes + plan.trace_row_bytes + plan.token_row_bytes + plan.working_row_bytes
+    assert plan.total_bytes == plan.weight_bytes + plan.scratch_bytes + plan.working_bytes + 3 * per_row
+
+
 def test_rows_drain_and_refill_in_order(llama):
     prompts = prompts_of(*range(3, 25))
     engine = Engine(llama, compressor="snapkv", budget=12, interval=4, rows=5)

@@ -32,13 +32,13 @@ def test_budget_not_above_sinks_and_window(llama, compressor):
 
 
 def test_budget_of_the_window_compressor(llama):
-    with pytest.raises(SparseRLError, match=r"budget 4.*4 sinks.*at least 5"):
+    with pytest.raises(SparseRLError, match=r"budget 4 must be above sinks 4.*at least 5"):
         Engine(llama, compressor="window", budget=4, interval=4)
 
 
 @pytest.mark.parametrize("budget, interval", [(0, 4), (16, 0), (-1, -1)])
 def test_budget_and_interval_must_be_positive(llama, budget, interval):
-    with pytest.raises(SparseRLError, match=f"budget {budget} and interval {interval}"):
+    with pytest.raises(SparseRLError, match=r"(budget|interval) is (0|-1); it must be a whole number of at least 1"):
         Engine(llama, compressor="knorm", budget=budget, interval=interval)
 
 
@@ -76,7 +76,7 @@ def test_prompts_are_token_ids(engine):
 def test_group_size_and_rows(engine, llama):
     with pytest.raises(SparseRLError, match="group_size is 0"):
         engine.generate([[1]], group_size=0)
-    with pytest.raises(SparseRLError, match="rows 0"):
+    with pytest.raises(SparseRLError, match="rows is 0"):
         Engine(llama, rows=0)
 
 
@@ -90,8 +90,9 @@ def test_no_prompts_give_no_trajectories(engine):
         (dict(max_new_tokens=0), "max_new_tokens is 0"),
         (dict(temperature=-1.0), "temperature is -1.0"),
         (dict(temperature=float("nan")), "temperature is nan"),
-        (dict(top_p=0.0), "top_p 0.0"),
+        (dict(top_p=0.0), "top_p is 0.0"),
         (dict(top_k=-2), "top_k is -2"),
+        (dict(max_new_tokens=1.5), "max_new_tokens is 1.5"),
         (dict(top_p=0.9, for_correction=True), "top_p 0.9 cannot go with a correction.*biased.*top_p=1"),
         (dict(top_k=5, for_correction=True), "top_k 5.*cannot go with a correction"),
     ],
@@ -247,26 +248,125 @@ def test_unsupported_architectures_are_refused_by_their_config(config, message):
         ModelShape.of(AutoConfig.for_model(**config))
 
 
-def small_config(name: str, **own):
-    from transformers import AutoConfig
+def small(name: str, **own):
+    """A tiny random model of any architecture."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    return AutoConfig.for_model(name, **{**base, **own}, pad_token_id=0, bos_token_id=None, eos_token_id=None)
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = AutoConfig.for_model(name, **{**sizes, **own}, pad_token_id=0, bos_token_id=None, eos_token_id=None)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize(
     "name, own, message",
     [
-        ("gpt_oss", dict(head_dim=8, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
-        ("gptj", dict(n_embd=32, n_head=4, n_layer=2, rotary_dim=4, n_positions=64), "attention be replaced|attention interface"),
+        ("gpt_oss", dict(head_dim=8, num_local_experts=2, num_experts_per_tok=1), "adds s_aux"),
+        ("gptj", dict(n_embd=32, n_head=4, n_layer=2, rotary_dim=4, n_positions=64), "attention be replaced"),
+        ("diffllama", {}, "attends twice in layer 0"),
+        ("doge", {}, "attention mask of its own"),
+        ("bart", dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False), "takes no position_ids"),
+        ("bert", dict(is_decoder=False), "is not causal"),
+        ("phimoe", dict(sliding_window=24, num_local_experts=2), "sliding windows in layers .* keeps them from its attention"),
+        ("deepseek_v3", dict(q_lora_rank=8, kv_lora_rank=8, first_k_dense_replace=2), "config says|layers scale"),
     ],
 )
 def test_unsupported_architectures_are_refused_when_they_run(name, own, message):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(small_config(name, **own))
     with pytest.raises(SparseRLError, match=message):
+        Engine(small(name, **own), compressor="knorm", budget=8, interval=4).generate([[1, 2, 3]])
+
+
+def test_a_model_with_fewer_layers_than_its_config_is_refused():
+    model = small("llama")
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(SparseRLError, match=r"layers \[1\] did not use the replaced attention"):
         Engine(model, compressor="knorm", budget=8, interval=4).generate([[1, 2, 3]])
+
+
+def test_only_transformers_models():
+    with pytest.raises(SparseRLError, match="Linear is not a transformers model"):
+        Engine(torch.nn.Linear(2, 2))
+
+
+def test_learned_positions_end_where_their_table_ends():
+    model = small("gpt2", n_positions=32, n_embd=32, n_head=4, n_layer=2, num_key_value_heads=4)
+    engine = Engine(model, compressor="knorm", budget=8, interval=4)
+    with pytest.raises(SparseRLError, match=r"30 tokens and 20 new ones.*beyond 32.*at most 2"):
+        engine.generate(prompts_of(30), sampling=Sampling(20))
+    assert len(engine.generate(prompts_of(30), sampling=Sampling(2))[0].tokens) == 32
+
+
+def test_longrope_is_limited_to_its_original_context():
+    from transformers import Phi3Config
+
+    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    config = Phi3Config(
+        hidden_size=32, num_attention_heads=4, max_position_embeddings=4096, original_max_position_embeddings=48, rope_parameters=rope
+    )
+    assert ModelShape.of(config).hard_context == 48
+
+
+def test_a_changed_model_needs_a_new_engine(llama):
+    import copy
+
+    model = copy.deepcopy(llama)
+    engine = Engine(model, budget=16, interval=8)
+    model.double()
+    with pytest.raises(SparseRLError, match=r"now torch.float64 on cpu.*make a new Engine"):
+        engine.generate(prompts_of(5))
+
+
+@pytest.mark.parametrize("compressor", list(COMPRESSORS))
+def test_a_nan_inside_the_cache_is_gone_afterwards(compressor, llama):
+    """Not-a-number in a slot nobody reads would still be multiplied by zero; the engine must not keep it."""
+    engine = Engine(llama, compressor=compressor, budget=16, interval=8, rows=2, max_tokens=100)
+    before = engine.generate(prompts_of(30), sampling=Sampling(20))[0]
+    weight = llama.model.layers[0].self_attn.v_proj.weight
+    saved = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight[0, 0] = torch.nan
+        with pytest.raises(NonFiniteLogits):
+            engine.generate(prompts_of(30), sampling=Sampling(20))
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)
+    after = engine.generate(prompts_of(30), sampling=Sampling(20))[0]
+    assert after.tokens.equal(before.tokens) and after.trace.evicted_at.equal(before.trace.evicted_at)
+
+
+def test_non_finite_logits_of_any_row_are_found(engine, llama):
+    calls = iter(range(10**9))
+
+    def poison(module, inputs, out):
+        if next(calls) >= 4:  # two prompts, two steps
+            out = out.clone()
+            out[1] = torch.nan
+        return out
+
+    handle = llama.lm_head.register_forward_hook(poison)
+    try:
+        with pytest.raises(NonFiniteLogits, match=r"row 1 \(prompt 1, sample 0\).*step 3"):
+            engine.generate(prompts_of(5, 6))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name, options", [("h2o", {}), ("h2o", dict(sinks=4)), ("rkv", dict(sinks=3)), ("window", {}), ("knorm", {})])
+def test_the_budget_that_is_suggested_works(llama, name, options):
+    compressor = COMPRESSORS[name](**options)
+    too_small = next(b for b in range(40, 0, -1) if not compressor.has_room(b)) if not compressor.has_room(1) else 1
+    if not compressor.has_room(too_small):
+        with pytest.raises(SparseRLError) as caught:
+            Engine(llama, compressor=compressor, budget=too_small, interval=4)
+        suggested = int(str(caught.value).rsplit("at least ", 1)[1].rstrip("."))
+        assert Engine(llama, compressor=compressor, budget=suggested, interval=4).compressor.budget == suggested > too_small
+    if name != "window":
+        protecting = COMPRESSORS[name](**options, protect_prompt=True)
+        with pytest.raises(SparseRLError) as caught:
+            Engine(llama, compressor=protecting, budget=48, interval=4).generate(prompts_of(60))
+        suggested = int(str(caught.value).split("at least ")[1].split(",")[0])
+        trajectory = Engine(llama, compressor=protecting, budget=suggested, interval=4).generate(prompts_of(60), sampling=Sampling(90))[0]
+        assert not (trajectory.trace.evicted_at.long() < 150)[..., :60].any()
 
 
 def test_a_compressor_that_returns_nonsense_is_told(llama):

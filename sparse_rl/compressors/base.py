@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import SparseRLError, nearest
+from ..errors import SparseRLError, nearest, whole
 
 
 @dataclass(frozen=True)
@@ -76,30 +76,33 @@ class Compressor:
 
     def bind(self, budget: int, interval: int) -> Compressor:
         """A copy with its dial set, after checking that there is something left to choose."""
+        whole(budget=budget, interval=interval)
         bound = copy.copy(self)
         bound.budget, bound.interval = budget, interval
-        if budget < 1 or interval < 1:
-            raise SparseRLError(f"budget {budget} and interval {interval} must both be at least 1.")
         sinks, window = bound.protected(budget)
         if sinks < 0 or window < 0:
             raise SparseRLError(f"{self.name}: sinks {sinks} and window {window} must not be negative.")
-        self.check_room(budget, sinks, window)
-        return bound
-
-    def check_room(self, budget: int, sinks: int, window: int) -> None:
-        if budget <= sinks + window:
+        if not bound.has_room(budget):
             raise SparseRLError(
                 f"{self.name}: budget {budget} must be above sinks {sinks} + window {window} = {sinks + window}, "
-                f"which are always kept; raise the budget to at least {sinks + window + 1}."
+                f"which are always kept; raise the budget to at least {bound.smallest_budget(0)}."
             )
+        return bound
+
+    def has_room(self, budget: int, prompt: int = 0) -> bool:
+        """Whether a budget leaves something to choose beside what is always kept (and a protected prompt of that length)."""
+        sinks, window = self.protected(budget)
+        return budget > max(sinks, prompt) + window
+
+    def smallest_budget(self, prompt: int) -> int:
+        return next(budget for budget in range(1, 8 * (prompt + sum(self.protected(0))) + 64) if self.has_room(budget, prompt))
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a prompt that leaves a compressor which protects prompts nothing to choose."""
-        _, window = self.protected(self.budget)
-        if self.protect_prompt and tokens + window >= self.budget:
+        if self.protect_prompt and not self.has_room(self.budget, tokens):
             raise SparseRLError(
-                f"{self.name} protects the prompt, but {tokens} prompt tokens + window {window} leave nothing of budget "
-                f"{self.budget}; raise the budget to at least {tokens + window + 1}, or set protect_prompt=False."
+                f"{self.name} protects the prompt, but {tokens} prompt tokens + window {self.protected(self.budget)[1]} leave nothing of "
+                f"budget {self.budget}; raise the budget to at least {self.smallest_budget(tokens)}, or set protect_prompt=False."
             )
 
 
@@ -136,6 +139,9 @@ def register(cls: type[Compressor]) -> type[Compressor]:
     """Class decorator: make a compressor usable by its `name`."""
     if not cls.name:
         raise SparseRLError(f"{cls.__name__} needs a `name` to be registered under.")
+    known = COMPRESSORS.get(cls.name)
+    if known is not None and known.__qualname__ != cls.__qualname__:
+        raise SparseRLError(f"the name {cls.name!r} belongs to {known.__qualname__} already; give {cls.__qualname__} another.")
     COMPRESSORS[cls.name] = cls
     return cls
 

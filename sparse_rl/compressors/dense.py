@@ -11,5 +11,5 @@ class Dense(Compressor):
     def capacity(self, prompt: int, new: int) -> int:
         return prompt + new
 
-    def check_room(self, budget: int, sinks: int, window: int) -> None:
-        pass  # nothing is chosen, so the budget has no meaning
+    def has_room(self, budget: int, prompt: int = 0) -> bool:
+        return True  # nothing is chosen, so the budget has no meaning

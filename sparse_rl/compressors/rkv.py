@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .base import CacheView, register
 from .snapkv import SnapKV, observed_importance
 
-_BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
+BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:
@@ -22,7 +22,7 @@ def redundancy(keys: Tensor, threshold: float) -> Tensor:
     unit = F.normalize(keys.float(), dim=-1)
     slot = torch.arange(used, device=keys.device)
     total = torch.zeros(rows, heads, used, device=keys.device)
-    block = max(1, _BLOCK_ELEMENTS // (rows * heads * used))
+    block = max(1, BLOCK_ELEMENTS // (rows * heads * used))
     for start in range(0, used, block):
         i = slot[start : start + block]
         similar = unit[:, :, i] @ unit.transpose(-1, -2)  # [B, H, i, S]

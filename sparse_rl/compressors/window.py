@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ..errors import SparseRLError
 from .base import CacheView, Compressor, register
 
 
@@ -12,12 +11,17 @@ class Window(Compressor):
     name = "window"
     sinks = 4
 
+    def __init__(self, *, sinks: int | None = None):
+        super().__init__(sinks=sinks)
+
     def protected(self, budget: int) -> tuple[int, int]:
         return self.sinks, budget - self.sinks
 
-    def check_room(self, budget: int, sinks: int, window: int) -> None:
-        if budget <= sinks:
-            raise SparseRLError(f"window: budget {budget} must be above the {sinks} sinks; raise it to at least {sinks + 1}.")
+    def has_room(self, budget: int, prompt: int = 0) -> bool:
+        return budget > self.sinks  # everything is always kept or always evicted: there must be one recent slot
+
+    def smallest_budget(self, prompt: int) -> int:
+        return self.sinks + 1
 
     def keep(self, view: CacheView, budget: int) -> Tensor:
         rows, heads, used, _ = view.keys.shape

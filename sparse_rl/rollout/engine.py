@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from ..attention import use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
-from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError
-from ..models import ModelShape, evaluating
+from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError, whole
+from ..models import ModelShape, check_model, evaluating
 from ..plan import Plan, available_memory, cache_shape, is_out_of_memory, make_plan, size
 from ..records import Trajectory
 from .progress import ProgressBar
 from .sampling import Sampling
 from .schedule import Rollout
+
+_USUAL_RESPONSE = 4096  # new tokens assumed when memory runs out before the first call has said how many
 
 
 class Engine:
@@ -37,10 +39,10 @@ class Engine:
         prefill_chunk: int = 512,
     ):
         """`max_tokens` (prompt + new) sizes the rows of `dense`, which otherwise takes them from its first call."""
-        if rows < 1 or prefill_chunk < 1:
-            raise SparseRLError(f"rows {rows} and prefill_chunk {prefill_chunk} must both be at least 1.")
-        if max_tokens is not None and max_tokens < 2:
-            raise SparseRLError(f"max_tokens is {max_tokens}; a prompt and a response take at least 2.")
+        whole(rows=rows, prefill_chunk=prefill_chunk)
+        if max_tokens is not None:
+            whole(at_least=2, max_tokens=max_tokens)
+        check_model(model)
         self.model = model
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
         self.compressor = make(compressor).bind(budget, interval)
@@ -51,7 +53,9 @@ class Engine:
         self.cache: SlotCache | None = None
         self.scratch: SlotCache | None = None
         if self.compressor.evicts:
-            self._allocate_rows(self.compressor.capacity(0, 0), self.plan(prompt_tokens=1, new_tokens=1))
+            capacity = self.compressor.capacity(0, 0)
+            new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
+            self._allocate_rows(capacity, self.plan(prompt_tokens=capacity, new_tokens=new_tokens))
         elif max_tokens is not None:
             self._allocate_rows(max_tokens, self.plan(prompt_tokens=1, new_tokens=max_tokens - 1))
 
@@ -116,7 +120,11 @@ class Engine:
                     if on_finish is not None:
                         on_finish(trajectory)
 
-                Rollout(self, prompts, group_size, sampling, seed, longest).run(deliver, bar)
+                try:
+                    Rollout(self, prompts, group_size, sampling, seed, longest).run(deliver, bar)
+                except BaseException:
+                    self._clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
+                    raise
         except KeyboardInterrupt:
             raise RolloutInterrupted(_in_order(finished)) from None
         except NonFiniteLogits as error:
@@ -125,12 +133,24 @@ class Engine:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._out_of_memory(plan, str(error)) from error
+            explained = self._out_of_memory(plan, str(error))
+            explained.trajectories = _in_order(finished)
+            raise explained from error
         return _in_order(finished)
 
+    def _clear(self) -> None:
+        for cache in (self.cache, self.scratch):
+            for tensor in cache.tensors if cache else ():
+                tensor.zero_()
+
     def _check(self, prompts: list[list[int]], group_size: int, sampling: Sampling) -> None:
-        if group_size < 1:
-            raise SparseRLError(f"group_size is {group_size}; it must be at least 1.")
+        whole(group_size=group_size)
+        now = next(self.model.parameters())
+        if self.cache is not None and (now.dtype, now.device) != (self.shape.dtype, self.cache.keys.device):
+            raise SparseRLError(
+                f"the model is now {now.dtype} on {now.device}, but this engine was made when it was {self.shape.dtype} on "
+                f"{self.cache.keys.device}; make a new Engine."
+            )
         vocabulary, new = self.shape.vocabulary, sampling.max_new_tokens
         for i, prompt in enumerate(prompts):
             if not prompt:
@@ -148,8 +168,9 @@ class Engine:
             limit = self.shape.hard_context
             if limit is not None and len(prompt) + new > limit:
                 raise SparseRLError(
-                    f"prompt {i} has {len(prompt)} tokens and {new} new ones may follow, but this model's RoPE rescales beyond {limit} "
-                    f"positions, which would falsify keys already cached; set max_new_tokens to at most {limit - len(prompt)}."
+                    f"prompt {i} has {len(prompt)} tokens and {new} new ones may follow, but this model cannot go beyond {limit} positions "
+                    "(its position table ends there, or its RoPE rescales and would falsify keys already cached); "
+                    f"set max_new_tokens to at most {limit - len(prompt)}."
                 )
             self.compressor.check_prompt(len(prompt))
 

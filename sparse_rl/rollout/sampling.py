@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, whole
 from ..streams import uniform
 
 
@@ -28,19 +28,20 @@ class Sampling:
     for_correction: bool = False  # the log-probs will be compared with another view's: refuses top-k and top-p
 
     def __post_init__(self):
-        if self.max_new_tokens < 1:
-            raise SparseRLError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
+        whole(max_new_tokens=self.max_new_tokens)
+        whole(at_least=0, top_k=self.top_k)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise SparseRLError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number.")
-        if self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise SparseRLError(f"top_k is {self.top_k} and top_p {self.top_p}; they must be at least 0, and in (0, 1].")
+        if not 0 < self.top_p <= 1:
+            raise SparseRLError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
         if self.for_correction and (self.top_k or self.top_p < 1):
             raise SparseRLError(
                 f"top_k {self.top_k} and top_p {self.top_p} cannot go with a correction: the sampler's log-probs are renormalised over "
                 "the kept tokens, the learner's are not, so every ratio would be biased by the kept mass; set top_k=0 and top_p=1."
             )
         if self.stop_ids is not None:
-            object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+            ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)
+            object.__setattr__(self, "stop_ids", ids)
 
 
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..attention import Feed
 from ..errors import NonFiniteLogits, uninterrupted
+from ..models import check_sliding_windows
 from ..records import Trajectory
 from ..streams import stream_key
 from .decode import RowState, decode_step, forward
@@ -121,6 +122,7 @@ class Rollout:
             part = slice(start, min(start + self.engine.prefill_chunk, fed))
             feed = Feed(scratch, index[:, part], index[:, part], span=part.stop, first=start == 0)
             logits = forward(self.model, prompt[:, part], feed)[0]
+        check_sliding_windows(self.model.config, scratch.sliding_window)
         trace = self.state.trace.new_full((scratch.shape.layers, scratch.shape.heads, fed), self.state.never)
         if not self.compressor.evicts or fed < self.cache.capacity:
             return Prefilled(waiting, logits, fed, trace)
