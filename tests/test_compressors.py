@@ -260,6 +260,22 @@ def test_compaction_keeps_everything_of_a_slot_together():
                         assert tensor[layer, row, head].equal(old[layer, row, head])
 
 
+@pytest.mark.parametrize("chunks", [[1] * 13, [13], [5, 4, 4], [12, 1], [3, 10]])
+def test_the_last_queries_are_recorded_in_order(chunks):
+    from sparse_rl.cache import CacheShape, SlotCache
+
+    cache = SlotCache(CacheShape(1, 2, 4, 3, 3, torch.float32, num_queries=6), rows=2, capacity=20)
+    queries = torch.randn(2, 4, 13, 3)
+    start = 0
+    for length in chunks:
+        part = slice(start, start + length)
+        cache.record_queries(0, torch.arange(13)[part].expand(2, -1), queries[:, :, part])
+        start += length
+    for count in (6, 4, 1):
+        recent = cache.recent_queries(slice(0, 1), torch.tensor([1, 0]), torch.tensor([13, 13]), count)
+        assert recent[0].equal(queries[[1, 0], :, 13 - count :])
+
+
 def test_kvpress_missing_says_how_to_install_it(monkeypatch, llama):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(SparseRLError, match=r"pip install --no-deps kvpress"):

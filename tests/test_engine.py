@@ -114,13 +114,13 @@ def test_evictions_happen_when_slots_are_full(llama):
     assert per_time == [[4]] * len(per_time)  # `interval` tokens each, in every layer and head
 
 
+@pytest.mark.parametrize("budget", [30, 20])  # above the layers' own window of 24, and below it
 @pytest.mark.parametrize("compressor", ["knorm", "tova", "h2o"])
-def test_sliding_layers_evict_what_no_query_can_reach_first(compressor):
-    """Through the engine: while a layer with a window of 24 holds slots beyond it, it evicts no others."""
+def test_sliding_layers_evict_what_no_query_can_reach_first(compressor, budget):
+    """Through the engine: a layer with a window either evicts nothing but what is beyond it, or all of that."""
     model = tiny("gemma3")
-    engine = Engine(model, compressor=compressor, budget=30, interval=7, rows=2)
+    engine = Engine(model, compressor=compressor, budget=budget, interval=7, rows=2)
     trajectory = engine.generate(prompts_of(12), sampling=Sampling(120))[0]
-    _, protected = engine.compressor.protected(30)
     checked = 0
     for layer, kind in enumerate(model.config.layer_types):
         for evicted_at in trajectory.trace.evicted_at[layer].long():
@@ -130,8 +130,8 @@ def test_sliding_layers_evict_what_no_query_can_reach_first(compressor):
                 gone = {k for k in alive if evicted_at[k] == when}
                 if kind == "sliding_attention":
                     assert gone <= beyond or beyond <= gone
-                    checked += len(beyond - gone) > 0
-    assert checked > 10 or protected > 10
+                    checked += bool(beyond)
+    assert checked > 10
 
 
 @pytest.mark.parametrize("compressor", ["random", "knorm", "rkv", "h2o"])
