@@ -59,6 +59,14 @@ def test_prompt_beyond_the_context(engine):
         engine.generate(prompts_of(4100))
 
 
+def test_going_beyond_the_context_while_generating_is_said():
+    model = small("llama", max_position_embeddings=64)
+    engine = Engine(model, compressor="knorm", budget=8, interval=4)
+    with pytest.warns(UserWarning, match="10 prompt tokens and 60 new ones go beyond the 64 positions"):
+        trajectory = engine.generate(prompts_of(10), sampling=Sampling(60))[0]
+    assert len(trajectory.tokens) == 70
+
+
 def test_token_outside_the_vocabulary(engine):
     with pytest.raises(SparseRLError, match="prompt 0 holds token id 61, outside the vocabulary of 61"):
         engine.generate([[1, 61]])

@@ -8,6 +8,7 @@ The model's weights are used in place, so after an update the next rollout needs
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -173,6 +174,12 @@ class Engine:
                     f"set max_new_tokens to at most {limit - len(prompt)}."
                 )
             self.compressor.check_prompt(len(prompt))
+        longest = max(map(len, prompts), default=0)
+        if longest + new > self.shape.context:
+            warnings.warn(
+                f"{longest} prompt tokens and {new} new ones go beyond the {self.shape.context} positions this model was made for.",
+                stacklevel=3,
+            )
 
     def _allocate_rows(self, capacity: int, plan: Plan) -> None:
         """The cache, once and for all."""
