@@ -46,14 +46,18 @@ def rollout(
     dtype: Dtype = None,
 ) -> None:
     """Sample completions on a compressed cache; write text, log-probs and traces."""
-    from .models import load_model
+    from .models import encode, load_model
     from .records import TrajectoryWriter, kv_tokens_saved
     from .rollout import Engine, Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id) if stop_id else None)
     lines = read_prompts(prompts, field)
     lm, tokenizer = load_model(model, dtype, seed=seed)
-    ids = [line["tokens"] if "tokens" in line else encode(tokenizer, line["text"], chat) for line in lines]
+    if chat and tokenizer.chat_template is None:
+        raise SparseRLError("this tokenizer has no chat template; leave --chat away.")
+    texts = [[{"role": "user", "content": line["text"]}] if chat else line["text"] for line in lines if "text" in line]
+    encoded = iter([encode(tokenizer, text) for text in texts])
+    ids = [line["tokens"] if "tokens" in line else next(encoded) for line in lines]
     engine = Engine(lm, compressor=compressor, budget=budget, interval=interval, rows=rows)
     with TrajectoryWriter(out) as writer:
 
@@ -70,15 +74,6 @@ def rollout(
         f"{len(done)} trajectories, {sum(len(t.response_tokens) for t in done):,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
         f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
     )
-
-
-def encode(tokenizer, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return tokenizer.encode(text)
-    if tokenizer.chat_template is None:
-        raise SparseRLError("this tokenizer has no chat template; leave --chat away.")
-    turn = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
 
 
 def read_prompts(path: Path, field: str) -> list[dict]:
@@ -160,25 +155,117 @@ def plan(
         typer.echo(result.largest_that_fits(memory))
 
 
+_WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+RecipePath = Annotated[Path, typer.Argument(help="A YAML recipe, or a run folder that holds one.")]
+
+
+@app.command(context_settings=_WITH_OVERRIDES)
+def train(
+    context: typer.Context,
+    recipe: RecipePath,
+    out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/ and the recipe's name.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+) -> None:
+    """Train by reinforcement learning. Any key of the recipe can be changed: --rollout.budget 256 --lr 1e-5."""
+    from .config import load_recipe
+    from .run import train as start
+
+    folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
+    settings = load_recipe(recipe, overrides(context.args))
+    try:
+        trainer = start(settings, folder, resume)
+    except KeyboardInterrupt:
+        typer.echo(f"sparse-rl: stopped; go on with: sparse-rl train {folder} --resume", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"done: {trainer.step} steps; the model is in {folder}/checkpoints/step-{trainer.step:06d}, the curves in {folder}/metrics.jsonl")
+
+
+@app.command(context_settings=_WITH_OVERRIDES)
+def warmup(
+    context: typer.Context,
+    recipe: RecipePath,
+    out: Annotated[Path | None, typer.Option(help="Folder for the model. Default: models/ and the recipe's name.")] = None,
+) -> None:
+    """Train on a task's worked solutions, to make a model that reinforcement learning can improve."""
+    from .config import load_recipe
+    from .warmup import warmup as start
+
+    folder = out or Path("models") / recipe.stem
+    try:
+        found = start(load_recipe(recipe, overrides(context.args)), folder)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo(f"done: accuracy {found['accuracy']:.3f} on held-out prompts; the model is in {folder}")
+
+
+def overrides(arguments: list[str]) -> list[tuple[str, str]]:
+    """`--key value` and `--key=value`, in order."""
+    found, rest = [], list(arguments)
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("--"):
+            raise SparseRLError(f"{name!r} is no key; write --section.key value, such as --rollout.budget 256.")
+        name, equals, value = name.removeprefix("--").partition("=")
+        if not equals:
+            if not rest:
+                raise SparseRLError(f"--{name} has no value; write --{name} VALUE.")
+            value = rest.pop(0)
+        found.append((name, value))
+    return found
+
+
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="compressors")]) -> None:
+def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, presets or keys")]) -> None:
     """List what can be named in commands and recipes."""
-    if what != "compressors":
-        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, ['compressors'])}")
+    lists = {"compressors": _compressors, "tasks": _tasks, "presets": _presets, "keys": _keys}
+    if what not in lists:
+        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, lists)}")
+    rows = lists[what]()
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for *cells, last in rows:
+        typer.echo("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths)), last]))
+
+
+def _compressors() -> list[tuple[str, ...]]:
     from .compressors import COMPRESSORS
 
-    for name, cls in COMPRESSORS.items():
-        idea = (sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").strip().splitlines()[0]
-        typer.echo(f"{name:<10} {idea.removeprefix(name + ': ')}")
-    typer.echo(f"{'kvpress:X':<10} the kvpress package's scorer X, where it needs nothing but keys and values")
+    ideas = {name: (sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").strip().splitlines()[0] for name, cls in COMPRESSORS.items()}
+    rows = [(name, idea.removeprefix(name + ": ")) for name, idea in ideas.items()]
+    return [*rows, ("kvpress:X", "the kvpress package's scorer X, where it needs nothing but keys and values")]
+
+
+def _tasks() -> list[tuple[str, ...]]:
+    from .tasks import describe
+
+    return describe()
+
+
+def _presets() -> list[tuple[str, ...]]:
+    from dataclasses import fields
+
+    from .learn.correct import PRESETS, Correction
+
+    def parts(how: Correction) -> str:
+        changed = {f.name: getattr(how, f.name) for f in fields(how) if getattr(how, f.name) != f.default}
+        return ", ".join(f"{name} {value}" for name, value in changed.items()) or "old log-probs recomputed, nothing corrected"
+
+    return [(name, parts(how)) for name, how in PRESETS.items()]
+
+
+def _keys() -> list[tuple[str, ...]]:
+    from .config import table_of_keys
+
+    return table_of_keys()
 
 
 @app.command()
-def demo() -> None:
-    """Compressed rollouts of a tiny model, and what they save."""
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the runs and the picture.")] = Path("runs/demo"),
+) -> None:
+    """Train a tiny model on a compressed cache with and without correction, side by side, in about two minutes."""
     from .demo import run
 
-    run()
+    run(out)
 
 
 def main() -> None:

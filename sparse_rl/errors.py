@@ -58,6 +58,24 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM, which schedulers send, stops a run as Ctrl-C does."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: nobody sends us signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def whole(at_least: int = 1, **numbers: int) -> None:
     """Check that named settings are whole numbers and large enough."""
     for name, value in numbers.items():

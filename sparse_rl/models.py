@@ -141,6 +141,7 @@ def load_config(name: str):
 
     if name == "tiny":
         return tiny_config()
+    name = str(BUILT_IN[name]) if name in BUILT_IN else name.removeprefix("random:")
     if name.lower() in _SHAPES:
         return shape_config(name.lower())
     try:
@@ -179,6 +180,38 @@ def weight_bytes(config, dtype: torch.dtype | None = None) -> int:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     return sum(p.numel() for p in skeleton.parameters()) * (dtype or config.dtype or torch.float32).itemsize
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """transformers reads and writes without drawing."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def encode(tokenizer, text: str | list[dict]) -> list[int]:
+    """Token ids of a prompt: text as it is, or chat messages through the tokenizer's template."""
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    if tokenizer.chat_template is None:
+        raise SparseRLError("the prompts are chat messages but this tokenizer has no chat template; use prompts that are plain text.")
+    return tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+
+
+def with_lora(model: nn.Module, rank: int, alpha: int) -> nn.Module:
+    """The model with low-rank adapters in all its linear layers; only these are trained."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise SparseRLError(f"model.lora_rank is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 @contextmanager
@@ -230,6 +263,8 @@ def tiny_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
+BUILT_IN = {"tiny-sums": Path(__file__).parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -241,23 +276,32 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 
 def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0):
-    """(model in eval mode, tokenizer). `tiny` has random weights made from `seed`, until a trained one ships."""
+    """(model in eval mode, tokenizer).
+
+    `tiny-sums` is built in and can add a little; `tiny` is the same with random weights made from `seed`, and `random:SHAPE` a public
+    architecture with random weights and the tiny tokenizer, to measure speed and memory.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = dtype_of(dtype)
-    if name == "tiny":
-        with torch.random.fork_rng(devices=[]):
+    if name == "tiny" or name.startswith("random:"):
+        config = load_config(name.removeprefix("random:"))
+        with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(tiny_config())
-        return model.to(device, chosen or torch.float32).eval(), tiny_tokenizer()
+            model = AutoModelForCausalLM.from_config(config, dtype=chosen or config.dtype)
+        return model.eval(), tiny_tokenizer()
     if name.lower() in _SHAPES:
-        raise SparseRLError(f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder.")
+        raise SparseRLError(
+            f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder, or random:{name}."
+        )
+    name = str(BUILT_IN[name]) if name in BUILT_IN else name
     source, options = name, {}
     if name.endswith(".gguf"):
         source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen or "auto", **options)
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen or "auto", **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]

@@ -71,8 +71,8 @@ class TrajectoryWriter:
             raise SparseRLError(f"{self.folder} is a file; trajectories need a folder.")
         self._file = None  # opened with the first trajectory, so that a call refused before leaves nothing behind
 
-    def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None) -> None:
-        """`prompt` and `text` are for the reader; the record is complete without them."""
+    def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None, **more) -> None:
+        """`prompt`, `text` and `more` are for the reader; the record is complete without them."""
         if self._file is None:
             (self.folder / "traces").mkdir(parents=True, exist_ok=True)
             self._file = self.lines.open("a", encoding="utf-8")
@@ -85,6 +85,7 @@ class TrajectoryWriter:
             "version": trajectory.version,
             "prompt": prompt,
             "text": text,
+            **more,
             "num_prompt_tokens": trajectory.num_prompt_tokens,
             "tokens": trajectory.tokens.tolist(),
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),

@@ -9,6 +9,7 @@ Shapes: B rows (layers of a row count as rows of their own here), H KV heads, G 
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -160,4 +161,20 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
         return KVPress(compressor.removeprefix("kvpress:"), **options)
     if compressor not in COMPRESSORS:
         raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, COMPRESSORS)}")
+    known = _parameters(COMPRESSORS[compressor])
+    for name in options:
+        if name not in known:
+            raise SparseRLError(f"{compressor} has no parameter {name!r}; {nearest(name, known)}")
     return COMPRESSORS[compressor](**options)
+
+
+def _parameters(cls: type[Compressor]) -> list[str]:
+    """The names a compressor's constructor takes, its base classes' included where it passes `**options` on."""
+    found = {}
+    for base in cls.__mro__:
+        if "__init__" in vars(base) and base is not object:
+            parameters = inspect.signature(base.__init__).parameters.values()
+            found |= dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return list(found)

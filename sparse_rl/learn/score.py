@@ -1,10 +1,17 @@
 """Log-probs of tokens that are already there, in the learner's view: dense (stock attention) or shadow (under a trace).
 
-The model's own forward makes the logits, whatever it does to them, once and in its own dtype; their fp32 softmax exists for a chunk of
-tokens at a time, and is made again during backward.
+The decoder runs once over whole sequences. The head runs on chunks of the tokens that are asked for, and again during backward, so
+[tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. What a model does to its logits (scales,
+soft-caps) is kept, because the head is the model's own forward with the decoder's output put in.
+
+Shapes: B sequences, T tokens (padded at the end: causal attention never looks there), n tokens asked for, V vocabulary.
 """
 
 from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import use_attention_through_backward
 from ..cache import Trace
 from ..errors import SparseRLError
+from ..records import Trajectory
 
-CHUNK = 1024  # tokens whose fp32 logits exist at a time
+CHUNK = 1024  # tokens whose logits exist at a time
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None, temperature: float = 1.0) -> Tensor:
@@ -24,34 +32,146 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     reads as 1, as in the sampler.
     """
     device = next(model.parameters()).device
-    tokens = torch.as_tensor(tokens, device=device)
-    inputs = {"input_ids": tokens[None], "position_ids": torch.arange(len(tokens), device=device)[None], "use_cache": False}
-    if trace is None:
-        logits = model(**inputs).logits[0, :-1]  # [T - 1, V]
-    else:
-        _check_trace(model, tokens, trace)
-        with use_attention_through_backward(model, "shadow"):
-            logits = model(**inputs, evicted_at=trace.evicted_at.to(device=device, dtype=torch.int32)[None]).logits[0, :-1]
-    return torch.cat([logits.new_zeros(1, dtype=torch.float32), chosen_logprobs(logits, tokens[1:], temperature or 1.0)])
+    tokens = torch.as_tensor(tokens, device=device)[None]
+    asked = torch.arange(tokens.shape[1], device=device)[None] > 0
+    evicted_at = None if trace is None else pad_traces(model, [(tokens[0], trace)]).to(device)
+    return batch_logprobs(model, tokens, asked, temperature, evicted_at)[0]
 
 
-def chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """fp32 log-probs of the targets, chunk by chunk. logits [N, V] in any dtype, targets [N] -> [N]"""
+def batch_logprobs(model: nn.Module, tokens: Tensor, asked: Tensor, temperature: float = 1.0, evicted_at: Tensor | None = None) -> Tensor:
+    """fp32 [B, T]: log-probs of the tokens `asked` for (bool [B, T], never the first of a sequence), 0 elsewhere. Differentiable.
 
-    def chunk(part: Tensor, target: Tensor) -> Tensor:
-        part = part.float() / temperature
-        return part.gather(1, target[:, None])[:, 0] - part.logsumexp(-1)
+    tokens int64 [B, T] and everything else on the model's device; evicted_at int32 [B, L, H, T] for the shadow view.
+    """
+    states = hidden_states(model, tokens, evicted_at)
+    values = over_chunks(model, states, asked, chosen_logprobs(temperature or 1.0), tokens[asked])
+    return torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device).masked_scatter(asked, values)
 
-    parts = zip(logits.split(CHUNK), targets.split(CHUNK), strict=True)
-    return torch.cat([checkpoint(chunk, part, target, use_reentrant=False) for part, target in parts])
+
+def hidden_states(model: nn.Module, tokens: Tensor, evicted_at: Tensor | None = None):
+    """What the decoder hands to the head, as the model's own output record. tokens [B, T] -> last_hidden_state [B, T, hidden]"""
+    decoder, caught = _decoder(model), []
+    hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    if "logits_to_keep" in inspect.signature(_causal_lm(model).forward).parameters:
+        inputs["logits_to_keep"] = 1  # the head's turn comes later
+    try:
+        if evicted_at is None:
+            model(**inputs)
+        else:
+            with use_attention_through_backward(model, "shadow"):
+                model(**inputs, evicted_at=evicted_at)
+    finally:
+        hook.remove()
+    return caught[0]
 
 
-def _check_trace(model: nn.Module, tokens: Tensor, trace: Trace) -> None:
+def over_chunks(model: nn.Module, states, asked: Tensor, function: Callable[..., Tensor], *per_token: Tensor) -> Tensor:
+    """function(logits fp32 [c, V], *per_token [c]) -> [c, ...] for chunks of the tokens asked for, put together: [n, ...].
+
+    The logits of a token are those that predict it, made from the state one place before it. asked bool [B, T].
+    """
+    before = states.last_hidden_state[:, :-1][asked[:, 1:]]  # [n, hidden]
+
+    def chunk(part: Tensor, *others: Tensor) -> Tensor:
+        return function(head(model, states, part), *others)
+
+    parts = zip(before.split(CHUNK), *(p.split(CHUNK) for p in per_token), strict=True)
+    return torch.cat([checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+
+
+def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
+    """The logits the model makes of given hidden states, in fp32. [n, hidden] -> [n, V]"""
+    causal_lm = _causal_lm(model)
+    given = copy.copy(states)
+    given.last_hidden_state = hidden[None]
+    name, decoder = causal_lm.base_model_prefix, _decoder(model)
+    setattr(causal_lm, name, _Given(given))
+    try:
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
+        return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
+    finally:
+        setattr(causal_lm, name, decoder)
+
+
+def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `over_chunks`: log-probs of the targets."""
+
+    def function(logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits / temperature
+        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+    return function
+
+
+def logprobs_and_entropies(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `over_chunks`: log-prob of the target and entropy of the distribution it was drawn from, in nats. -> [n, 2]"""
+
+    def function(logits: Tensor, targets: Tensor) -> Tensor:
+        logprobs = (logits / temperature).log_softmax(-1)
+        return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)], dim=-1)
+
+    return function
+
+
+def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
+    """The traces of several (tokens, trace) side by side, padded with "never": int32 [B, L, H, T]"""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    expected = (config.num_hidden_layers, heads, len(tokens))
-    if tuple(trace.evicted_at.shape) != expected:
-        raise SparseRLError(
-            f"the trace is for (layers, KV heads, tokens) {tuple(trace.evicted_at.shape)} but this model and these tokens have {expected}; "
-            "it belongs to another trajectory or another model."
-        )
+    longest = max(len(tokens) for tokens, _ in items)
+    padded = torch.full((len(items), config.num_hidden_layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    for row, (tokens, trace) in zip(padded, items, strict=True):
+        expected = (config.num_hidden_layers, heads, len(tokens))
+        if tuple(trace.evicted_at.shape) != expected:
+            raise SparseRLError(
+                f"the trace is for (layers, KV heads, tokens) {tuple(trace.evicted_at.shape)} but this model and these tokens have "
+                f"{expected}; it belongs to another trajectory or another model."
+            )
+        row[..., : len(tokens)] = trace.evicted_at.to(torch.int32)
+    return padded
+
+
+@torch.no_grad()
+def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> Tensor:
+    """alpha of every response token: sum over the vocabulary of min(dense, sampler) probability = 1 - total variation. fp32 [response]
+
+    The sampler's distribution comes from the shadow view, which equals it; so both are exact.
+    """
+    device = next(model.parameters()).device
+    tokens = trajectory.tokens.to(device)[None]
+    asked = torch.arange(tokens.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
+    dense = hidden_states(model, tokens)
+    shadow = hidden_states(model, tokens, pad_traces(model, [(trajectory.tokens, trajectory.trace)]).to(device))
+    pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(CHUNK) for states in (dense, shadow))
+    shares = []
+    for ours, theirs in zip(*pairs, strict=True):
+        p, q = ((head(model, dense, part) / temperature).softmax(-1) for part in (ours, theirs))
+        shares.append(torch.minimum(p, q).sum(-1))
+    return torch.cat(shares) if shares else torch.zeros(0, device=device)
+
+
+class _Given(nn.Module):
+    """Stands in for the decoder and returns what it is given."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args, **kwargs):
+        return self.output
+
+
+def _causal_lm(model: nn.Module) -> nn.Module:
+    """The transformers model inside whatever wraps it."""
+    from transformers import PreTrainedModel
+
+    return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    causal_lm = _causal_lm(model)
+    decoder = getattr(causal_lm, causal_lm.base_model_prefix, None)
+    if decoder is None:
+        raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: not supported.")
+    return decoder

@@ -1,0 +1,319 @@
+"""Recipes: the YAML that defines a result. Closed keys, typed values, dotted overrides.
+
+    model: {name: tiny-sums}
+    task: {name: sums, count: 8}                    # keys beside `name` are the task's own options
+    rollout: {compressor: rkv, budget: 38, interval: 4}
+    learn: {method: sparse-rl}
+
+    sparse-rl train recipe.yaml --rollout.budget 44 --lr 1e-4     # a key's last part is enough where only one section has it
+
+Every section is a frozen dataclass; a misspelling names the nearest key; `1e-4` is a float although YAML reads it as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import SparseRLError, nearest, whole
+from .keys import key
+from .learn.advantage import ESTIMATORS
+from .learn.correct import Correction, correction
+from .learn.loss import Loss
+from .learn.optimizer import OptimizerSettings
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    name: str = key("hub id, folder, .gguf file, a shape such as qwen2.5-1.5b (random weights), `tiny` or `tiny-sums`")
+    dtype: str | None = key("float32, bfloat16 or float16; null: the model's own", None)
+    gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
+    lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
+    lora_alpha: int = key("LoRA's scale", 32)
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    name: str = key("a name from `sparse-rl list tasks`, `gym:NAME`, `file.py` or `file.py:Class`")
+    options: dict = key("the task's own options; in a recipe they stand beside `name`", {})
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    compressor: str = key("a name from `sparse-rl list compressors`", "rkv")
+    budget: int = key("slots a row keeps at an eviction", 512)
+    interval: int = key("tokens between evictions", 128)
+    compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
+    rows: int = key("sequences decoded at a time", 64)
+    prompts: int = key("prompts of a step", 128)
+    group_size: int = key("completions of each prompt", 8)
+    max_new_tokens: int = key("the longest response", 4096)
+    temperature: float = key("of the sampler, and so of every log-prob", 1.0)
+    stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
+
+    def __post_init__(self):
+        whole(
+            **{f"rollout.{n}": getattr(self, n) for n in ("budget", "interval", "rows", "prompts", "group_size", "max_new_tokens")},
+        )
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise SparseRLError(f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0.")
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    method: str = key("a correction preset: naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released", "sparse-rl")
+    correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
+    advantage: str = key("grpo, dr-grpo or rloo", "grpo")
+    advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
+    rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
+    refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
+    minibatches: int = key("optimizer steps per rollout", 4)
+    micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
+    shuffle_advantages: bool = key("a control: give each trajectory another's advantage, so that nothing can be learned", False)
+
+    def __post_init__(self):
+        whole(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
+        whole(at_least=0, **{"learn.refill": self.refill})
+        if self.advantage not in ESTIMATORS:
+            raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
+        self.how()
+
+    def how(self) -> Correction:
+        parts = {n: _convert(v, _types(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()}
+        return correction(self.method, **parts)
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    every: int = key("steps between evaluations on held-out prompts; 0: never", 10)
+    prompts: int = key("held-out prompts", 64)
+    samples: int = key("completions of each", 1)
+    temperature: float = key("0 is greedy", 1.0)
+    options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
+
+    def __post_init__(self):
+        whole(at_least=0, **{"eval.every": self.every})
+        whole(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    steps: int = key("rollouts to learn from", 100)
+    seed: int = key("of everything random", 0)
+    checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
+    keep: int = key("checkpoints kept", 2)
+    samples: int = key("completions written out for reading at every evaluation and every 10 steps", 8)
+    diagnose: int = key("trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 8)
+    max_skipped: int = key("optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5)
+    trackers: list[str] = key("tensorboard, trackio, wandb: through accelerate", [])
+    project: str = key("the name trackers file the run under", "sparse-rl")
+
+    def __post_init__(self):
+        whole(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
+        whole(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
+
+
+@dataclass(frozen=True)
+class WarmupSettings:
+    steps: int = key("optimizer steps on worked solutions", 300)
+    batch: int = key("solutions of a step", 64)
+    lr: float = key("peak learning rate: linear warm-up over a tenth of the steps, then linear decay to a tenth", 4e-3)
+
+    def __post_init__(self):
+        whole(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: ModelSettings
+    task: TaskSettings
+    rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
+    learn: LearnSettings = dataclasses.field(default_factory=LearnSettings)
+    loss: Loss = dataclasses.field(default_factory=Loss)
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+    warmup: WarmupSettings = dataclasses.field(default_factory=WarmupSettings)
+
+    def __post_init__(self):
+        trajectories = self.rollout.prompts * self.rollout.group_size
+        if trajectories < self.learn.minibatches:
+            raise SparseRLError(
+                f"learn.minibatches is {self.learn.minibatches} but a step has {trajectories} trajectories "
+                f"({self.rollout.prompts} prompts x {self.rollout.group_size}); use at most {trajectories}."
+            )
+        if self.rollout.group_size < 2 and not self.learn.shuffle_advantages:
+            raise SparseRLError("rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2.")
+        how = self.learn.how()
+        if self.learn.refill and how.reject_below is None and how.reject_outside is None:
+            raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
+        if how.clip_kl is not None and how.clip_kl <= 0:
+            raise SparseRLError(f"learn.correction.clip_kl is {how.clip_kl}; it must be positive.")
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values, as a recipe holds them."""
+        plain = {name: {k: _plain(v) for k, v in vars(section).items()} for name, section in vars(self).items()}
+        plain["task"] |= plain["task"].pop("options")
+        return plain
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items()}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+    """A recipe from a YAML file, or from a run folder that holds one, with `(dotted key, value)` overrides."""
+    import yaml
+
+    path = Path(path)
+    if path.is_dir():
+        path = path / "recipe.yaml"
+    if not path.is_file():
+        raise SparseRLError(f"there is no recipe {path}; give a YAML file or a run folder.")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
+    return make_recipe(data or {}, overrides, where=str(path))
+
+
+def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where: str = "the recipe") -> Recipe:
+    if not isinstance(data, Mapping):
+        raise SparseRLError(f"{where} holds {type(data).__name__}; a recipe is sections with keys, such as `model: {{name: tiny-sums}}`.")
+    sections: dict[str, dict] = {}
+    for name, content in data.items():
+        if name not in SECTIONS:
+            raise SparseRLError(f"{where} has a section {name!r}; {nearest(str(name), SECTIONS)}")
+        if not isinstance(content, Mapping):
+            raise SparseRLError(
+                f"{where}: section {name!r} holds {content!r}; it must hold keys, such as {{{_names(SECTIONS[name])[0]}: ...}}."
+            )
+        sections[name] = dict(content)
+    for dotted, value in overrides:
+        section, path = _find(dotted)
+        target = sections.setdefault(section, {})
+        for part in path[:-1]:
+            target[part] = dict(target.get(part) or {})
+            target = target[part]
+        target[path[-1]] = _parse(value)
+    missing = [name for name in ("model", "task") if name not in sections]
+    if missing:
+        raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
+    return Recipe(**{name: _section(name, content) for name, content in sections.items()})
+
+
+def _section(name: str, content: dict):
+    kind = SECTIONS[name]
+    known, hints = _names(kind), _types(kind)
+    if name == "task":  # whatever is not `name` belongs to the task
+        content = {"name": content.get("name"), "options": {k: v for k, v in content.items() if k != "name"}}
+    for k in content:
+        if k not in known:
+            raise SparseRLError(f"there is no key {name}.{k}; {nearest(str(k), known)}")
+    for field in dataclasses.fields(kind):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and content.get(field.name) is None:
+            raise SparseRLError(f"{name}.{field.name} is not given: {field.metadata['help']}.")
+    return kind(**{k: _convert(v, hints[k], f"{name}.{k}") for k, v in content.items()})
+
+
+def _find(dotted: str) -> tuple[str, list[str]]:
+    """The section and the path inside it that an override names; the last part alone is enough where it is unique outside `warmup`."""
+    first, *rest = dotted.replace("-", "_").split(".")
+    if rest:
+        if first not in SECTIONS:
+            raise SparseRLError(f"there is no section {first!r} for --{dotted}; {nearest(first, SECTIONS)}")
+        return first, rest
+    holders = [name for name, kind in SECTIONS.items() if first in _names(kind) and name != "warmup"]
+    if len(holders) != 1:
+        every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in _names(kind)]
+        hint = f"write --{' or --'.join(f'{h}.{first}' for h in holders)}" if holders else nearest(first, every)
+        raise SparseRLError(f"--{dotted} names {'several keys' if holders else 'no key'}; {hint}")
+    return holders[0], [first]
+
+
+def _parse(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SparseRLError(f"the value {text!r} is not YAML ({' '.join(str(error).split())}).") from error
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """A YAML value as the type a key has, or a sentence."""
+    if kind is Any:
+        return value
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _convert(value, next(a for a in args if a is not type(None)), where)
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
+        return tuple(_convert(v, a, where) for v, a in zip(value, args))
+    if origin is list:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, (list, tuple)):
+            return [_convert(v, args[0], where) for v in values]
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isnan(number):
+            return number
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is dict and isinstance(value, Mapping):
+        return dict(value)
+    shape = f"a list of {len(args)} numbers" if origin is tuple else getattr(kind, "__name__", str(kind))
+    expected = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "keys", "list": "a list"}
+    raise SparseRLError(f"{where} is {value!r}; it must be {expected.get(shape, shape)}.")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def table_of_keys() -> list[tuple[str, str, str]]:
+    """(section.key, default, help) of every key."""
+    rows = []
+    for name, kind in SECTIONS.items():
+        for field in dataclasses.fields(kind):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            shown = (
+                "required"
+                if default is dataclasses.MISSING
+                else "null"
+                if default is None
+                else str(_plain(default)).lower()
+                if isinstance(default, bool)
+                else str(_plain(default))
+            )
+            rows.append((f"{name}.{field.name}", shown, field.metadata["help"]))
+    return rows

@@ -1,0 +1,168 @@
+"""From trajectories to what an optimizer step needs: padded tensors, old log-probs, weights, micro-batches.
+
+    collate -> Sampled      what the engine recorded
+    score   -> Scored       + what the learner thinks of it before the update (old), and the reference
+    weigh   -> [Batch]      + advantages, corrections and the scale of every token, one batch per optimizer step
+    pack    -> [rows]       which rows go through the model together
+
+Shapes: N trajectories, T tokens (prompt + response, padded at the end). Log-probs at t are those of token t. All on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..models import evaluating
+from ..records import Trajectory
+from .correct import Correction, correct
+from .loss import Loss, token_scale
+from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks
+
+
+@dataclass(frozen=True)
+class Sampled:
+    tokens: Tensor  # int64 [N, T]; 0 beyond a trajectory's end
+    lengths: Tensor  # int64 [N]: prompt + response
+    mask: Tensor  # bool [N, T]: response tokens
+    sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
+
+
+@dataclass(frozen=True)
+class Scored:
+    sampled: Sampled
+    old_logprobs: Tensor  # fp32 [N, T]: the learner's view before the update
+    entropies: Tensor  # fp32 [N, T]: of the old distributions
+    reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
+
+    @property
+    def gap(self) -> Tensor:
+        """What compression changed: old - sampler log-prob, 0 off the mask. fp32 [N, T]"""
+        return self.old_logprobs - self.sampled.sampler_logprobs
+
+    def rows(self, index: Tensor) -> Scored:
+        return replace(self, sampled=_rows(self.sampled, index), **_row_fields(self, index))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step."""
+
+    tokens: Tensor  # int64 [N, T]
+    lengths: Tensor  # int64 [N]
+    mask: Tensor  # bool [N, T]: M, the tokens that count
+    old_logprobs: Tensor  # fp32 [N, T]: what the ratio is centred on
+    reference_logprobs: Tensor | None
+    advantages: Tensor  # fp32 [N]
+    weights: Tensor  # fp32 [N, T]: w
+    scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
+    response_tokens: int  # before any correction
+
+    def rows(self, index: Tensor) -> Batch:
+        return replace(_rows(self, index), tokens=self.tokens[index])
+
+
+def collate(trajectories: Sequence[Trajectory]) -> Sampled:
+    lengths = torch.tensor([len(t.tokens) for t in trajectories])
+    shape = (len(trajectories), int(lengths.max()))
+    tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float32)
+    for i, t in enumerate(trajectories):
+        tokens[i, : len(t.tokens)] = t.tokens
+        logprobs[i, : len(t.tokens)] = t.sampler_logprobs
+    place = torch.arange(shape[1])
+    prompts = torch.tensor([t.num_prompt_tokens for t in trajectories])
+    mask = (place >= prompts[:, None]) & (place < lengths[:, None])
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0))
+
+
+def join(first: Scored, second: Scored) -> Scored:
+    """Both, one after the other, padded to the longer."""
+    width = max(first.sampled.tokens.shape[1], second.sampled.tokens.shape[1])
+
+    def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None or a.dim() == 1:
+            return None if a is None else torch.cat([a, b])
+        return torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b)])
+
+    sampled = Sampled(*(both(getattr(first.sampled, n), getattr(second.sampled, n)) for n in Sampled.__dataclass_fields__))
+    rest = [both(getattr(first, n), getattr(second, n)) for n in ("old_logprobs", "entropies", "reference_logprobs")]
+    return Scored(sampled, *rest)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, sampled: Sampled, micro_batch_tokens: int, temperature: float = 1.0, reference: AbstractContextManager | None = None
+) -> Scored:
+    """Teacher-forced old log-probs in the dense view. `reference`: a context inside which its value is the reference model."""
+    device = next(model.parameters()).device
+    old, entropies = torch.zeros_like(sampled.sampler_logprobs), torch.zeros_like(sampled.sampler_logprobs)
+    micro_batches = pack(sampled.lengths, micro_batch_tokens)
+    with evaluating(model):
+        for rows in micro_batches:
+            tokens, asked = _cut(sampled, rows, sampled.mask)
+            states = hidden_states(model, tokens.to(device))
+            values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
+            for whole, part in zip((old, entropies), values.unbind(-1)):
+                whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
+    if reference is None:
+        return Scored(sampled, old, entropies)
+    references = torch.zeros_like(old)
+    with reference as other, evaluating(other):
+        for rows in micro_batches:
+            tokens, asked = _cut(sampled, rows, sampled.mask)
+            references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature).cpu()
+    return Scored(sampled, old, entropies, references)
+
+
+def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
+    """One batch per optimizer step, trajectories in the order given. advantages [N]"""
+    batches = []
+    for rows in torch.arange(len(advantages)).tensor_split(minibatches):
+        part = scored.rows(rows)
+        sampled = part.sampled
+        old = sampled.sampler_logprobs if how.old == "sampler" else part.old_logprobs
+        fixed = correct(old - sampled.sampler_logprobs, sampled.mask, how)
+        batches.append(
+            Batch(
+                tokens=sampled.tokens,
+                lengths=sampled.lengths,
+                mask=fixed.mask,
+                old_logprobs=old,
+                reference_logprobs=part.reference_logprobs,
+                advantages=advantages[rows].float(),
+                weights=fixed.weights,
+                scale=token_scale(fixed.mask, fixed.accepted, loss),
+                response_tokens=int(sampled.mask.sum()),
+            )
+        )
+    return batches
+
+
+def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """Rows [N] in micro-batches of at most `micro_batch_tokens` tokens, padding included, longest first; a longer row goes alone."""
+    order = lengths.argsort(descending=True, stable=True)
+    packed, start = [], 0
+    while start < len(order):
+        count = max(1, micro_batch_tokens // int(lengths[order[start]]))
+        packed.append(order[start : start + count])
+        start += count
+    return packed
+
+
+def _cut(sampled: Sampled, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of some rows, without the padding they do not need."""
+    width = int(sampled.lengths[rows].max())
+    return sampled.tokens[rows, :width], mask[rows, :width]
+
+
+def _row_fields(record, index: Tensor) -> dict:
+    values = {name: getattr(record, name) for name in record.__dataclass_fields__}
+    return {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _rows(record, index: Tensor):
+    return replace(record, **_row_fields(record, index))

@@ -1,0 +1,132 @@
+"""The learner: one optimizer step from one batch, micro-batch by micro-batch, in the weights the engine samples from.
+
+Trajectories that cannot move the weights (rejected, without an advantage and without a KL term, empty) do not go through the model. A step
+in which nothing is left, or in which a number is not finite, leaves weights and optimizer as they were and is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..errors import SparseRLError
+from .batch import Batch, pack
+from .loss import Loss, policy_loss
+from .optimizer import MasterAdamW, OptimizerSettings
+from .score import batch_logprobs
+
+
+class Learner:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerSettings,
+        loss: Loss,
+        *,
+        micro_batch_tokens: int = 16384,
+        temperature: float = 1.0,
+        clip_kl: float | None = None,
+        max_skipped: int = 5,
+    ):
+        self.model, self.loss = model, loss
+        self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = micro_batch_tokens, temperature, clip_kl, max_skipped
+        self.optimizer = MasterAdamW(model.parameters(), optimizer)
+        self.version = 0  # optimizer steps behind the weights
+        self.skipped = 0  # steps in a row that were skipped for non-finite numbers
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Forward, loss, backward, clip, update. Returns metrics."""
+        moves = batch.mask.any(1)
+        if self.loss.beta == 0:
+            moves &= batch.advantages != 0
+        active = moves.nonzero()[:, 0]
+        if not len(active):
+            return {"update/empty/count": 1.0}
+        sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0}
+        with learning(self.model):
+            for rows in pack(batch.lengths[active], self.micro_batch_tokens):
+                for name, value in self._backward(batch, active[rows]).items():
+                    sums[name] += value
+        finite = math.isfinite(sums["loss"])
+        warm = min(1.0, (self.version + 1) / max(self.optimizer.how.warmup_steps, 1))
+        norm, lr = self.optimizer.step(warm) if finite else (math.nan, math.nan)
+        if not (finite and math.isfinite(norm)):
+            self.optimizer.clear()
+            return self._skip(sums["loss"], norm)
+        self.version += 1
+        self.skipped = 0
+        metrics = {
+            "update/loss": sums["loss"],
+            "update/grad_norm": norm,
+            "update/lr": lr,
+            "update/clip/frac": sums["clipped"] / max(batch.response_tokens, 1),
+            "update/drift/mean": sums["drift"] / max(sums["tokens"], 1),
+        }
+        if self.loss.beta > 0:
+            metrics["update/kl/mean"] = sums["kl"] / max(sums["tokens"], 1)
+        return metrics
+
+    def _backward(self, batch: Batch, rows: torch.Tensor) -> dict[str, float]:
+        """Accumulate the gradient of a micro-batch; the sums its metrics are made of."""
+        width = int(batch.lengths[rows].max())
+
+        def cut(tensor):
+            return None if tensor is None else tensor[rows, :width].to(self.device)
+
+        mask = cut(batch.mask)
+        logprobs = batch_logprobs(self.model, cut(batch.tokens), mask, self.temperature)
+        loss, sums = policy_loss(
+            logprobs,
+            cut(batch.old_logprobs),
+            batch.advantages[rows].to(self.device),
+            mask,
+            cut(batch.weights),
+            cut(batch.scale),
+            self.loss,
+            cut(batch.reference_logprobs),
+            self.clip_kl,
+        )
+        loss.backward()
+        return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}
+
+    def _skip(self, loss: float, norm: float) -> dict[str, float]:
+        self.skipped += 1
+        if self.skipped >= self.max_skipped:
+            raise SparseRLError(
+                f"{self.skipped} optimizer steps in a row had a loss ({loss}) or gradient norm ({norm}) that is not finite; the weights "
+                f"are those of optimizer step {self.version}. Lower optimizer.lr (now {self.optimizer.how.lr}) or use bfloat16 or float32."
+            )
+        return {"update/skipped/count": 1.0}
+
+    def state_dict(self) -> dict:
+        return {"optimizer": self.optimizer.state_dict(), "version": self.version, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version, self.skipped = state["version"], state["skipped"]
+
+
+@contextmanager
+def learning(model: nn.Module) -> Iterator[None]:
+    """Train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and a ratio must start at 1."""
+    before = [(module, module.training) for module in model.modules()]
+    dropouts = [(m, m.attention_dropout) for m in model.modules() if isinstance(getattr(m, "attention_dropout", None), float)]
+    try:
+        for module, _ in before:
+            module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
+        for module, _ in dropouts:
+            module.attention_dropout = 0.0
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+        for module, dropout in dropouts:
+            module.attention_dropout = dropout

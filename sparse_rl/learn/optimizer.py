@@ -1,0 +1,102 @@
+"""AdamW that always works in fp32, whatever the model's dtype.
+
+At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So for every trained parameter below
+fp32 an fp32 master is kept; gradients are accumulated into the master as they arise, the master is updated, and the parameter is its
+rounding. An fp32 parameter is its own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SparseRLError, whole
+from ..keys import key
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    lr: float = key("learning rate, constant after the warm-up", 1e-6)
+    warmup_steps: int = key("optimizer steps over which the learning rate rises linearly", 0)
+    betas: tuple[float, float] = key("AdamW's decay rates", (0.9, 0.98))
+    weight_decay: float = key("of matrices; biases and norms have none", 0.1)
+    eps: float = key("AdamW's epsilon", 1e-8)
+    max_grad_norm: float = key("gradients are scaled down to this norm", 1.0)
+
+    def __post_init__(self):
+        whole(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
+        if self.lr <= 0 or self.max_grad_norm <= 0 or self.weight_decay < 0 or not all(0 <= b < 1 for b in self.betas):
+            raise SparseRLError(
+                f"optimizer: lr {self.lr} and max_grad_norm {self.max_grad_norm} must be positive, weight_decay {self.weight_decay} not "
+                f"negative, betas {list(self.betas)} from 0 to below 1."
+            )
+
+
+class MasterAdamW:
+    def __init__(self, parameters: Iterable[nn.Parameter], how: OptimizerSettings):
+        self.how = how
+        self.parameters = [p for p in parameters if p.requires_grad]
+        if not self.parameters:
+            raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(_into(master))
+        decays = [m for m in self.masters if m.dim() > 1]
+        plain = [m for m in self.masters if m.dim() <= 1]
+        groups = [{"params": decays, "weight_decay": how.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=how.lr, betas=how.betas, eps=how.eps, fused=self.masters[0].device.type == "cuda"
+        )
+
+    def step(self, share: float) -> tuple[float, float]:
+        """One update from the accumulated gradients at a share of the learning rate: (gradient norm before clipping, learning rate).
+
+        A norm that is not finite means that nothing was updated. Gradients are cleared either way.
+        """
+        lr = self.how.lr * share
+        norm = nn.utils.clip_grad_norm_(self.masters, self.how.max_grad_norm).item()
+        if norm == norm and norm != float("inf"):
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self._publish()
+        self.clear()
+        return norm, lr
+
+    def clear(self) -> None:
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Every parameter becomes the rounding of its master."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def state_dict(self) -> dict:
+        return {"adamw": self.adamw.state_dict(), "masters": [m.detach() for m in self.masters]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self._publish()
+
+
+def _into(master: Tensor):
+    """A hook that moves a parameter's gradient into its master's, in fp32."""
+
+    def hook(parameter: nn.Parameter) -> None:
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook

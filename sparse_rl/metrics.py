@@ -1,0 +1,119 @@
+"""What a run writes down: one JSON line per step, in two files, and the same numbers for trackers.
+
+    metrics.jsonl   what was learned; a resumed run writes the same bytes as one that was never interrupted
+    timing.jsonl    seconds, tokens per second, bytes: what differs from run to run
+
+A line is written whole, with a newline, and flushed; a last line without one is what a crash left, and is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from .checkpoint import disk_error
+from .errors import SparseRLError, nearest
+
+TRACKERS = ("tensorboard", "trackio", "wandb")
+
+
+class Log:
+    def __init__(self, folder: Path, trackers: list[str], project: str, config: Mapping):
+        self.folder = folder
+        self.files = {name: folder / f"{name}.jsonl" for name in ("metrics", "timing")}
+        self.trackers = make_trackers(trackers, project, folder, config)
+
+    def write(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        for path, values in zip(self.files.values(), (metrics, timing)):
+            append_line(path, {"step": step, **values})
+        if self.trackers:
+            self.trackers.log({**metrics, **timing}, step=step)
+
+    def cut(self, step: int) -> None:
+        """Forget what came after a step: a resumed run writes it again."""
+        for path in self.files.values():
+            kept = [line for line in read_lines(path) if line["step"] <= step]
+            write_text(path, "".join(_line(values) for values in kept))
+
+    def close(self) -> None:
+        if self.trackers:
+            self.trackers.end_training()
+
+
+def append_line(path: Path, values: Mapping) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_line(values))
+    except OSError as error:
+        raise disk_error(error, path) from error
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a file of metrics; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file atomically."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise disk_error(error, path) from error
+
+
+def _line(values: Mapping) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(plain) + "\n"
+
+
+def make_trackers(names: list[str], project: str, folder: Path, config: Mapping):
+    """An Accelerator that logs to the trackers named, or None."""
+    if not names:
+        return None
+    for name in names:
+        if name not in TRACKERS:
+            raise SparseRLError(f"run.trackers names {name!r}; {nearest(name, TRACKERS)}")
+    from accelerate import Accelerator
+
+    try:
+        accelerator = Accelerator(log_with=names, project_dir=folder)
+        flat = {
+            f"{section}.{k}": v if isinstance(v, (int, float, str, bool)) else str(v) for section, c in config.items() for k, v in c.items()
+        }
+        accelerator.init_trackers(project, config=flat)
+    except (ImportError, ValueError) as error:
+        raise SparseRLError(f"run.trackers {names} cannot be used ({error}); install them, or leave them out.") from error
+    missing = set(names) - {tracker.name for tracker in accelerator.trackers}
+    if missing:
+        raise SparseRLError(f"run.trackers names {sorted(missing)[0]}, which is not installed; pip install {sorted(missing)[0]}.")
+    return accelerator
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.start = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def timing(self) -> dict[str, float]:
+        return {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": time.perf_counter() - self.start}

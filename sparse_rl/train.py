@@ -1,0 +1,346 @@
+"""Training: rollouts on a compressed cache, rewards, corrections, updates. The loop in `Trainer.run` is the table of contents.
+
+    sparse-rl train recipes/tiny-sums.yaml --out runs/demo
+    sparse-rl train runs/demo --resume
+
+A run is a folder: recipe.yaml, metrics.jsonl, timing.jsonl, samples/, checkpoints/. A step happens wholly or not at all; a run that
+was killed goes on from its last checkpoint and writes the same metrics as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import tasks
+from .checkpoint import find_checkpoints, load_state, save_checkpoint
+from .compressors import make
+from .config import Recipe
+from .errors import SparseRLError, stoppable, uninterrupted
+from .evaluate import accuracy, dense_engine
+from .learn.advantage import advantage
+from .learn.batch import Scored, collate, join, score, weigh
+from .learn.correct import correct
+from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
+from .learn.learner import Learner
+from .learn.score import overlap
+from .live import View
+from .metrics import Clock, Log, read_lines
+from .models import encode, evaluating, load_model, with_lora
+from .records import Trajectory, TrajectoryWriter, kv_tokens_saved
+from .rollout import Engine, Sampling
+from .streams import stream_key
+from .tasks import Grade, Prompt
+
+
+@dataclasses.dataclass
+class Rollout:
+    """What a step sampled, and what became of it. `chosen` are the N that are learned from; with `refill` more were sampled."""
+
+    prompts: list[Prompt]  # one per trajectory
+    trajectories: list[Trajectory]
+    texts: list[str]
+    grades: list[Grade]
+    scored: Scored
+    chosen: Tensor  # int64 [N]
+
+    @property
+    def rewards(self) -> Tensor:
+        return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
+
+
+class Trainer:
+    def __init__(self, recipe: Recipe, folder: Path, show: bool = True):
+        self.recipe, self.folder = recipe, folder
+        self.how = recipe.learn.how()
+        loss = recipe.loss
+        self.loss = dataclasses.replace(loss, constant=loss.constant or recipe.rollout.max_new_tokens)
+        self.task = tasks.make(recipe.task.name, **recipe.task.options)
+        self.held_out = (
+            tasks.make(recipe.task.name, **{**recipe.task.options, **recipe.eval.options}).held_out() if recipe.eval.every else None
+        )
+        torch.manual_seed(recipe.run.seed)
+        self.model, self.tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
+        self.reference = self._reference()
+        if recipe.model.lora_rank:
+            self.model = with_lora(self.model, recipe.model.lora_rank, recipe.model.lora_alpha)
+        if recipe.model.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.enable_input_require_grads() if recipe.model.lora_rank else None
+        self.learner = Learner(
+            self.model,
+            recipe.optimizer,
+            self.loss,
+            micro_batch_tokens=recipe.learn.micro_batch_tokens,
+            temperature=recipe.rollout.temperature,
+            clip_kl=self.how.clip_kl,
+            max_skipped=recipe.run.max_skipped,
+        )
+        self.engine = Engine(
+            self.model,
+            compressor=make(recipe.rollout.compressor, **recipe.rollout.compressor_options),
+            budget=recipe.rollout.budget,
+            interval=recipe.rollout.interval,
+            rows=recipe.rollout.rows,
+        )
+        self.sampling = Sampling(recipe.rollout.max_new_tokens, recipe.rollout.temperature, stop_ids=self._stop_ids(), for_correction=True)
+        self.step = 0  # steps done
+        self.saved = -1  # the step of the newest checkpoint
+        self.told: set[str] = set()  # grader errors shown already
+        self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
+        self.view = View(f"{folder.name} ({recipe.learn.method})", recipe.run.steps, show)
+
+    # ------------------------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        recipe = self.recipe
+        with self.view, stoppable():
+            try:
+                while True:
+                    if self._due(recipe.eval.every) and not self._evaluated():
+                        self.evaluate()
+                    if self.step >= recipe.run.steps:
+                        break
+                    clock = Clock()
+                    rollout = self.sample(clock)
+                    accepted = correct(self._gap(rollout), rollout.scored.sampled.mask, self.how).accepted
+                    advantages, metrics = self.advantages(rollout, accepted)
+                    metrics |= self.diagnose(rollout, clock)
+                    with uninterrupted():  # the weights and the log move together
+                        with clock.stage("update"):
+                            batches = weigh(rollout.scored.rows(rollout.chosen), advantages, self.how, self.loss, recipe.learn.minibatches)
+                            metrics |= average([self.learner.step(batch) for batch in batches])
+                        self.engine.version = self.learner.version
+                        self.step += 1
+                        self.write(metrics, clock, rollout)
+                    self.keep_samples(rollout, advantages, accepted)
+                    if self._due(recipe.run.checkpoint_every):
+                        self.save()
+            except (KeyboardInterrupt, SparseRLError) as error:
+                if not isinstance(error.__cause__, OSError):  # a disk that is full will not take a checkpoint either
+                    self.save()
+                raise
+            finally:
+                self.log.close()
+                self.task.close()
+            self.save()
+
+    # ------------------------------------------------------------------------------------------------------------ its stages
+
+    def sample(self, clock: Clock) -> Rollout:
+        """Completions of this step's prompts, graded and scored; rejected ones replaced where the recipe says so."""
+        n, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
+        prompts = [p for p in self.task.sample(self.step * n, n) for _ in range(group)]
+        rollout = self._complete(prompts[::group], group, 0, clock)
+        for turn in range(1, self.recipe.learn.refill + 1):
+            accepted = correct(self._gap(rollout), rollout.scored.sampled.mask, self.how).accepted
+            rejected = (~accepted[rollout.chosen]).nonzero()[:, 0]
+            if not len(rejected):
+                break
+            more = self._complete([prompts[i] for i in rejected], 1, turn, clock)
+            first = len(rollout.trajectories)
+            rollout = Rollout(
+                rollout.prompts + more.prompts,
+                rollout.trajectories + more.trajectories,
+                rollout.texts + more.texts,
+                rollout.grades + more.grades,
+                join(rollout.scored, more.scored),
+                rollout.chosen.clone(),
+            )
+            good = correct(self._gap(more), more.scored.sampled.mask, self.how).accepted
+            rollout.chosen[rejected[good]] = first + good.nonzero()[:, 0]
+        return rollout
+
+    def _complete(self, prompts: list[Prompt], group: int, turn: int, clock: Clock) -> Rollout:
+        recipe = self.recipe
+        with clock.stage("rollout"):
+            ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+            trajectories = self.engine.generate(ids, group, self.sampling, stream_key(recipe.run.seed, [self.step, turn]))
+        with clock.stage("grade"):
+            asked = [prompts[t.prompt_index] for t in trajectories]
+            texts = self.tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
+            grades = self.task.grade(asked, texts)
+            self._tell(self.task)
+        with clock.stage("score"):
+            reference = self.reference() if self.reference else None
+            scored = score(self.model, collate(trajectories), recipe.learn.micro_batch_tokens, recipe.rollout.temperature, reference)
+        return Rollout(asked, trajectories, texts, grades, scored, torch.arange(len(trajectories)))
+
+    def advantages(self, rollout: Rollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
+        learn = self.recipe.learn
+        rewards, members = rollout.rewards[rollout.chosen], accepted[rollout.chosen]
+        group = torch.arange(len(rewards)) // self.recipe.rollout.group_size
+        values, metrics = advantage(rewards, group, learn.advantage, members if learn.rebaseline else None, learn.advantage_eps)
+        if learn.shuffle_advantages:
+            generator = torch.Generator().manual_seed(stream_key(self.recipe.run.seed, [self.step, -1]) % 2**63)
+            values = values[torch.randperm(len(values), generator=generator)]
+        return values, metrics
+
+    def diagnose(self, rollout: Rollout, clock: Clock) -> dict[str, float]:
+        """What compression did, over everything sampled and the mask before any rejection."""
+        scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
+        mask = scored.sampled.mask
+        with clock.stage("diagnose"):
+            fixed = correct(self._gap(rollout), mask, self.how)
+            verdicts = Counter(g.verdict for g in rollout.grades)
+            metrics = {
+                **rollout_metrics(trajectories, rewards),
+                **gap_metrics(scored.gap, mask, fixed),
+                **gap_since_eviction(scored.gap, mask, trajectories, self.engine.compressor.interval),
+                **rejection_metrics(mask, fixed, rewards),
+                "old/entropy/mean": scored.entropies[mask].double().mean().item(),
+                "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
+                "cache/bytes_saved/frac": self.engine.kv_bytes_saved(trajectories),
+                "cache/bytes/allocated": float(self.engine.cache.nbytes + self.engine.scratch.nbytes),
+                **{f"grade/{verdict.replace(' ', '_')}/count": float(count) for verdict, count in sorted(verdicts.items())},
+            }
+            if self.recipe.learn.refill:
+                metrics["reject/replaced/count"] = float((rollout.chosen >= len(rollout.chosen)).sum())
+            if self.recipe.run.diagnose:
+                metrics |= self._alpha(trajectories[:: max(1, len(trajectories) // self.recipe.run.diagnose)][: self.recipe.run.diagnose])
+        return metrics
+
+    def _alpha(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        with evaluating(self.model):
+            alpha = torch.cat([overlap(self.model, t, self.recipe.rollout.temperature) for t in trajectories]).double().cpu()
+        low = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
+        return {"gap/alpha/p05": low, "gap/alpha/mean": alpha.mean().item()}
+
+    def write(self, metrics: dict[str, float], clock: Clock, rollout: Rollout) -> None:
+        timing = clock.timing()
+        tokens = sum(len(t.response_tokens) for t in rollout.trajectories)
+        timing["rollout/tokens_per_s"] = tokens / timing["time/rollout"]
+        if torch.cuda.is_available():
+            timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())
+        self.log.write(self.step, metrics, timing)
+        self.view.show(self.step, {**metrics, **timing})
+
+    def evaluate(self) -> None:
+        """Held-out accuracy under the dense cache and under the compressor, with the same random numbers every time."""
+        settings, clock = self.recipe.eval, Clock()
+        prompts = self.held_out.sample(0, settings.prompts)
+        sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
+        ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+        engines = {"dense": dense_engine(self.model, ids, sampling.max_new_tokens, self.recipe.rollout.rows, like=self.engine)}
+        if self.engine.compressor.evicts:
+            engines["sparse"] = self.engine
+        metrics = {}
+        with clock.stage("eval"):
+            for name in list(engines):
+                engine = engines.pop(name)  # so that the dense cache is gone before the next engine runs
+                found = accuracy(
+                    engine, self.tokenizer, self.held_out, prompts, settings.samples, sampling, stream_key(self.recipe.run.seed, [-2])
+                )
+                metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
+            self._tell(self.held_out)
+        self.log.write(self.step, metrics, {"time/eval": clock.seconds["eval"]})
+        self.view.show(self.step, metrics)
+
+    def keep_samples(self, rollout: Rollout, advantages: Tensor, accepted: Tensor) -> None:
+        """A few completions of this step, for reading: spread over the step's prompts, with the evidence of every token."""
+        wanted = self.recipe.run.samples
+        if not wanted or not (self._due(10) or self._due(self.recipe.eval.every) or self.step == 1):
+            return
+        folder = self.folder / "samples" / f"step-{self.step:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        with TrajectoryWriter(folder) as writer:
+            for slot in range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted]:
+                i = int(rollout.chosen[slot])
+                t = rollout.trajectories[i]
+                writer.write(
+                    t,
+                    self.tokenizer.decode(t.prompt_tokens),
+                    rollout.texts[i],
+                    reward=rollout.grades[i].reward,
+                    verdict=rollout.grades[i].verdict,
+                    advantage=advantages[slot].item(),
+                    accepted=bool(accepted[i]),
+                    old_logprobs=rollout.scored.old_logprobs[i, : len(t.tokens)].tolist(),
+                )
+
+    def save(self) -> None:
+        if self.saved == self.step:
+            return
+        with uninterrupted():
+            checkpoints = self.folder / "checkpoints"
+            save_checkpoint(
+                checkpoints, self.step, self.model, self.tokenizer, {"learner": self.learner.state_dict()}, self.recipe.run.keep
+            )
+            self.saved = self.step
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
+        found = find_checkpoints(self.folder / "checkpoints")
+        if found:
+            self.saved, path = found[-1]
+            state = load_state(path)
+            self.learner.load_state_dict(state["learner"])
+            self.step = state["step"]
+            self.engine.version = self.learner.version
+        self.log.cut(self.step)
+        for folder in (self.folder / "samples").glob("step-*"):
+            if int(folder.name.removeprefix("step-")) > self.step:
+                shutil.rmtree(folder)
+        for partial in (self.folder / "checkpoints").glob(".*.partial"):
+            shutil.rmtree(partial)
+
+    # ------------------------------------------------------------------------------------------------------------ helpers
+
+    def _gap(self, rollout: Rollout) -> Tensor:
+        """What the correction is given: 0 where the sampler's log-probs stand for old."""
+        return torch.zeros_like(rollout.scored.gap) if self.how.old == "sampler" else rollout.scored.gap
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)
+
+    def _evaluated(self) -> bool:
+        return any(line["step"] == self.step and "eval/dense/accuracy" in line for line in read_lines(self.log.files["metrics"])[-2:])
+
+    def _stop_ids(self) -> tuple[int, ...] | None:
+        """The tokens the recipe names, besides the model's own; None where it names none."""
+        names = self.recipe.rollout.stop
+        if not names:
+            return None
+        ids = [self.tokenizer.convert_tokens_to_ids(name) for name in names]
+        for name, number in zip(names, ids):
+            if number is None or number == self.tokenizer.unk_token_id:
+                raise SparseRLError(f"rollout.stop names {name!r}, which is not a token of this tokenizer.")
+        own = self.model.generation_config.eos_token_id
+        return tuple(dict.fromkeys([*ids, *([own] if isinstance(own, int) else own or [])]))
+
+    def _reference(self):
+        """A function that opens the starting model, for the KL term; None without one."""
+        if self.recipe.loss.beta == 0:
+            return None
+        if self.recipe.model.lora_rank:
+
+            @contextmanager
+            def without_adapters() -> Iterator:
+                with self.model.disable_adapter():
+                    yield self.model
+
+            return without_adapters
+        frozen = copy.deepcopy(self.model).requires_grad_(False)
+        return lambda: nullcontext(frozen)
+
+    def _tell(self, task) -> None:
+        """A grader's error, once."""
+        if task.last_error and task.last_error not in self.told:
+            self.told.add(task.last_error)
+            self.view.say(f"sparse-rl: grading failed ({task.last_error}); such completions get reward 0 and are counted.")
+
+
+def average(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimizer steps that have it; counts are summed, and always there."""
+    names = list(dict.fromkeys(name for update in updates for name in update))
+    counts = {name: sum(update.get(name, 0.0) for update in updates) for name in ("update/empty/count", "update/skipped/count")}
+    values = {name: [update[name] for update in updates if name in update] for name in names if name not in counts}
+    return {name: sum(found) / len(found) for name, found in values.items()} | counts

@@ -1,0 +1,88 @@
+"""Warm-up: supervised training on a task's worked solutions, to make a small model that RL can improve.
+
+    sparse-rl warmup recipes/tiny-sums-warmup.yaml --out models/tiny-sums
+
+The loss is the mean negative log-prob of the solution's tokens and the end token. The folder it writes is an ordinary Hugging Face
+model, with the recipe beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from . import tasks
+from .checkpoint import save_model
+from .config import Recipe
+from .errors import SparseRLError, stoppable
+from .evaluate import accuracy
+from .learn.learner import learning
+from .learn.optimizer import MasterAdamW, OptimizerSettings
+from .learn.score import batch_logprobs
+from .live import View
+from .models import encode, load_model
+from .rollout import Engine, Sampling
+
+
+def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, float]:
+    """Train, write the model to `folder`, and say how it does on held-out prompts."""
+    folder, settings = Path(folder), recipe.warmup
+    if folder.exists():
+        raise SparseRLError(f"{folder} exists already; choose another folder with --out, or remove it.")
+    task = tasks.make(recipe.task.name, **recipe.task.options)
+    torch.manual_seed(recipe.run.seed)
+    model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
+    optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    done = 0
+    with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
+        try:
+            for done in range(1, settings.steps + 1):
+                loss = _step(model, tokenizer, task, (done - 1) * settings.batch, settings.batch)
+                optimizer.step(_schedule(done, settings.steps))
+                if done % 25 == 0:
+                    view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
+        except KeyboardInterrupt:
+            _write(folder, model, tokenizer, recipe)
+            view.say(f"sparse-rl: interrupted after {done - 1} of {settings.steps} steps; the model as it was then is in {folder}.")
+            raise
+    _write(folder, model, tokenizer, recipe)
+    held_out = task.held_out()
+    prompts = held_out.sample(0, recipe.eval.prompts)
+    engine = Engine(model, compressor="dense", rows=recipe.rollout.rows)
+    sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature)
+    return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
+
+
+def _step(model, tokenizer, task, start: int, count: int) -> float:
+    """Gradients of one batch, accumulated; its loss."""
+    device = next(model.parameters()).device
+    prompts = task.sample(start, count)
+    asked = [encode(tokenizer, p.text) for p in prompts]
+    answers = [tokenizer.encode(task.solution(p), add_special_tokens=False) + [tokenizer.eos_token_id] for p in prompts]
+    longest = max(len(a) + len(b) for a, b in zip(asked, answers))
+    tokens, mask = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest, dtype=torch.bool)
+    for i, (a, b) in enumerate(zip(asked, answers)):
+        tokens[i, : len(a) + len(b)] = torch.tensor(a + b)
+        mask[i, len(a) : len(a) + len(b)] = True
+    with learning(model):
+        loss = -batch_logprobs(model, tokens.to(device), mask.to(device)).sum() / mask.sum()
+        loss.backward()
+    return loss.item()
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Linear to 1 over the first tenth, then linear to 0.1."""
+    rise = max(1, steps // 10)
+    return step / rise if step <= rise else 1 - 0.9 * (step - rise) / max(1, steps - rise)
+
+
+def _write(folder: Path, model, tokenizer, recipe: Recipe) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_model(partial, model, tokenizer)
+    (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    os.rename(partial, folder)
