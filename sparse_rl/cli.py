@@ -111,7 +111,8 @@ def read_prompts(path: Path, field: str) -> list[dict]:
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Hub id, folder, `tiny`, or a shape such as qwen2.5-1.5b.")],
+    model: Annotated[str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as qwen2.5-1.5b.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Plan a training run instead; the recipe says the rest.")] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
     interval: Interval = 128,
@@ -122,7 +123,7 @@ def plan(
     dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes, for programs.")] = False,
 ) -> None:
-    """Say what a rollout will take, from the model's config alone."""
+    """Say what a rollout or a training run will take, from the model's config alone."""
     import dataclasses
 
     from .compressors import make
@@ -131,18 +132,28 @@ def plan(
 
     if gpu_memory is not None and not 0 < gpu_memory < math.inf:
         raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
+    memory = None if gpu_memory is None else int(gpu_memory * 2**30)
+    if (model is None) == (recipe is None):
+        raise SparseRLError("give --model for a rollout or --recipe for a training run, and not both.")
+    if recipe is not None:
+        from .config import load_recipe
+        from .run import plan_run
+
+        settings = load_recipe(recipe)
+        result = plan_run(settings, prompt_tokens)
+        numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
+        typer.echo(json.dumps(numbers) if as_json else f"{settings.model.name}, {settings.learn.method}\n{result.text(memory)}")
+        return
     config = load_config(model)
     shape = ModelShape.of(config, dtype_of(dtype))
-    bound = make(compressor).bind(budget, interval)
     result = make_plan(
         shape,
-        bound,
+        make(compressor).bind(budget, interval),
         rows=rows,
         prompt_tokens=prompt_tokens,
         new_tokens=max_new_tokens,
         weight_bytes=weight_bytes(config, shape.dtype),
     )
-    memory = None if gpu_memory is None else int(gpu_memory * 2**30)
     if as_json:
         numbers = dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes}
         if memory is not None:
@@ -177,7 +188,7 @@ def train(
     except KeyboardInterrupt:
         typer.echo(f"sparse-rl: stopped; go on with: sparse-rl train {folder} --resume", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"done: {trainer.step} steps; the model is in {folder}/checkpoints/step-{trainer.step:06d}, the curves in {folder}/metrics.jsonl")
+    typer.echo(f"{trainer.step} steps done; the model is in {folder}/checkpoints/step-{trainer.step:06d}, curves in {folder}/metrics.jsonl")
 
 
 @app.command(context_settings=_WITH_OVERRIDES)

@@ -123,7 +123,7 @@ class RunSettings:
 class WarmupSettings:
     steps: int = key("optimizer steps on worked solutions", 300)
     batch: int = key("solutions of a step", 64)
-    lr: float = key("peak learning rate: linear warm-up over a tenth of the steps, then linear decay to a tenth", 4e-3)
+    lr: float = key("learning rate, constant after 20 steps", 2e-3)
 
     def __post_init__(self):
         whole(**{"warmup.steps": self.steps, "warmup.batch": self.batch})

@@ -19,6 +19,7 @@ from torch import nn
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
 
+HEAD_CHUNK = 1024  # tokens whose logits exist at a time while learning
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 # Public architectures by size: enough to plan memory or to measure speed with random weights, without a download.
@@ -142,8 +143,9 @@ def load_config(name: str):
     if name == "tiny":
         return tiny_config()
     name = str(BUILT_IN[name]) if name in BUILT_IN else name.removeprefix("random:")
-    if name.lower() in _SHAPES:
-        return shape_config(name.lower())
+    known = name.lower().split("/")[-1].removesuffix("-instruct")
+    if known in _SHAPES and not Path(name).exists():  # a public model's shape is known without a download
+        return shape_config(known)
     try:
         if name.endswith(".gguf"):
             return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)

@@ -15,7 +15,7 @@ from .cache.trace import trace_dtype
 from .compressors import Compressor
 from .compressors.rkv import BLOCK_ELEMENTS
 from .errors import SparseRLError
-from .models import ModelShape
+from .models import HEAD_CHUNK, ModelShape
 
 _ALLOCATOR_SHARE = 0.05
 
@@ -148,6 +148,64 @@ def make_plan(
         + capacity * eviction_slot,  # logits, their softmax and sum
         working_bytes=prefill + scoring + attention,
         bytes_per_slot=cache.slot_bytes + eviction_slot,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a training step takes: rollout and update take turns, so of their working sets the larger counts."""
+
+    rollout: Plan
+    optimizer_bytes: int  # fp32 masters (unless the weights are fp32), two moments, gradients
+    reference_bytes: int
+    update_bytes: int  # estimate: activations of a micro-batch, and the head's chunk
+    eval_bytes: int  # the dense cache of held-out evaluations
+
+    @property
+    def total_bytes(self) -> int:
+        plan = self.rollout
+        sampling = plan.scratch_bytes + plan.working_bytes + plan.rows * (plan.bytes_per_row - plan.row_bytes)
+        return (
+            plan.weight_bytes
+            + plan.cache_bytes
+            + self.optimizer_bytes
+            + self.reference_bytes
+            + max(sampling, self.update_bytes, self.eval_bytes)
+        )
+
+    def text(self, memory: int | None = None) -> str:
+        plan = self.rollout
+        lines = [
+            *plan.lines()[:-1],
+            ("optimizer: fp32 masters, moments, gradients", size(self.optimizer_bytes)),
+            ("reference model", size(self.reference_bytes)),
+            ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
+            ("held-out evaluation: dense cache", size(self.eval_bytes)),
+            ("total (rollout, update and evaluation take turns)", size(self.total_bytes)),
+        ]
+        if memory is not None:
+            lines.append(("memory", f"{size(memory)}: {'fits' if self.total_bytes <= memory * (1 - _ALLOCATOR_SHARE) else 'does not fit'}"))
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"  {label:<{width}}  {value}" for label, value in lines)
+
+
+def make_training_plan(
+    rollout: Plan, shape: ModelShape, *, trained: int, micro_batch_tokens: int, checkpointing: bool, reference: bool, evaluates: bool
+) -> TrainingPlan:
+    """`trained`: parameters that are trained; `micro_batch_tokens` may be less than one trajectory, which then goes alone."""
+    item = shape.dtype.itemsize
+    tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
+    layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
+    kept = tokens * shape.hidden * item
+    activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
+    head = HEAD_CHUNK * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
+    dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
+    return TrainingPlan(
+        rollout=rollout,
+        optimizer_bytes=trained * (12 if shape.dtype == torch.float32 else 16),
+        reference_bytes=rollout.weight_bytes if reference else 0,
+        update_bytes=activations + head,
+        eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
 
 

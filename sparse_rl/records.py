@@ -10,22 +10,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import Trace
 from .errors import SparseRLError
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One problem of a task."""
-
-    text: str  # what the model is given
-    answer: Any  # what the task needs to grade a completion
-    index: int = 0  # its place in the task
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from .checkpoint import require_space
+from .compressors import make
 from .config import Recipe, load_recipe
 from .errors import SparseRLError
 from .metrics import write_text
+from .models import ModelShape, dtype_of, load_config, weight_bytes
+from .plan import TrainingPlan, make_plan, make_training_plan
 from .train import Trainer
 
 
@@ -35,6 +40,41 @@ def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool =
         trainer.resume()
     trainer.run()
     return trainer
+
+
+def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
+    """What the run of a recipe will take, from the model's config alone."""
+    config = load_config(recipe.model.name)
+    shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
+    weights = weight_bytes(config, shape.dtype)
+    rollout = make_plan(
+        shape,
+        make(recipe.rollout.compressor, **recipe.rollout.compressor_options).bind(recipe.rollout.budget, recipe.rollout.interval),
+        rows=recipe.rollout.rows,
+        prompt_tokens=prompt_tokens,
+        new_tokens=recipe.rollout.max_new_tokens,
+        weight_bytes=weights,
+    )
+    parameters = weights // shape.dtype.itemsize
+    return make_training_plan(
+        rollout,
+        shape,
+        trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
+        micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        checkpointing=recipe.model.gradient_checkpointing,
+        reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
+        evaluates=recipe.eval.every > 0,
+    )
+
+
+def lora_parameters(config, rank: int) -> int:
+    """Parameters of adapters in all linear layers but the head, counted on a skeleton without storage."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    layers = [m for name, m in skeleton.named_modules() if isinstance(m, torch.nn.Linear) and m is not skeleton.get_output_embeddings()]
+    return rank * sum(m.in_features + m.out_features for m in layers)
 
 
 FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}

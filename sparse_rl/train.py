@@ -102,6 +102,8 @@ class Trainer:
 
     def run(self) -> None:
         recipe = self.recipe
+        if self.task.skipped:
+            self.view.say(f"sparse-rl: {sum(self.task.skipped.values())} rows were left out: {'; '.join(self.task.skipped_rows)}")
         with self.view, stoppable():
             try:
                 while True:
@@ -200,6 +202,7 @@ class Trainer:
                 "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
                 "cache/bytes_saved/frac": self.engine.kv_bytes_saved(trajectories),
                 "cache/bytes/allocated": float(self.engine.cache.nbytes + self.engine.scratch.nbytes),
+                **({"data/skipped/count": float(skipped)} if (skipped := sum(self.task.skipped.values())) else {}),
                 **{f"grade/{verdict.replace(' ', '_')}/count": float(count) for verdict, count in sorted(verdicts.items())},
             }
             if self.recipe.learn.refill:

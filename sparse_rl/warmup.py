@@ -26,6 +26,8 @@ from .live import View
 from .models import encode, load_model
 from .rollout import Engine, Sampling
 
+_RISE = 20  # steps over which the learning rate rises; constant afterwards
+
 
 def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, float]:
     """Train, write the model to `folder`, and say how it does on held-out prompts."""
@@ -41,7 +43,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
         try:
             for done in range(1, settings.steps + 1):
                 loss = _step(model, tokenizer, task, (done - 1) * settings.batch, settings.batch)
-                optimizer.step(_schedule(done, settings.steps))
+                optimizer.step(min(1.0, done / _RISE))
                 if done % 25 == 0:
                     view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
         except KeyboardInterrupt:
@@ -61,7 +63,7 @@ def _step(model, tokenizer, task, start: int, count: int) -> float:
     device = next(model.parameters()).device
     prompts = task.sample(start, count)
     asked = [encode(tokenizer, p.text) for p in prompts]
-    answers = [tokenizer.encode(task.solution(p), add_special_tokens=False) + [tokenizer.eos_token_id] for p in prompts]
+    answers = [[*tokenizer.encode(task.solution(p), add_special_tokens=False), tokenizer.eos_token_id] for p in prompts]
     longest = max(len(a) + len(b) for a, b in zip(asked, answers))
     tokens, mask = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest, dtype=torch.bool)
     for i, (a, b) in enumerate(zip(asked, answers)):
@@ -71,12 +73,6 @@ def _step(model, tokenizer, task, start: int, count: int) -> float:
         loss = -batch_logprobs(model, tokens.to(device), mask.to(device)).sum() / mask.sum()
         loss.backward()
     return loss.item()
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Linear to 1 over the first tenth, then linear to 0.1."""
-    rise = max(1, steps // 10)
-    return step / rise if step <= rise else 1 - 0.9 * (step - rise) / max(1, steps - rise)
 
 
 def _write(folder: Path, model, tokenizer, recipe: Recipe) -> None:

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import use_attention_through_backward
 from ..cache import Trace
 from ..errors import SparseRLError
+from ..models import HEAD_CHUNK
 from ..records import Trajectory
 
-CHUNK = 1024  # tokens whose logits exist at a time
+CHUNK = HEAD_CHUNK
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None, temperature: float = 1.0) -> Tensor:
@@ -52,8 +53,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, evicted_at: Tensor | None = 
     """What the decoder hands to the head, as the model's own output record. tokens [B, T] -> last_hidden_state [B, T, hidden]"""
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    inputs = {"input_ids": tokens, "use_cache": False}
     if "logits_to_keep" in inspect.signature(_causal_lm(model).forward).parameters:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:

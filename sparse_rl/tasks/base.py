@@ -5,23 +5,61 @@
         def reward(self, prompt: Prompt, text: str) -> float: ...
 
 Generated tasks make prompt i from (seed, split, i) alone: nothing is stored, any position can be resumed, and held-out prompts come
-from a split of their own.
+from a split of their own. Finite tasks (those with `__len__`) are visited in a new random order every epoch.
+
+Nothing here imports torch, so that a grading process (verify.py) starts fast.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
 import random
 import re
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 from ..errors import SparseRLError, nearest
-from ..records import Prompt
+from .verify import Limits, Pool, pool_for
 
 TASKS: dict[str, type[Task]] = {}
+FAR = 1_000_000_000  # where the held-out prompts of an endless task without splits begin
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem of a task."""
+
+    text: str | list[dict]  # what the model is given: a string, or chat messages
+    answer: Any  # what the task needs to grade a completion: plain data
+    index: int = 0  # its place in the task
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a completion is worth, and why: right, partly, wrong, no answer, timeout, error, bad gold."""
+
+    reward: float
+    verdict: str
 
 
 class Task:
     name: str = ""
+    seed: int = 0
+    isolated: bool = False  # grade in child processes
+    grading_limits: ClassVar[Limits] = Limits()  # of these
+    skipped: ClassVar[dict[str, int]] = {}  # reason -> rows of the data that could not be used
+    skipped_rows: ClassVar[list[str]] = []  # the first few of them
+    last_error: str | None = None  # the first thing that went wrong in a reward; for the caller to show, once
+
+    _made: tuple[str, dict] | None = None  # name and options
+    _pool: Pool | None = None
+    _held_out: bool = False
 
     def __getitem__(self, i: int) -> Prompt:
         raise NotImplementedError
@@ -29,16 +67,82 @@ class Task:
     def reward(self, prompt: Prompt, text: str) -> float:
         raise NotImplementedError
 
+    def judge(self, prompt: Prompt, text: str) -> Grade:
+        """The reward with its verdict; for tasks that can say more than the reward tells."""
+        return verdict_of(self.reward(prompt, text))
+
     def solution(self, prompt: Prompt) -> str:
         """A worked solution that earns the full reward, for warm-up."""
         raise SparseRLError(f"the task {self.name} has no worked solutions, so a model cannot be warmed up on it.")
 
-    def sample(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts from position `start` on."""
-        return [self[i] for i in range(start, start + count)]
+    def span(self) -> tuple[int, int | None]:
+        """The prompts that `sample` visits: the first, and how many (None: no end). A finite task keeps its last tenth held out."""
+        if not hasattr(type(self), "__len__"):
+            return (FAR if self._held_out else 0), None
+        count = len(self)
+        kept = max(1, count // 10) if count > 1 else 0
+        return (count - kept, kept) if self._held_out else (0, count - kept)
 
-    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
-        return [self.reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    @property
+    def num_prompts(self) -> int | None:
+        """How many prompts an epoch has; None: there is no end to them."""
+        return self.span()[1]
+
+    def sample(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from position `start` on: in order, or, where they are finite, shuffled anew every epoch."""
+        first, size = self.span()
+        if size == 0:
+            raise SparseRLError(f"the task {self.name} has no prompts.")
+        positions = range(start, start + count)
+        places = positions if size is None else (shuffled(self.seed, p // size, size)[p % size] for p in positions)
+        prompts = [self[first + place] for place in places]
+        for prompt in prompts:
+            if not isinstance(prompt, Prompt):
+                raise SparseRLError(f"the task {self.name} gave {prompt!r:.80}; its [i] must return a Prompt.")
+        return prompts
+
+    def held_out(self) -> Task:
+        """The same task with prompts that `sample` never gives here."""
+        if self._made is not None and "split" in _parameters(type(self)):
+            name, options = self._made
+            return make(name, **{**options, "split": "held-out"})
+        other = copy.copy(self)
+        other._held_out = True
+        if other.num_prompts == 0:
+            raise SparseRLError(f"the task {self.name} has too few prompts to hold one out; give it at least 2.")
+        return other
+
+    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
+        """What each text is worth as a completion of its prompt. A reward that fails is worth 0, and `last_error` says why."""
+        pairs = list(zip(prompts, texts, strict=True))
+        if not self.isolated:
+            judgements = [judged(self, prompt, text) for prompt, text in pairs]
+        elif self._pool is None:
+            raise SparseRLError(
+                f"the task {self.name or type(self).__name__} is graded in processes of its own; create it with make(name, ...)."
+            )
+        else:
+            outcomes = self._pool.grade([(prompt, self.excerpt(text)) for prompt, text in pairs])
+            judgements = [(Grade(reward, verdict), problem) for reward, verdict, problem in outcomes]
+        if self.last_error is None:
+            self.last_error = next((problem for _, problem in judgements if problem is not None), None)
+        return [grade for grade, _ in judgements]
+
+    def excerpt(self, text: str) -> str:
+        """The part of a completion that `judge` needs: what is sent to a grading process."""
+        return text
+
+    def prepare(self) -> None:
+        """Load what grading needs; a grading process does this before its first completion."""
+
+    def spec(self) -> tuple[str, dict]:
+        """Name and options from which a grading process makes its copy of this task."""
+        return self._made
+
+    def close(self) -> None:
+        """End the grading processes; grading again starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
 
 
 class GeneratedTask(Task):
@@ -51,11 +155,48 @@ class GeneratedTask(Task):
         """The random numbers of prompt i, the same in every process."""
         return random.Random(f"{self.name}|{self.seed}|{self.split}|{i}")
 
+    def held_out(self) -> Task:
+        if self._made is not None:
+            return super().held_out()
+        other = copy.copy(self)
+        other.split = "held-out"
+        return other
+
+
+@lru_cache(maxsize=4)
+def shuffled(seed: int, epoch: int, count: int) -> list[int]:
+    """The order of an epoch."""
+    order = list(range(count))
+    random.Random(f"order|{seed}|{epoch}").shuffle(order)
+    return order
+
 
 def final_answer(text: str) -> str | None:
     """What the last line of the form `answer: ...` says, without surrounding blanks; None where there is none."""
     found = re.findall(r"answer:[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
+
+
+def verdict_of(reward: float) -> Grade:
+    if not hasattr(reward, "__float__"):
+        raise TypeError(f"the reward is {reward!r}; it must be a number")
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}; it must be finite")
+    return Grade(reward, "right" if reward >= 1 else "partly" if reward > 0 else "wrong")
+
+
+def judged(task: Task, prompt: Prompt, text: str) -> tuple[Grade, str | None]:
+    """The grade, and what went wrong if something did: a reward that raises costs its completion, not the run."""
+    try:
+        grade = task.judge(prompt, text)
+        if not isinstance(grade, Grade):
+            raise TypeError(f"judge returned {grade!r}; it must be a Grade")
+        return replace(grade, reward=verdict_of(grade.reward).reward), None
+    except (Exception, SystemExit) as error:
+        places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        place = f", {places[-1].filename}, line {places[-1].lineno}" if places else ""
+        return Grade(0.0, "error"), f"{type(error).__name__}: {error} (prompt {prompt.index}{place})"
 
 
 def register(cls: type[Task]) -> type[Task]:
@@ -64,6 +205,56 @@ def register(cls: type[Task]) -> type[Task]:
 
 
 def make(name: str, **options) -> Task:
-    if name not in TASKS:
-        raise SparseRLError(f"there is no task {name!r}; {nearest(name, TASKS)}")
-    return TASKS[name](**options)
+    """The task of that name: a built-in one, `gym:NAME`, `FILE.py` or `FILE.py:CLASS`. Isolated tasks also take the fields of `Limits`."""
+    name, build = _find(name)
+    cls = build.func if isinstance(build, partial) else build
+    bounds = [field.name for field in fields(Limits) if cls.isolated and field.name not in _parameters(cls)]
+    _check_options(name, build, bounds, options)
+    limits = replace(cls.grading_limits, **{key: options[key] for key in bounds if key in options})
+    task = build(**{key: value for key, value in options.items() if key not in bounds})
+    task._made = (name, options)
+    if task.isolated:
+        task._pool = pool_for(*task.spec(), limits)
+    return task
+
+
+def describe() -> list[tuple[str, str]]:
+    """The names `make` takes, and what is behind them."""
+    named = [(name, (cls.__doc__ or sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0]) for name, cls in TASKS.items()]
+    return [
+        *((name, line.removeprefix(f"{name}: ")) for name, line in named),
+        ("gym:NAME", "a dataset of reasoning-gym, such as gym:spell_backward (pip install reasoning-gym)"),
+        ("FILE.py", "your own: prompt(i) -> (text, answer) and reward(answer, text) -> float"),
+        ("FILE.py:CLASS", "your own subclass of Task"),
+    ]
+
+
+def _find(name: str) -> tuple[str, Callable[..., Task]]:
+    if name in TASKS:
+        return name, TASKS[name]
+    if name.startswith("gym:"):
+        from .gym import Gym
+
+        return name, partial(Gym, name.removeprefix("gym:"))
+    if re.search(r"\.py(:|$)", name):
+        from .user import load
+
+        return load(name)
+    raise SparseRLError(f"there is no task {name!r}; {nearest(name, [known for known, _ in describe()])}")
+
+
+def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
+    """The options a task's constructor takes by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in inspect.signature(build).parameters.items() if parameter.kind in kinds}
+
+
+def _check_options(name: str, build: Callable, bounds: Sequence[str], options: dict) -> None:
+    parameters = _parameters(build)
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option in options:
+        if option not in parameters and option not in bounds and not anything:
+            raise SparseRLError(f"the task {name} has no option {option!r}; {nearest(option, [*parameters, *bounds])}")
+    for option, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD and option not in options:
+            raise SparseRLError(f"the task {name} needs the option {option!r}, which has no default.")

@@ -9,8 +9,7 @@ import ast
 from fractions import Fraction
 
 from ..errors import SparseRLError
-from ..records import Prompt
-from .base import GeneratedTask, final_answer, register
+from .base import GeneratedTask, Prompt, final_answer, register
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 

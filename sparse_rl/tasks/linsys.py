@@ -9,8 +9,7 @@ import re
 from fractions import Fraction
 
 from ..errors import SparseRLError
-from ..records import Prompt
-from .base import GeneratedTask, final_answer, register
+from .base import GeneratedTask, Prompt, final_answer, register
 
 _NAMES = "xyzuvw"
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 
 from ..errors import SparseRLError
-from ..records import Prompt
-from .base import GeneratedTask, final_answer, register
+from .base import GeneratedTask, Prompt, final_answer, register
 
 
 @register

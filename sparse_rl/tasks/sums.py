@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 
 from ..errors import SparseRLError
-from ..records import Prompt
-from .base import GeneratedTask, register
+from .base import GeneratedTask, Prompt, register
 
 
 @register

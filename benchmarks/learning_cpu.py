@@ -1,0 +1,197 @@
+"""Does it learn? Methods x compressors x budgets x warm starts x seeds on the tiny model, and the table in docs/results.md.
+
+    python benchmarks/learning_cpu.py --out runs/learning --processes 2            # all of it; run again to go on
+    python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of what is there
+
+Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second one that the warm-up
+recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end, each on 128 held-out prompts x 2 samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parent.parent
+SETTINGS = {"rkv 46": ("rkv", 46), "rkv 38": ("rkv", 38), "rkv 32": ("rkv", 32), "snapkv 46": ("snapkv", 46), "snapkv 38": ("snapkv", 38)}
+METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released")
+STARTS = ("tiny-sums", "second")
+SECOND_SEED = 2
+
+
+def jobs(seeds: int, methods: tuple[str, ...], settings: tuple[str, ...]) -> list[tuple]:
+    """(seed, warm start, method, setting), seed by seed so that what is there is balanced."""
+    everything = []
+    for seed, start in itertools.product(range(seeds), STARTS):
+        everything += [(seed, start, "dense", "dense"), (seed, start, "shuffled", "dense")]
+        everything += [(seed, start, method, setting) for setting in settings for method in methods]
+    return everything
+
+
+def overrides(job: tuple, second: Path, steps: int) -> list[tuple[str, str]]:
+    seed, start, method, setting = job
+    keys = {"run.seed": seed, "run.steps": steps, "run.checkpoint_every": steps, "run.samples": 0, "run.keep": 1}
+    keys |= {"eval.every": steps // 4, "eval.prompts": 128, "eval.samples": 2}
+    keys["model.name"] = str(second) if start == "second" else start
+    if setting == "dense":
+        keys |= {"rollout.compressor": "dense", "rollout.compressor_options": "{}", "learn.method": "none"}
+        keys["learn.shuffle_advantages"] = str(method == "shuffled").lower()
+    else:
+        name, budget = SETTINGS[setting]
+        keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": method}
+    return [(k, str(v)) for k, v in keys.items()]
+
+
+def run(args: tuple) -> dict:
+    job, folder, second, steps = args
+    import torch
+
+    torch.set_num_threads(1)
+    from sparse_rl.config import load_recipe
+    from sparse_rl.metrics import read_lines
+    from sparse_rl.run import train
+
+    recipe = load_recipe(ROOT / "recipes" / "tiny-sums.yaml", overrides(job, second, steps))
+    name = "-".join(str(part).replace(" ", "") for part in job)
+    shutil.rmtree(folder / name, ignore_errors=True)
+    start = time.perf_counter()
+    trainer = train(recipe, folder / name, show=False)
+    lines = read_lines(folder / name / "metrics.jsonl")
+    row = dict(zip(("seed", "start", "method", "setting"), job)) | {"steps": steps, "seconds": time.perf_counter() - start}
+    row["curves"] = {
+        key: [round(line[key], 4) for line in lines if line.get(key) is not None]
+        for key in ("reward/mean", "reject/trajectories/frac", "gap/xi/p05", "gap/alpha/p05", "update/grad_norm", "cache/tokens_saved/frac",
+                    "rollout/truncated/frac", "old/entropy/mean", "eval/dense/accuracy", "eval/sparse/accuracy")
+    }  # fmt: skip
+    if job[2] == "dense":
+        row["under"] = {setting: under(trainer, *SETTINGS[setting]) for setting in SETTINGS}
+    shutil.rmtree(folder / name)
+    return row
+
+
+def under(trainer, compressor: str, budget: int) -> float:
+    """Accuracy of a dense-trained model on a compressed cache."""
+    from sparse_rl.compressors import make
+    from sparse_rl.evaluate import accuracy
+    from sparse_rl.rollout import Engine
+
+    engine = Engine(trainer.model, make(compressor, protect_prompt=True), budget=budget, interval=4, rows=128)
+    prompts = trainer.held_out.sample(0, 128)
+    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampling, seed=0)["accuracy"]
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half the width of a 95 % t interval over runs."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else ""
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.20}.get(len(values), 2.0)
+    return f"{statistics.mean(values):.2f} ± {t * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
+
+
+def final(row: dict, view: str) -> float:
+    return statistics.mean(row["curves"][f"eval/{view}/accuracy"][-2:])
+
+
+def table(rows: list[dict]) -> str:
+    heads = ["compressor", "method", "runs", "dense inference", "sparse inference", "worst run, dense"]
+    heads += ["rejected", "alpha p05", "KV tokens saved"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for start in STARTS:
+        here = [r for r in rows if r["start"] == start]
+        lines.append(f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start | | | | | |")
+        dense = [r for r in here if r["method"] == "dense"]
+        shown = "; ".join(f"{s} {interval([r['under'][s] for r in dense])}" for s in SETTINGS) if dense else ""
+        for method in ("dense", "shuffled"):
+            group = [r for r in here if r["method"] == method]
+            if group:
+                values = [final(r, "dense") for r in group]
+                sparse = shown if method == "dense" else ""
+                lines.append(f"| none (dense) | {method} | {len(group)} | {interval(values)} | {sparse} | {min(values):.2f} | | | |")
+        for setting in SETTINGS:
+            for method in METHODS:
+                group = [r for r in here if (r["method"], r["setting"]) == (method, setting)]
+                if not group:
+                    continue
+                means = {k: statistics.mean(statistics.mean(r["curves"][k]) for r in group)
+                         for k in ("reject/trajectories/frac", "gap/alpha/p05", "cache/tokens_saved/frac")}  # fmt: skip
+                values, sparse = ([final(r, view) for r in group] for view in ("dense", "sparse"))
+                lines.append(
+                    f"| {setting} | {method} | {len(group)} | {interval(values)} | {interval(sparse)} | {min(values):.2f} | "
+                    f"{means['reject/trajectories/frac']:.0%} | {means['gap/alpha/p05']:.2f} | {means['cache/tokens_saved/frac']:.0%} |"
+                )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    results = args.out / "results.jsonl"
+    rows = [json.loads(line) for line in results.open()] if results.exists() else []
+    if not args.table:
+        start = time.perf_counter()
+        second = make_second(args.out)
+        done = {(r["seed"], r["start"], r["method"], r["setting"]) for r in rows}
+        wanted = jobs(args.seeds, tuple(args.methods.split(",")), tuple(args.settings.split(",")))
+        waiting = [(job, args.out / "runs", second, args.steps) for job in wanted if job not in done]
+
+        def until_late():
+            for job in waiting:
+                if time.perf_counter() - start < args.minutes * 60:
+                    yield job
+
+        with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool, results.open("a") as file:
+            for row in lazily(pool, until_late(), args.processes):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                rows.append(row)
+                print(f"{len(rows)}: {row['seed']} {row['start']} {row['method']} {row['setting']}: dense {final(row, 'dense'):.2f}, "
+                      f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+    print(table(rows))
+
+
+def lazily(pool, jobs, width: int):
+    """Results as they come, with no more jobs handed out than can run."""
+    running = [pool.apply_async(run, (job,)) for job in itertools.islice(jobs, width)]
+    while running:
+        ready = next((r for r in running if r.ready()), None)
+        if ready is None:
+            time.sleep(0.05)
+            continue
+        running.remove(ready)
+        running += [pool.apply_async(run, (job,)) for job in itertools.islice(jobs, 1)]
+        yield ready.get()
+
+
+def make_second(out: Path) -> Path:
+    """The second warm start, from the same recipe with another seed."""
+    from sparse_rl.config import load_recipe
+    from sparse_rl.warmup import warmup
+
+    folder = out / "second-warm-start"
+    if not folder.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        found = warmup(load_recipe(ROOT / "recipes" / "tiny-sums-warmup.yaml", [("run.seed", str(SECOND_SEED))]), folder, show=False)
+        print(f"second warm start: {found['accuracy']:.3f}", file=sys.stderr)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

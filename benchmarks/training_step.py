@@ -1,0 +1,61 @@
+"""A training step of a published recipe with random weights: seconds by stage, and peak memory against the plan.
+
+    python benchmarks/training_step.py --data simplerl_qwen_level3to5.jsonl --out runs/step --steps 1
+    python benchmarks/training_step.py --data ... --out runs/step --steps 2 --resume
+
+The model has the recipe's shape and dtype; completions are as long as allowed; rewards are planted (planted_math.py), so that grading
+does its work and the update is a full one. Everything else is the recipe's, but for the keys given here.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from sparse_rl import tasks
+from sparse_rl.config import load_recipe
+from sparse_rl.metrics import read_lines
+from sparse_rl.models import encode, tiny_tokenizer
+from sparse_rl.plan import size
+from sparse_rl.run import plan_run, train
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "qwen2.5-1.5b-simplerl.yaml")
+    parser.add_argument("--model", default="random:qwen2.5-1.5b")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/training-step"))
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
+    args = parser.parse_args()
+    keys = [("model.name", args.model), ("rollout.stop", "[]"), ("task.name", f"{ROOT}/benchmarks/planted_math.py:PlantedMath")]
+    keys += [("task.files", args.data), ("run.steps", str(args.steps)), ("eval.every", "0"), ("run.keep", "1")]
+    recipe = load_recipe(args.recipe, [*keys, *map(tuple, args.set)])
+    train(recipe, args.out, resume=args.resume)
+    task, tokenizer = tasks.make(recipe.task.name, **recipe.task.options), tiny_tokenizer()
+    prompts = task.sample(0, recipe.rollout.prompts * args.steps)
+    plan = plan_run(recipe, max(len(encode(tokenizer, p.text)) for p in prompts))
+    timing, metrics = (read_lines(args.out / f"{name}.jsonl") for name in ("timing", "metrics"))
+    print(plan.text())
+    print(
+        "\n| step | "
+        + " | ".join(k.removeprefix("time/") for k in timing[0] if k.startswith("time/"))
+        + " | tokens/s | peak | peak / plan |"
+    )
+    for line, found in zip(timing, metrics):
+        seconds = [f"{v:.1f} s ({v / line['time/step']:.1%})" for k, v in line.items() if k.startswith("time/")]
+        peak = line.get("memory/peak_bytes", 0)
+        cells = [str(line["step"]), *seconds, f"{line['rollout/tokens_per_s']:,.0f}", size(peak), f"{peak / plan.total_bytes:.2f}"]
+        print("| " + " | ".join(cells) + " |")
+        print(json.dumps({k: found.get(k) for k in ("reward/mean", "update/loss", "update/grad_norm", "reject/trajectories/frac", "gap/xi/p05",
+                                                    "gap/alpha/p05", "update/skipped/count", "update/kl/mean", "cache/bytes_saved/frac")}))  # fmt: skip
+    print(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", torch.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""gym:NAME: a dataset of reasoning-gym, its options passed through; the dataset itself scores the answers.
+
+Most of its datasets make prompt i of seed s from s + i, so neighbouring seeds give the same prompts shifted by one. Here every
+(seed, split) owns a block of a million seeds, and held-out prompts are made from other seeds than training prompts. `size` makes the task
+finite; without it, it is endless.
+
+Omits what a dataset does not offer: some draw from a small stock of puzzles, which may then be in both splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from ..errors import SparseRLError, nearest, whole
+from .base import Grade, Prompt, Task, final_answer, verdict_of
+
+BLOCK = 2**20  # seeds, hence prompts, of one (seed, split)
+CHUNK = 500  # prompts of an endless task that come from one dataset object
+
+
+class Gym(Task):
+    isolated = True
+
+    def __init__(self, dataset: str, seed: int = 0, split: str = "train", size: int | None = None, **config):
+        whole(0, seed=seed)
+        if size is not None:
+            whole(size=size)
+        if split not in ("train", "held-out"):
+            raise SparseRLError(f"gym: split is {split!r}; it must be 'train' or 'held-out'.")
+        self.name, self.dataset, self.seed, self.size, self.config = f"gym:{dataset}", dataset, seed, size, config
+        self._first_seed = (2 * seed + (split == "held-out")) * BLOCK
+        self._chunks = lru_cache(maxsize=2)(self._chunk)
+        self._chunks(0)  # tells at once what is wrong
+
+    def __getitem__(self, i: int) -> Prompt:
+        chunk, place = divmod(i % BLOCK, self.size or CHUNK)
+        entry = self._chunks(chunk)[place]
+        return Prompt(f"{entry['question']}\n\nWrite your answer in a last line of the form\nanswer: ...\n", answer=entry, index=i)
+
+    def span(self) -> tuple[int, int | None]:
+        return 0, self.size
+
+    def judge(self, prompt: Prompt, text: str) -> Grade:
+        answer = answer_in(text, str(prompt.answer["answer"]))
+        if answer is None:
+            return Grade(0.0, "no answer")
+        return verdict_of(self._chunks(0).score_answer(answer, prompt.answer))
+
+    def _chunk(self, number: int) -> Any:
+        datasets = _datasets()
+        if self.dataset not in datasets:
+            raise SparseRLError(f"reasoning-gym has no dataset {self.dataset!r}; {nearest(self.dataset, sorted(datasets))}")
+        known = [field.name for field in fields(datasets[self.dataset][1])]
+        for option in self.config:
+            if option not in known:
+                raise SparseRLError(f"the task {self.name} has no option {option!r}; {nearest(option, known)}")
+        size = self.size or CHUNK
+        settings = {"seed": self._first_seed + number * size, "size": size, **self.config}
+        try:
+            return _create(self.dataset, settings)
+        except (AssertionError, ValueError, TypeError) as error:  # how its datasets refuse options
+            raise SparseRLError(f"reasoning-gym refuses the options of {self.name}: {error}") from error
+
+
+def answer_in(text: str, gold: str) -> str | None:
+    """What the last `answer:` says: its line or, where the dataset's own answer has several lines, all that follows."""
+    if "\n" not in gold.strip():
+        return final_answer(text)
+    _, marker, rest = text.rpartition("answer:")
+    return rest.strip() or None if marker else None
+
+
+def _datasets() -> dict:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise SparseRLError(f"tasks named gym:... need reasoning-gym ({error}); pip install reasoning-gym.") from error
+    return DATASETS
+
+
+def _create(name: str, settings: dict) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **settings)

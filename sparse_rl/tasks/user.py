@@ -1,0 +1,114 @@
+"""FILE.py and FILE.py:CLASS: a user's own task. Its rewards are graded in child processes, so they may fail in any way.
+
+A file of functions is the shortest task there is:
+
+    def prompt(i): return f"What is {i} + {i}?", 2 * i               # text (or chat messages), and what the reward needs
+    def reward(answer, text): return float(text.strip().endswith(str(answer)))
+
+Optional: `solution(answer) -> str`, a worked solution, and `SIZE`, a number or a function that gives it, for a finite task. A class is a
+subclass of `Task`; one that says `isolated = False` is graded in the training process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from ..errors import SparseRLError, nearest, whole
+from .base import Prompt, Task
+
+
+class FunctionFile(Task):
+    """An endless task made of two functions."""
+
+    isolated = True
+
+    def __init__(self, module: ModuleType):
+        self.name, self.module = Path(module.__file__).stem, module
+
+    def __getitem__(self, i: int) -> Prompt:
+        given = self.module.prompt(i)
+        if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], (str, list)):
+            raise SparseRLError(f"{self.module.__file__}: prompt({i}) gave {given!r:.80}; it must return (text, answer).")
+        return Prompt(*given, index=i)
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return self.module.reward(prompt.answer, text)
+
+    def solution(self, prompt: Prompt) -> str:
+        if not hasattr(self.module, "solution"):
+            return super().solution(prompt)
+        return self.module.solution(prompt.answer)
+
+
+class FiniteFunctionFile(FunctionFile):
+    def __init__(self, module: ModuleType):
+        super().__init__(module)
+        self._size = module.SIZE() if callable(module.SIZE) else module.SIZE
+        whole(SIZE=self._size)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def load(name: str) -> tuple[str, Callable[..., Task]]:
+    """The task behind `FILE.py` or `FILE.py:CLASS`: its full name, and what makes it."""
+    file, _, cls = name.rpartition(":") if ".py:" in name else (name, "", "")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise SparseRLError(f"there is no file {path}; a task of your own is named by the path of its file.")
+    module = _module(path)
+    if cls:
+        return f"{path}:{cls}", _class(module, cls)
+    missing = [function for function in ("prompt", "reward") if not callable(getattr(module, function, None))]
+    if missing:
+        classes = _classes(module)
+        hint = f"name its class: {path.name}:{next(iter(classes))}" if classes else "define prompt(i) and reward(answer, text)"
+        raise SparseRLError(f"{path} has no function {missing[0]}; {hint}.")
+    return str(path), partial(FiniteFunctionFile if hasattr(module, "SIZE") else FunctionFile, module)
+
+
+def _module(path: Path) -> ModuleType:
+    """The file as a module, under a name that is the same in every process (answers may be of its classes) and new when it changes."""
+    name = f"sparse_rl_task_{path.stem}_{hashlib.sha256(f'{path}|{path.stat().st_mtime_ns}'.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # what lies beside it can be imported
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception):
+            raise SparseRLError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise
+    return module
+
+
+def _classes(module: ModuleType) -> dict[str, type[Task]]:
+    """The subclasses of Task that a file defines."""
+    return {
+        name: it for name, it in vars(module).items() if inspect.isclass(it) and issubclass(it, Task) and it.__module__ == module.__name__
+    }
+
+
+def _class(module: ModuleType, name: str) -> type[Task]:
+    classes = _classes(module)
+    if name not in classes:
+        remedy = nearest(name, classes) if classes else "it defines no subclass of Task."
+        raise SparseRLError(f"{module.__file__} has no task class {name!r}; {remedy}")
+    cls = classes[name]
+    if cls.__getitem__ is Task.__getitem__ or (cls.reward is Task.reward and cls.judge is Task.judge):
+        raise SparseRLError(f"{module.__file__}: {name} must define __getitem__(i) and reward(prompt, text).")
+    if not any("isolated" in vars(base) for base in cls.__mro__ if base is not Task):
+        cls.isolated = True
+    cls.name = cls.name or name
+    return cls

@@ -1,0 +1,226 @@
+"""Grading in child processes, so that a reward that hangs, crashes, prints or eats memory costs one completion and not the run.
+
+    parent                               child (worker.py)
+    name, options, limits       ->       makes its own copy of the task; "ready"            once
+    prompt, text                ->       reward, verdict, message                           for every completion
+
+One loop serves all children. A child that misses the deadline is killed and the completion graded "timeout"; one that dies takes its
+completion with it ("error"); both are replaced. Children ignore Ctrl-C, end when their stdin closes, and end themselves when they overstay,
+so nothing is left behind even if the parent is killed.
+
+This guards against accidents, not malice: a reward may still read files, use the network, or reach into its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import SparseRLError, whole
+
+START = 120.0  # seconds a child may take to import and make its task
+GRACE = 2.0  # seconds after which a child that overstays ends itself, should the parent be gone
+FAILED_STARTS = 3  # children lost before they were ready after which no more are started
+HEADER = struct.Struct(">Q")  # the length of the message that follows
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from sparse_rl.tasks.worker import main; main()"
+_LATE, _DEAD = object(), object()
+_POOLS: weakref.WeakValueDictionary[bytes, Pool] = weakref.WeakValueDictionary()
+
+Outcome = tuple[float, str, "str | None"]  # reward, verdict, message of an error
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What grading may take."""
+
+    deadline: float = 10.0  # seconds for one completion
+    workers: int | None = None  # child processes; None: one per core, at most 4
+    memory: float | None = None  # GiB of address space for each child; None: no limit
+
+    def __post_init__(self):
+        for name, value in {"deadline": self.deadline, "memory": 1 if self.memory is None else self.memory}.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise SparseRLError(f"{name} is {value!r}; it must be a number above 0.")
+        if self.workers is not None:
+            whole(workers=self.workers)
+
+
+def frame(message: bytes) -> bytes:
+    return HEADER.pack(len(message)) + message
+
+
+class Child:
+    """One grading process: what is still to be written to it, what has come back, and until when a reply is due."""
+
+    def __init__(self, hello: bytes):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, *sys.path],  # what the parent can import, the child can
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is the parent's; and what a reward starts is killed with it
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+        self.writes, self.reads = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.writes, False)
+        os.set_blocking(self.reads, False)
+        self.ready = False
+        self.item: int | None = None  # the completion it is grading
+        self.send(hello, START)
+
+    def send(self, message: bytes, seconds: float) -> None:
+        self.outbox, self.inbox = memoryview(frame(message)), b""
+        self.until = time.monotonic() + seconds
+
+    @property
+    def busy(self) -> bool:
+        return not self.ready or self.item is not None
+
+    def exchange(self, key: selectors.SelectorKey) -> Any:
+        """Move the bytes that can be moved: the reply once it is whole, None before, _DEAD where the process is gone."""
+        try:
+            if key.fd == self.writes:
+                self.outbox = self.outbox[os.write(self.writes, self.outbox) :]
+                return None
+            received = os.read(self.reads, 1 << 16)
+        except BrokenPipeError:
+            return _DEAD
+        self.inbox += received
+        whole_length = HEADER.size + HEADER.unpack(self.inbox[: HEADER.size])[0] if len(self.inbox) >= HEADER.size else None
+        if len(self.inbox) == whole_length:
+            return pickle.loads(self.inbox[HEADER.size :])
+        return None if received else _DEAD
+
+    def end(self, patience: float = 0.0) -> str:
+        """Kill the process and all it started, and say how it ended by itself, if within `patience` seconds it did."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"
+
+
+class Pool:
+    """Child processes that grade for one task. They start with the first completion and stay until `close`."""
+
+    def __init__(self, name: str, limits: Limits, hello: bytes):
+        self.name, self.limits = name, limits
+        self.workers = limits.workers or min(4, os.cpu_count() or 1)
+        self._hello = hello
+        self._children: list[Child] = []
+        self._failed_starts: list[str] = []  # how they ended
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end_all, self._children)  # when the pool is forgotten, or the program ends
+
+    def grade(self, items: Sequence[tuple[Any, str]]) -> list[Outcome]:
+        """The outcome of every (prompt, text), in the order given, whichever child graded it."""
+        with self._lock:
+            try:
+                return self._grade(items)
+            except BaseException:  # an interrupt, say: a reply may be half read, so the next call starts with new children
+                _end_all(self._children)
+                raise
+
+    def close(self) -> None:
+        _end_all(self._children)
+
+    def _grade(self, items: Sequence[tuple[Any, str]]) -> list[Outcome]:
+        waiting, found = deque(range(len(items))), {}
+        self._failed_starts = []
+        for child in self._children:
+            if not child.ready:
+                child.until = time.monotonic() + START  # it had no chance to report since the last call
+        while len(found) < len(items):
+            self._hire(len(items) - len(found))
+            for child in self._children:
+                if waiting and not child.busy:
+                    child.item = waiting.popleft()
+                    prompt, _ = items[child.item]
+                    child.send(_packed(items[child.item], f"the answer of prompt {prompt.index}"), self.limits.deadline)
+            for child, reply in self._replies():
+                if reply is _LATE or reply is _DEAD:
+                    late = time.monotonic() >= child.until  # or so late that it ended itself before this was noticed
+                    self._children.remove(child)
+                    how = child.end(patience=0.0 if late else 1.0)
+                    if not child.ready:
+                        self._failed_starts.append(f"was not ready after {START:g} s" if late else how)
+                    else:
+                        found[child.item] = (0.0, "timeout", None) if late else (0.0, "error", f"the grading process {how}")
+                elif not child.ready:
+                    child.ready = reply == "ready"
+                    if not child.ready:
+                        raise SparseRLError(f"completions of the task {self.name} cannot be graded: {reply}")
+                else:
+                    found[child.item], child.item = reply, None
+        return [found[i] for i in range(len(items))]
+
+    def _hire(self, needed: int) -> None:
+        """Bring the number of children up to what is needed and allowed; one that died idle is replaced."""
+        for child in [child for child in self._children if not child.busy and child.process.poll() is not None]:
+            self._children.remove(child)
+            child.end()
+        while len(self._children) < min(self.workers, needed) and len(self._failed_starts) < FAILED_STARTS:
+            self._children.append(Child(self._hello))
+        if not self._children:
+            raise SparseRLError(
+                f"completions of the task {self.name} cannot be graded: a grading process {self._failed_starts[-1]} before it was ready, "
+                f"{FAILED_STARTS} times; see if the task can be made in a new Python, and if {self.workers} processes fit in memory."
+            )
+
+    def _replies(self) -> Iterator[tuple[Child, Any]]:
+        """What happens next: replies, deaths, missed deadlines. A reply that is there counts, however late it was noticed."""
+        busy = [child for child in self._children if child.busy]
+        heard = set()
+        with selectors.DefaultSelector() as selector:
+            for child in busy:
+                selector.register(child.reads, selectors.EVENT_READ, child)
+                if child.outbox:
+                    selector.register(child.writes, selectors.EVENT_WRITE, child)
+            events = selector.select(max(0.0, min(child.until for child in busy) - time.monotonic()))
+        for key, _ in events:
+            if key.data not in heard:
+                reply = key.data.exchange(key)
+                if reply is not None:
+                    heard.add(key.data)
+                    yield key.data, reply
+        now = time.monotonic()
+        for child in busy:
+            if child not in heard and now >= child.until:
+                yield child, _LATE
+
+
+def pool_for(name: str, options: dict, limits: Limits) -> Pool:
+    """The pool of a task made this way: one for all its copies, training and held out."""
+    hello = _packed((name, options, asdict(limits)), f"the options of the task {name}")
+    pool = _POOLS.get(hello) or Pool(name, limits, hello)
+    _POOLS[hello] = pool
+    return pool
+
+
+def _packed(thing: Any, what: str) -> bytes:
+    try:
+        return pickle.dumps(thing)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise SparseRLError(f"{what} cannot be sent to a grading process ({error}); use numbers, strings, lists and dicts.") from error
+
+
+def _end_all(children: list[Child]) -> None:
+    while children:
+        children.pop().end()

@@ -1,0 +1,369 @@
+"""Runs: killed, interrupted, out of disk, badly graded; nothing is lost, and a resumed run writes the very same metrics."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_rl.train
+from sparse_rl.checkpoint import find_checkpoints, save_checkpoint
+from sparse_rl.config import make_recipe
+from sparse_rl.errors import SparseRLError
+from sparse_rl.metrics import read_lines
+from sparse_rl.models import load_model
+from sparse_rl.records import read_trajectories
+from sparse_rl.run import train
+
+BASE = {
+    "model": {"name": "tiny-sums"},
+    "task": {"name": "sums"},
+    "rollout": {
+        "budget": 42,
+        "interval": 4,
+        "compressor_options": {"protect_prompt": True},
+        "rows": 16,
+        "prompts": 4,
+        "group_size": 4,
+        "max_new_tokens": 64,
+    },
+    "learn": {"minibatches": 2, "micro_batch_tokens": 400},
+    "optimizer": {"lr": 1e-4},
+    "eval": {"every": 3, "prompts": 4},
+    "run": {"steps": 4, "checkpoint_every": 2, "diagnose": 2, "samples": 2},
+}
+
+
+def recipe(**sections):
+    return make_recipe({name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}})
+
+
+def write_recipe(folder: Path, **sections) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "given.yaml"
+    path.write_text(recipe(**sections).to_yaml())
+    return path
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-c", "from sparse_rl.cli import main; main()", *map(str, args)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_model(str(folder))[0].state_dict()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An uninterrupted run of 8 steps."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(recipe(run={"steps": 8}), folder, show=False)
+    return folder
+
+
+def test_a_run_folder_holds_everything(finished):
+    lines = read_lines(finished / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 8]  # evaluations at 0, 3, 6 and the end
+    steps = [line for line in lines if "reward/mean" in line]
+    always = ["gap/xi/p05", "gap/xi/min", "gap/ess/frac", "gap/alpha/p05", "gap/k3/mean", "reject/trajectories/frac", "update/clip/frac",
+              "rollout/loops/frac", "rollout/truncated/frac", "rollout/length/mean", "cache/tokens_saved/frac", "cache/bytes_saved/frac",
+              "advantage/groups_without_variance/frac", "update/skipped/count", "update/empty/count", "old/entropy/mean"]  # fmt: skip
+    assert len(steps) == 8 and all(set(always) <= set(line) for line in steps)
+    for line in (line for line in lines if "eval/dense/accuracy" in line):
+        assert 0 <= line["eval/sparse/accuracy"] <= 1
+    timing = read_lines(finished / "timing.jsonl")
+    stages = [f"time/{s}" for s in ("rollout", "grade", "score", "diagnose", "update", "step")]
+    assert all(set(stages) <= set(line) for line in timing if "time/step" in line)
+    assert [step for step, _ in find_checkpoints(finished / "checkpoints")] == [6, 8]  # the newest two
+    samples = [json.loads(line) for line in (finished / "samples" / "step-000003" / "trajectories.jsonl").open()]
+    assert len(samples) == 2 and {"prompt", "text", "reward", "verdict", "advantage", "accepted", "old_logprobs"} <= set(samples[0])
+    assert len(list(read_trajectories(finished / "samples" / "step-000003"))) == 2
+    model, tokenizer = load_model(str(finished / "checkpoints" / "step-000008"))
+    assert tokenizer.encode("1+2=") and not model.training
+    start = load_model("tiny-sums")[0].state_dict()
+    assert all(not torch.equal(start[name], value) for name, value in model.state_dict().items() if value.dim() > 1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, seed):
+    """SIGKILL, several times, whenever: the metrics stream and the weights are those of the run that was left alone, bit for bit."""
+    draw, folder = random.Random(seed), tmp_path / "run"
+    given = write_recipe(tmp_path, run={"steps": 8})
+    killed, resume = 0, []
+    for attempt in range(60):
+        process = subprocess.Popen(command("train", given, "--out", folder, *resume), stderr=subprocess.PIPE)
+        if attempt < 5:
+            before = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:  # until it has got somewhere, then a little longer
+                grown = (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > before
+                if grown:
+                    time.sleep(draw.random())
+                    break
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+        error = process.communicate(timeout=120)[1].decode()
+        killed += process.returncode == -signal.SIGKILL
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error
+        resume = ["--resume"] if (folder / "recipe.yaml").exists() else []
+        for _, path in find_checkpoints(folder / "checkpoints"):
+            weights(path)  # never half written
+    assert killed >= 2
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+    theirs = weights(finished / "checkpoints" / "step-000008")
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items())
+    assert not list((folder / "checkpoints").glob(".*")) and not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_stops(finished, tmp_path, how):
+    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 8, "checkpoint_every": 100})
+    process = subprocess.Popen(command("train", given, "--out", folder), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while sum(1 for line in read_lines(folder / "metrics.jsonl") if "reward/mean" in line) < 3:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(how)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error.decode()
+    assert f"go on with: sparse-rl train {folder} --resume" in error.decode() and "Traceback" not in error.decode()
+    ((step, _),) = find_checkpoints(folder / "checkpoints")
+    assert step >= 3
+    assert subprocess.run(command("train", folder, "--resume", "--run.checkpoint_every", 2), capture_output=True).returncode == 0
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_a_run_can_go_on_beyond_its_end(finished, tmp_path):
+    """Four steps, then four more: the same as eight."""
+    folder = tmp_path / "run"
+    train(recipe(run={"steps": 4}, eval={"every": 0}), folder, show=False)
+    train(recipe(run={"steps": 8}, eval={"every": 0}), folder, resume=True, show=False)
+    expected = [line for line in read_lines(finished / "metrics.jsonl") if "reward/mean" in line]
+    assert read_lines(folder / "metrics.jsonl") == expected
+    before = (folder / "metrics.jsonl").read_bytes()
+    train(recipe(run={"steps": 8}, eval={"every": 0}), folder, resume=True, show=False)  # nothing left to do
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_folders_are_not_mixed_up(finished, tmp_path):
+    with pytest.raises(SparseRLError, match="holds a run already; go on with --resume"):
+        train(recipe(run={"steps": 8}), finished, show=False)
+    with pytest.raises(SparseRLError, match=r"rollout.budget is 43 but .* says 42"):
+        train(recipe(run={"steps": 8}, rollout={"budget": 43}), finished, resume=True, show=False)
+    with pytest.raises(SparseRLError, match="there is no recipe"):
+        train(recipe(), tmp_path / "none", resume=True, show=False)
+    with pytest.raises(SparseRLError, match="no task 'smus'"):
+        train(recipe(task={"name": "smus"}), tmp_path / "none", show=False)
+    assert not (tmp_path / "none").exists()  # a recipe that cannot start leaves nothing behind
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from sparse_rl import checkpoint
+write = checkpoint.save_model
+def limited(*args):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    write(*args)
+if sys.argv.pop(1) == "full":
+    checkpoint.save_model = limited
+from sparse_rl.cli import main
+main()
+"""
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
+    """Files may grow to 200 kB only, from the second checkpoint on: the run stops with a sentence, the first checkpoint is whole."""
+    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 8})
+    first = subprocess.run(command("train", given, "--out", folder, "--run.steps", 2), capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    args = ["train", folder, "--resume", "--run.steps", "8"]
+    done = subprocess.run([sys.executable, "-c", FULL, "full", *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "step-000004 could not be written" in done.stderr and "go on with --resume" in done.stderr
+    assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
+    assert not list((folder / "checkpoints").glob(".*"))
+    again = subprocess.run([sys.executable, "-c", FULL, "room", *map(str, args)], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    rewards = [[line["reward/mean"] for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line] for f in (folder, finished)]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_full_disk_stops_the_log_with_a_sentence(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "timing.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SparseRLError, match=r"timing.jsonl could not be written \(the disk is full"):
+        train(recipe(), folder, show=False)
+
+
+def test_a_disk_without_room_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000})())
+    with pytest.raises(SparseRLError, match=r"a checkpoint takes about 0.0\d GiB .* 0.00 GiB free"):
+        train(recipe(), tmp_path / "run", show=False)
+
+
+def test_an_old_checkpoint_is_replaced_only_by_a_whole_one(tmp_path):
+    model, tokenizer = load_model("tiny")
+    save_checkpoint(tmp_path, 3, model, tokenizer, {"learner": 1}, keep=2)
+
+    class Broken:
+        def save_pretrained(self, folder):
+            (Path(folder) / "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(SparseRLError, match="the disk is full"):
+        save_checkpoint(tmp_path, 3, Broken(), tokenizer, {}, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+    weights(tmp_path / "step-000003")
+
+
+GRADER = """
+import os, time
+def prompt(i):
+    return f"{i % 9 + 1}+2=", i
+def reward(answer, text):
+    if answer % 4 == 1:
+        raise RuntimeError("no idea")
+    if answer % 4 == 2:
+        time.sleep(60)
+    if answer % 4 == 3:
+        os._exit(3)
+    return float(len(text) % 2)
+"""
+
+
+def test_graders_that_raise_hang_or_die_cost_their_completions_only(tmp_path, capsys):
+    (tmp_path / "grader.py").write_text(GRADER)
+    task = {"name": str(tmp_path / "grader.py"), "deadline": 0.3, "workers": 2}
+    plain = {name: section for name, section in BASE.items() if name != "task"}
+    settings = make_recipe({**plain, "task": task, "run": {"steps": 2, "checkpoint_every": 2}, "eval": {"every": 0}})
+    train(settings, tmp_path / "run", show=False)
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["grade/timeout/count"] == 4 and line["grade/error/count"] == 8  # one prompt hangs, one raises, one kills its process
+        assert line.get("grade/right/count", 0) + line.get("grade/wrong/count", 0) == 4
+    assert "grading failed" in capsys.readouterr().err
+
+
+def test_unreadable_rows_and_empty_labels_are_counted(tmp_path, capsys):
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(30)]
+    rows[5]["label"] = ""
+    lines = [json.dumps(row) for row in rows]
+    lines[9] = '{"prompt": "3+'
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    plain = {name: section for name, section in BASE.items() if name != "task"}
+    task = {"name": "math", "files": str(tmp_path / "data.jsonl"), "holdout": 4}
+    settings = make_recipe({**plain, "task": task, "run": {"steps": 1, "checkpoint_every": 1}, "eval": {"every": 1, "prompts": 4}})
+    train(settings, tmp_path / "run", show=False)
+    evaluated, learned, _ = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert learned["data/skipped/count"] == 2 and evaluated["eval/dense/accuracy"] == 0 and evaluated["eval/dense/ungraded"] == 0
+    assert "2 rows were left out" in capsys.readouterr().err
+
+
+def test_everything_rejected_goes_on_without_an_update(tmp_path):
+    settings = recipe(learn={"correction": {"reject_below": 1e9}}, run={"steps": 2}, eval={"every": 0})
+    train(settings, tmp_path / "run", show=False)
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["reject/trajectories/frac"] == 1 and line["update/empty/count"] == 2
+    start, end = load_model("tiny-sums")[0].state_dict(), weights(tmp_path / "run" / "checkpoints" / "step-000002")
+    assert all(torch.equal(value, end[name]) for name, value in start.items())
+
+
+def test_groups_without_variance_are_counted(tmp_path):
+    (tmp_path / "flat.py").write_text("def prompt(i):\n    return f'{i % 9}+1=', 0\ndef reward(answer, text):\n    return 1.0\n")
+    plain = {name: section for name, section in BASE.items() if name != "task"}
+    settings = make_recipe({**plain, "task": {"name": str(tmp_path / "flat.py")}, "run": {"steps": 1}, "eval": {"every": 0}})
+    train(settings, tmp_path / "run", show=False)
+    (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["advantage/groups_without_variance/frac"] == 1 and line["update/empty/count"] == 2
+
+
+def test_a_loss_that_is_never_finite_stops_the_run_and_keeps_its_weights(tmp_path, monkeypatch):
+    def broken(*args):
+        batches = original(*args)
+        for batch in batches:
+            batch.weights.fill_(float("nan"))
+        return batches
+
+    original = sparse_rl.train.weigh
+    monkeypatch.setattr(sparse_rl.train, "weigh", broken)
+    with pytest.raises(SparseRLError, match=r"4 optimizer steps in a row .* not finite"):
+        train(recipe(run={"steps": 8, "max_skipped": 4}, eval={"every": 0}), tmp_path / "run", show=False)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert sum(line["update/skipped/count"] for line in lines) >= 2
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_refill_replaces_what_was_rejected(tmp_path):
+    """A veto so strict that much is rejected: groups fill up with accepted members, and everything sampled is counted."""
+    strict = {"correction": {"reject_below": 0.9}}
+    for turns in (0, 3):
+        settings = recipe(learn={**strict, "refill": turns}, run={"steps": 1, "samples": 16}, eval={"every": 0})
+        train(settings, tmp_path / str(turns), show=False)
+    (without,), (filled,) = (read_lines(tmp_path / str(turns) / "metrics.jsonl") for turns in (0, 3))
+    assert 0 < without["reject/trajectories/frac"] < 1
+    rejected = round(without["reject/trajectories/frac"] * 16)
+    assert filled["rollout/trajectories/count"] > 16 and 0 < filled["reject/replaced/count"] <= rejected
+    used = [json.loads(line) for line in (tmp_path / "3" / "samples" / "step-000001" / "trajectories.jsonl").open()]
+    assert sum(not sample["accepted"] for sample in used) == rejected - filled["reject/replaced/count"]
+    prompts = [sample["prompt"] for sample in used]
+    assert prompts == [p for p in dict.fromkeys(prompts) for _ in range(4)]  # groups stay whole
+
+
+def test_rebaseline_and_shuffling_reach_the_advantages(tmp_path):
+    found = {}
+    for name, learn in {"plain": {}, "rebaseline": {"rebaseline": True}, "shuffle": {"shuffle_advantages": True}}.items():
+        learn = {**learn, "correction": {"reject_below": 0.5}}
+        settings = recipe(learn=learn, run={"steps": 1, "samples": 16}, eval={"every": 0})
+        train(settings, tmp_path / name, show=False)
+        found[name] = [json.loads(line) for line in (tmp_path / name / "samples" / "step-000001" / "trajectories.jsonl").open()]
+    assert any(not s["accepted"] for s in found["plain"])
+    assert all(s["accepted"] or s["advantage"] == 0 for s in found["rebaseline"])
+    plain, shuffled = ([s["advantage"] for s in found[name]] for name in ("plain", "shuffle"))
+    assert plain != shuffled and sorted(plain) == sorted(shuffled)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_is_where_the_run_started(tmp_path, rank):
+    """The KL is 0 before the first update and positive after it, with and without adapters, also in a resumed run."""
+    if rank:
+        pytest.importorskip("peft")
+    settings = {"loss": {"beta": 0.01}, "eval": {"every": 0}, "model": {"lora_rank": rank}, "optimizer": {"lr": 3e-3}}
+    settings["learn"] = {"minibatches": 1}
+    train(recipe(**settings, run={"steps": 2}), tmp_path / "run", show=False)
+    train(recipe(**settings, run={"steps": 3}), tmp_path / "run", resume=True, show=False)
+    kl = [line["update/kl/mean"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert abs(kl[0]) < 1e-6 and kl[1] > 1e-6 and kl[2] > 1e-6
+
+
+def test_bf16_checkpointed_adapters_train_and_load(tmp_path):
+    pytest.importorskip("peft")
+    model = {"dtype": "bfloat16", "lora_rank": 4, "gradient_checkpointing": True}
+    train(recipe(model=model, run={"steps": 2}, eval={"every": 0}), tmp_path / "run", show=False)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["update/grad_norm"] > 0 for line in lines)
+    model, _ = load_model(str(tmp_path / "run" / "checkpoints" / "step-000002"))
+    assert any("lora_" in name for name, _ in model.named_parameters())
+
+
+def test_trackers_get_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(recipe(run={"steps": 2, "trackers": ["tensorboard"]}), tmp_path / "run", show=False)
+    (folder,) = {path.parent for path in (tmp_path / "run").rglob("events.out.*") if "sparse-rl" in str(path)}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    written = [line["reward/mean"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
+    assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx(written)
+
+
+def test_unknown_trackers_are_refused(tmp_path):
+    with pytest.raises(SparseRLError, match="names 'tensorbord'; did you mean 'tensorboard'"):
+        train(recipe(run={"trackers": ["tensorbord"]}), tmp_path / "run", show=False)
