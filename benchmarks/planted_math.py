@@ -1,9 +1,7 @@
-"""Maths problems whose completions get an answer planted at the end, right or wrong by a coin that their text decides.
+"""Maths problems whose completions get an answer planted at the end, every second one right.
 
 For measuring a training step of a model with random weights: grading does its full work, and advantages are not all zero.
 """
-
-import zlib
 
 from sparse_rl.tasks import Grade, Prompt
 from sparse_rl.tasks.math import Math
@@ -11,9 +9,8 @@ from sparse_rl.tasks.math import Math
 
 class PlantedMath(Math):
     def grade(self, prompts: list[Prompt], texts: list[str]) -> list[Grade]:
-        return super().grade(prompts, [text + planted(prompt, text) for prompt, text in zip(prompts, texts)])
+        return super().grade(prompts, [text + planted(prompt, i) for i, (prompt, text) in enumerate(zip(prompts, texts))])
 
 
-def planted(prompt: Prompt, text: str) -> str:
-    answer = prompt.answer if zlib.crc32(text.encode()) % 2 else f"{prompt.answer} + 1"
-    return rf" \boxed{{{answer}}}"
+def planted(prompt: Prompt, i: int) -> str:
+    return rf" \boxed{{{prompt.answer if i % 2 else f'{prompt.answer} + 1'}}}"

@@ -69,7 +69,7 @@ def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise SparseRLError(
-            f"a checkpoint takes about {needed / 2**30:.2f} GiB and one more is written before an old one goes, but {folder} has "
+            f"a checkpoint takes {needed / 2**30:.2f} GiB, and a new one is written before an old one goes, but {folder} has "
             f"{free / 2**30:.2f} GiB free; free some space, or choose another folder with --out."
         )
 

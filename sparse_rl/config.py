@@ -109,7 +109,7 @@ class RunSettings:
     checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
     keep: int = key("checkpoints kept", 2)
     samples: int = key("completions written out for reading at every evaluation and every 10 steps", 8)
-    diagnose: int = key("trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 8)
+    diagnose: int = key("trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4)
     max_skipped: int = key("optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5)
     trackers: list[str] = key("tensorboard, trackio, wandb: through accelerate", [])
     project: str = key("the name trackers file the run under", "sparse-rl")

@@ -33,8 +33,8 @@ def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool =
         check_same(load_recipe(written), recipe, written)
     trainer = Trainer(recipe, folder, show)
     folder.mkdir(parents=True, exist_ok=True)
-    trained = sum(p.numel() for p in trainer.learner.optimizer.parameters)
-    require_space(folder, trained * 16 * 2)
+    masters, saved = trainer.learner.optimizer.masters, [p for p in trainer.model.parameters() if p.requires_grad]
+    require_space(folder, 3 * sum(m.nbytes for m in masters) + sum(p.nbytes for p in saved))  # masters, two moments, the model itself
     write_text(written, recipe.to_yaml())
     if resume:
         trainer.resume()

@@ -57,6 +57,9 @@ EQUAL = [
     ("Friday", r"\text{ friday.}"),
     (r"\text{no solution}", "No solution"),
     (r"\text{(C)}", "C"),
+    (r"\text{(E)},", "E"),
+    (r"7\text{ hours}.", "7"),
+    (r"\frac{5}{3}", r"\frac{5}{3}\,."),
     ("(C)", "C"),
     ("C", r"\textbf{(C)}"),
     (r"\text{A,C}", "C, A"),
@@ -235,9 +238,9 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     assert make("math", files=path).skipped == {"label is empty": 2}  # a tenth
     for rows, options, message in [
         ([*good, empty, empty, empty], {}, r"3 of 21 rows cannot be used \(label is empty: 3\)"),
-        (good, dict(answer="lable"), r"18 of 18 rows cannot be used \(no field 'lable': 18\). Its rows have the fields prompt, label;"),
+        (good, dict(answer="lable"), r"18 of 18 rows cannot be used \(no field 'lable': 18\); its rows have the fields prompt, label;"),
         ([], {}, r"0 of 0 rows cannot be used \(it is empty\)"),
-        (["nonsense"], {}, r"1 of 1 rows cannot be used \(not JSON: 1\)"),
+        (["nonsense"], {}, r"1 of 1 rows cannot be used \(not JSON: 1\); each line must be one JSON object"),
         (good, dict(split="test"), "split is 'test'"),
         (good, dict(holdout=18), "holdout 18 leaves nothing of 18 usable rows"),
         (good, dict(holdout=-1), "holdout is -1"),

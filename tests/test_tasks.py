@@ -152,7 +152,8 @@ def test_verdicts_and_rewards_that_fail_in_this_process():
     assert all(type(grade.reward) is float for grade in task.grade(task.sample(0, 8), texts)) and task.last_error is None
     failing = ["1", "float('nan')", "1 / 0", "float('inf')", "None", "'1'", "1j", "np.ones(2)", "exit(3)", "0"]
     assert task.grade(task.sample(0, 10), failing) == [RIGHT, *[ERROR] * 8, WRONG]
-    assert task.last_error == "ValueError: the reward is nan; it must be finite (prompt 1)"  # the first
+    assert task.grade([task[5]] * 2, ["None", "1"]) == [ERROR, RIGHT]
+    assert task.last_error == "ValueError: the reward is nan; it must be finite (prompt 1)"  # the first, still
     for text, message in [("1/0", "ZeroDivisionError: division by zero \\(prompt 0, .*line 1"), ("None", "TypeError: the reward is None")]:
         again = Echo()
         again.grade([again[0]], [text])
@@ -175,7 +176,7 @@ def test_a_judge_can_say_more_than_the_reward():
 
 
 FUNCTIONS = """
-import ctypes, os, subprocess, sys, time
+import ctypes, faulthandler, os, signal, subprocess, sys, threading, time
 
 def prompt(i):
     return f"What is {i} + {i}?", 2 * i
@@ -187,6 +188,11 @@ def reward(answer, text):
     if text == "hang":
         while True:
             pass
+    if text == "hang hard":
+        faulthandler.cancel_dump_traceback_later()  # so it does not end itself
+        time.sleep(1000)
+    if text == "stop":
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
     if text == "sleep in C":
         time.sleep(1000)
     if text == "raise":
@@ -246,6 +252,7 @@ def test_a_reward_may_fail_in_every_way_and_the_others_are_graded(functions, cap
     expected = {
         "hang": TIMEOUT,
         "sleep in C": TIMEOUT,
+        "hang hard": TIMEOUT,
         "raise": ERROR,
         "exit": ERROR,
         "crash": ERROR,
@@ -260,7 +267,7 @@ def test_a_reward_may_fail_in_every_way_and_the_others_are_graded(functions, cap
     for k, (text, grade) in enumerate(expected.items()):
         texts[3 * k + 1], grades[3 * k + 1] = text, grade
     assert task.grade(prompts, texts) == grades
-    assert task.last_error.startswith("KeyError: 'oh' (prompt 7, ") and "doubling.py, line " in task.last_error  # the first by order
+    assert task.last_error.startswith("KeyError: 'oh' (prompt 10, ") and "doubling.py, line " in task.last_error  # the first by order
     assert task.grade(prompts[30:], texts[30:]) == grades[30:]
     out, err = capfd.readouterr()
     assert out == "" and "more noise" in err
@@ -288,15 +295,29 @@ def test_processes_are_kept_and_long_texts_arrive(functions):
     assert [grade.reward for grade in task.grade(task.sample(0, 4), texts)] == list(map(len, texts))
     pids = {child.process.pid for child in task._pool._children}
     assert len(pids) == 2 and first[0] in pids
+    wait_until(lambda task=task: {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} == pids)  # both are ready
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)  # Ctrl-C is not theirs
+    assert {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} <= pids
     for pid in pids:  # should they die while idle, no completion pays for it
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(alive, pids)))
+    processes = [child.process for child in task._pool._children]
+    wait_until(lambda: all(process.poll() is not None for process in processes))
     assert task.grade(task.sample(0, 6), [str(2 * i) for i in range(6)]) == [RIGHT] * 6
     task.close()
     assert task.grade(task.sample(0, 2), ["0", "3"]) == [RIGHT, WRONG]  # it starts again
     pids = {child.process.pid for child in task._pool._children}
     del task
     assert not any(map(alive, pids))
+
+
+def test_a_process_that_does_not_read_cannot_block_the_parent(functions):
+    task = make(functions, workers=1, deadline=1.0)
+    assert task.grade([task[0]], ["stop"]) == [WRONG]
+    stopped = psutil.Process(task._pool._children[0].process.pid)
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
+    assert task.grade(task.sample(0, 2), ["long" * 1_000_000, "2"]) == [TIMEOUT, RIGHT]
+    task.close()
 
 
 def test_what_a_reward_started_ends_with_it_and_memory_can_be_limited(functions, tmp_path):
@@ -351,7 +372,7 @@ except KeyboardInterrupt:
 @pytest.fixture
 def parent(functions):
     """A program that grades, and then hangs in its rewards; it is told to do so with a deadline."""
-    started = []
+    started, children = [], []
 
     def start(deadline):
         process = subprocess.Popen(
@@ -359,6 +380,7 @@ def parent(functions):
         )
         started.append(process)
         verdict, *pids = process.stdout.readline().split()
+        children.extend(map(int, pids))
         assert verdict == "right" and len(pids) == 2 and all(alive(int(pid)) for pid in pids)
         time.sleep(0.3)  # into the hanging rewards
         return process, [int(pid) for pid in pids]
@@ -367,6 +389,8 @@ def parent(functions):
     for process in started:
         process.kill()
         process.communicate()
+    for pid in filter(alive, children):  # only where a test failed
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_an_interrupt_reaches_the_parent_and_the_pool_can_be_used_again(parent):
@@ -492,6 +516,7 @@ def test_gym():
     prompts = task.sample(0, 600)
     assert prompts[590:] == make("gym:spell_backward", min_word_len=3, max_word_len=5).sample(590, 10)
     assert len({p.text for p in prompts}) > 300 and "answer: ..." in prompts[0].text
+    assert not {p.text for p in prompts[:20]} & {p.text for p in prompts[500:520]}  # the next dataset object goes on, not back
     held_out = task.held_out()
     assert held_out.config == task.config
     sums, later = make("gym:chain_sum", seed=0), make("gym:chain_sum", seed=1)

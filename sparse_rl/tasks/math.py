@@ -126,10 +126,10 @@ class Math(Task):
         count, bad = len(usable) + reasons.total(), reasons.total()
         if not usable or bad > TOLERATED * count:
             said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3)) or "it is empty"
-            fields = f" Its rows have the fields {', '.join(name for name, _ in names.most_common(12))};" if names else ""
+            fields = ", ".join(name for name, _ in names.most_common(12))
+            remedy = f"its rows have the fields {fields}; name two of them with prompt=... and answer=..., or mend the file."
             raise SparseRLError(
-                f"{path}: {bad:,} of {count:,} rows cannot be used ({said}).{fields} "
-                "name the right ones with prompt=... and answer=..., or mend the file."
+                f"{path}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy if names else 'each line must be one JSON object.'}"
             )
         self.skipped.update(reasons)
         return usable
