@@ -158,7 +158,7 @@ def main() -> None:
                     yield job
 
         with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool, results.open("a") as file:
-            for row in lazily(pool, until_late(), args.processes):
+            for row in lazily(pool, until_late(), args.processes, run):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 rows.append(row)
@@ -167,7 +167,7 @@ def main() -> None:
     print(table(rows))
 
 
-def lazily(pool, jobs, width: int):
+def lazily(pool, jobs, width: int, run):
     """Results as they come, with no more jobs handed out than can run."""
     running = [pool.apply_async(run, (job,)) for job in itertools.islice(jobs, width)]
     while running:
