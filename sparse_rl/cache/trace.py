@@ -60,7 +60,7 @@ class Trace:
 
     def slots_in_use(self) -> Tensor:
         """Tokens the last query can see, itself included. [L, H]"""
-        return (self.evicted_at.to(torch.int64) >= self.num_tokens).sum(-1)
+        return torch.from_numpy((self.evicted_at.numpy() >= self.num_tokens).sum(-1))
 
     def slice(self, start: int, stop: int) -> Trace:
         """The trace of tokens start .. stop - 1 alone, counted from `start`; what stays beyond `stop` is NEVER."""
