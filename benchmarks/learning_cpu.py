@@ -38,7 +38,7 @@ def jobs(seeds: int, methods: tuple[str, ...], settings: tuple[str, ...]) -> lis
     return everything
 
 
-def overrides(job: tuple, second: Path, steps: int) -> list[tuple[str, str]]:
+def overrides(job: tuple, second: Path, steps: int, more: dict) -> list[tuple[str, str]]:
     seed, start, method, setting = job
     keys = {"run.seed": seed, "run.steps": steps, "run.checkpoint_every": steps, "run.samples": 0, "run.keep": 1}
     keys |= {"eval.every": steps // 4, "eval.prompts": 128, "eval.samples": 2}
@@ -49,10 +49,11 @@ def overrides(job: tuple, second: Path, steps: int) -> list[tuple[str, str]]:
     else:
         name, budget = SETTINGS[setting]
         keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": method}
-    return [(k, str(v)) for k, v in keys.items()]
+    return [(k, str(v)) for k, v in {**keys, **more}.items()]
 
 
-def run(args: tuple) -> dict:
+def run(args: tuple, more: dict | None = None) -> dict:
+    """One run, with `more` keys of its recipe changed: its curves."""
     job, folder, second, steps = args
     import torch
 
@@ -61,8 +62,8 @@ def run(args: tuple) -> dict:
     from sparse_rl.metrics import read_lines
     from sparse_rl.run import train
 
-    recipe = load_recipe(ROOT / "recipes" / "tiny-sums.yaml", overrides(job, second, steps))
-    name = "-".join(str(part).replace(" ", "") for part in job)
+    recipe = load_recipe(ROOT / "recipes" / "tiny-sums.yaml", overrides(job, second, steps, more or {}))
+    name = "-".join(str(part).replace(" ", "") for part in (*job, *(more or {}).values()))
     shutil.rmtree(folder / name, ignore_errors=True)
     start = time.perf_counter()
     trainer = train(recipe, folder / name, show=False)

@@ -11,6 +11,12 @@ the batch that `weigh` made, by the sign of the advantage A and by xi:
     punish-plain      as tis where A > 0; w = 1 where A < 0, so that the culprit is punished in full
     culprit-only      as tis where A > 0; where A < 0 only tokens with xi < 0.5 count, with w = 1
     before-culprit    as tis, but nothing from the first token with xi < 1e-4 on counts (prefix-wise acceptance instead of rejection)
+
+and three keep sparse-rl as it is, with less noise in the updates or with other samples:
+
+    slower            a third of the learning rate
+    more-prompts      64 prompts a step instead of 16
+    refill            rejected trajectories are replaced, in up to 4 rounds
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from learning_cpu import run as run_plain
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("reward-only", "punish-plain", "culprit-only", "before-culprit")
+KEYS = {"slower": {"optimizer.lr": 3e-5}, "more-prompts": {"rollout.prompts": 64}, "refill": {"learn.refill": 4}}  # of sparse-rl
 
 
 def change(batch, how, variant: str):
@@ -71,8 +78,8 @@ def run(args: tuple) -> dict:
     import sparse_rl.train
 
     (seed, start, variant, setting), *rest = args
-    if variant not in VARIANTS:
-        return run_plain(args)
+    if variant in KEYS:
+        return run_plain(((seed, start, "sparse-rl", setting), *rest), KEYS[variant]) | {"method": variant}
     plain = sparse_rl.train.weigh
 
     def other(scored, advantages, how, loss, minibatches):
@@ -134,6 +141,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--setting", default="rkv 32")
+    parser.add_argument("--variants", default=",".join([*VARIANTS, *KEYS]))
     parser.add_argument("--culprits", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -143,14 +151,14 @@ def main() -> None:
     results = args.out / "results.jsonl"
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     done = {(r["seed"], r["start"], r["method"], r["setting"]) for r in rows}
-    wanted = [(seed, "tiny-sums", variant, args.setting) for seed in range(args.seeds) for variant in VARIANTS]
+    wanted = [(seed, "tiny-sums", variant, args.setting) for seed in range(args.seeds) for variant in args.variants.split(",")]
     waiting = iter([(job, args.out / "runs", args.out / "none", args.steps) for job in wanted if job not in done])
     with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool, results.open("a") as file:
         for row in lazily(pool, waiting, args.processes, run):
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
-    for variant in VARIANTS:
+    for variant in (*VARIANTS, *KEYS):
         group = [r for r in rows if r["method"] == variant and r["setting"] == args.setting]
         if group:
             alpha = statistics.mean(statistics.mean(r["curves"]["gap/alpha/p05"]) for r in group)

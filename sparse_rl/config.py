@@ -31,7 +31,7 @@ from .learn.optimizer import OptimizerSettings
 
 @dataclass(frozen=True)
 class ModelSettings:
-    name: str = key("hub id, folder, .gguf file, a shape such as qwen2.5-1.5b (random weights), `tiny` or `tiny-sums`")
+    name: str = key("hub id, folder, .gguf file, `tiny-sums` (built in), or random:qwen2.5-1.5b (a shape with random weights)")
     dtype: str | None = key("float32, bfloat16 or float16; null: the model's own", None)
     gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)

@@ -71,16 +71,15 @@ def test_rollout_of_a_saved_model(tmp_path, prompts):
 
 
 def test_chat_template(tmp_path):
-    from sparse_rl.cli import encode
     from sparse_rl.errors import SparseRLError
-    from sparse_rl.models import tiny_tokenizer
+    from sparse_rl.models import encode, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     with pytest.raises(SparseRLError, match="no chat template"):
-        encode(tokenizer, "hi", chat=True)
+        encode(tokenizer, [{"role": "user", "content": "hi"}])
     tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-    assert tokenizer.decode(encode(tokenizer, "hi", chat=True)) == "[hi]>"
-    assert tokenizer.decode(encode(tokenizer, "hi", chat=False)) == "hi"
+    assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "hi"}])) == "[hi]>"
+    assert tokenizer.decode(encode(tokenizer, "hi")) == "hi"
 
 
 def test_an_interrupt_keeps_what_was_finished(tmp_path):
@@ -166,3 +165,35 @@ def test_plan_grows_with_rows_and_budget():
     budget = int(sentence.rsplit("use budget=", 1)[1].rstrip("."))
     assert plan(1, budget).rows_that_fit(memory) == 1 and plan(1, budget + 1).rows_that_fit(memory) == 0
     assert "smaller model" in plan(1, 512).largest_that_fits(2**30)
+
+
+def test_lists_and_plans_for_training(tmp_path):
+    tasks, presets, keys = (run("list", what) for what in ("tasks", "presets", "keys"))
+    assert all(done.returncode == 0 for done in (tasks, presets, keys))
+    assert "countdown" in tasks.stdout and "gym:NAME" in tasks.stdout
+    assert "reject_below 0.0001, cap 2.0" in presets.stdout and "rollout.budget" in keys.stdout
+    recipe = Path(__file__).parent.parent / "recipes" / "qwen2.5-1.5b-simplerl.yaml"
+    done = run("plan", "--recipe", recipe, "--gpu-memory", 80)
+    assert done.returncode == 0 and "optimizer: fp32 masters" in done.stdout and "fits" in done.stdout
+    both = run("plan", "--recipe", recipe, "--model", "tiny")
+    assert both.returncode == 1 and "give --model for a rollout or --recipe" in both.stderr
+
+
+def test_training_mistakes_get_a_sentence(tmp_path):
+    recipe = Path(__file__).parent.parent / "recipes" / "tiny-sums.yaml"
+    for args, message in [
+        (["train", tmp_path / "none.yaml"], "there is no recipe"),
+        (["train", recipe, "budget"], "'budget' is no key"),
+        (["train", recipe, "--budget"], "--budget has no value"),
+        (["train", recipe, "--bugdet", 3], "did you mean 'rollout.budget'"),
+        (["train", recipe, "--task.cuont", 3], "the task sums has no option 'cuont'; did you mean 'count'"),
+        (["train", recipe, "--rollout.compressor_options.snks", 3], "rkv has no parameter 'snks'; did you mean 'sinks'"),
+        (["train", recipe, "--compressor", "rvk"], "did you mean 'rkv'"),
+        (["train", recipe, "--model.name", "tinny-sums"], "cannot load 'tinny-sums'"),
+        (["train", recipe, "--stop", "[<end>]"], "'<end>', which is not a token"),
+        (["warmup", recipe, "--out", tmp_path], "exists already"),
+        (["train", recipe, "--resume", "--out", tmp_path / "no"], "there is no recipe"),
+    ]:
+        done = run(*args, *(["--out", tmp_path / "out"] if "--out" not in args else []))
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, (args, done.stderr)
+        assert not (tmp_path / "out").exists()

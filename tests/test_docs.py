@@ -70,3 +70,29 @@ def test_public_names_exist():
         assert getattr(sparse_rl, name) is not None
     with pytest.raises(AttributeError):
         sparse_rl.nonsense  # noqa: B018
+
+
+def test_the_recipes_page_lists_every_key_and_preset():
+    from sparse_rl.config import table_of_keys
+    from sparse_rl.learn.correct import PRESETS
+
+    page = (ROOT / "docs/recipes.md").read_text()
+    table = page[page.index("<!-- keys -->") : page.index("<!-- /keys -->")].splitlines()[3:]
+    expected = ["| `{}` | `{}` | {} |".format(key, default, text.replace("|", "\\|")) for key, default, text in table_of_keys()]
+    assert table == expected
+    for preset in PRESETS:
+        assert f"`{preset}`" in page
+
+
+def test_the_memory_plans_on_the_recipes_page_are_those_of_the_recipes():
+    from sparse_rl.config import load_recipe
+    from sparse_rl.plan import size
+    from sparse_rl.run import plan_run
+
+    page = (ROOT / "docs/recipes.md").read_text()
+    recipes = sorted((ROOT / "recipes").glob("*-simplerl.yaml"))
+    assert len(recipes) == 4
+    for path in recipes:
+        plan = plan_run(load_recipe(path), 1024)
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{path.stem}` |"))
+        assert line.endswith(f"| {size(plan.update_bytes)} | **{size(plan.total_bytes)}** |") and size(plan.optimizer_bytes) in line
