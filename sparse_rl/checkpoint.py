@@ -69,8 +69,8 @@ def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise SparseRLError(
-            f"a checkpoint takes {needed / 2**30:.2f} GiB, and a new one is written before an old one goes, but {folder} has "
-            f"{free / 2**30:.2f} GiB free; free some space, or choose another folder with --out."
+            f"a checkpoint takes {needed / 2**20:,.0f} MiB, and a new one is written before an old one goes, but {folder} has "
+            f"{free / 2**20:,.0f} MiB free; free some space, or choose another folder with --out."
         )
 
 
@@ -80,7 +80,7 @@ def disk_error(error: Exception, path: Path) -> SparseRLError:
     full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     why = "the disk is full" if full else str(error).splitlines()[0]
     return SparseRLError(
-        f"{path} could not be written ({why}; {free / 2**30:.2f} GiB free); nothing half-written was left there. Free some space and "
+        f"{path} could not be written ({why}; {free / 2**20:,.0f} MiB free); nothing half-written was left there. Free some space and "
         "go on with --resume."
     )
 

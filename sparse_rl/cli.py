@@ -186,7 +186,9 @@ def train(
     try:
         trainer = start(settings, folder, resume)
     except KeyboardInterrupt:
-        typer.echo(f"sparse-rl: stopped; go on with: sparse-rl train {folder} --resume", err=True)
+        begun = (folder / "recipe.yaml").exists()
+        hint = f"go on with: sparse-rl train {folder} --resume" if begun else "nothing had begun"
+        typer.echo(f"sparse-rl: stopped; {hint}", err=True)
         raise typer.Exit(130) from None
     typer.echo(f"{trainer.step} steps done; the model is in {folder}/checkpoints/step-{trainer.step:06d}, curves in {folder}/metrics.jsonl")
 

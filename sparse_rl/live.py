@@ -32,6 +32,13 @@ class View:
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, refresh_per_second=4) if enabled and sys.stderr.isatty() else None
         self.started: tuple[float, int] | None = None
+        self.stage = ""
+
+    def now(self, stage: str) -> None:
+        """What the run is doing."""
+        self.stage = stage
+        if self.live:
+            self.live.update(self.table())
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         now = time.perf_counter()
@@ -57,8 +64,9 @@ class View:
         return f"; {left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left"
 
     def table(self) -> Table:
-        last = max(self.rows)
-        table = Table(title=f"{self.title}: step {last} of {self.steps}{self.time_left(last)}")
+        last = max(self.rows, default=0)
+        left = self.time_left(last) if self.rows else ""
+        table = Table(title=f"{self.title}: step {last} of {self.steps}{left}", caption=f"now: {self.stage}")
         for heading in ("step", *_COLUMNS):
             table.add_column(heading, justify="right", no_wrap=True)
         shown = [step for step in self.rows if "eval/dense/accuracy" in self.rows[step]][-_ROWS // 2 :]

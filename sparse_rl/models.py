@@ -283,6 +283,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
     `tiny-sums` is built in and can add a little; `tiny` is the same with random weights made from `seed`, and `random:SHAPE` a public
     architecture with random weights and the tiny tokenizer, to measure speed and memory.
     """
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -301,11 +302,23 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
     source, options = name, {}
     if name.endswith(".gguf"):
         source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
+        unpacked = getattr(transformers, "GgufConfig", None)  # where there is none, weights are always unpacked
+        options |= {"quantization_config": unpacked(dequantize=True)} if unpacked else {}
     try:
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen or "auto", **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
     except (OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raise SparseRLError(f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`.") from error
+    if name.endswith(".gguf"):
+        _forget_quantisation(model)
     return model.to(device).eval(), tokenizer
+
+
+def _forget_quantisation(model: nn.Module) -> None:
+    """A GGUF file's weights are ordinary once they are loaded; without this, transformers would refuse to save them."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config

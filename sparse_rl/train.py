@@ -111,7 +111,7 @@ class Trainer:
                         self.evaluate()
                     if self.step >= recipe.run.steps:
                         break
-                    clock = Clock()
+                    clock = Clock(self.view.now)
                     rollout = self.sample(clock)
                     accepted = correct(self._gap(rollout), rollout.scored.sampled.mask, self.how).accepted
                     advantages, metrics = self.advantages(rollout, accepted)
@@ -228,8 +228,8 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Held-out accuracy under the dense cache and under the compressor, with the same random numbers every time."""
-        settings, clock = self.recipe.eval, Clock()
-        prompts = self.held_out.sample(0, settings.prompts)
+        settings, clock = self.recipe.eval, Clock(self.view.now)
+        prompts = self.held_out.sample(0, min(settings.prompts, self.held_out.num_prompts or settings.prompts))
         sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
         ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
         engines = {"dense": dense_engine(self.model, ids, sampling.max_new_tokens, self.recipe.rollout.rows, like=self.engine)}
