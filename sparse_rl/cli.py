@@ -167,7 +167,7 @@ def plan(
 
 
 _WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-RecipePath = Annotated[Path, typer.Argument(help="A YAML recipe, or a run folder that holds one.")]
+RecipePath = Annotated[Path, typer.Argument(help="A YAML recipe, a run folder that holds one, or a name from `sparse-rl list recipes`.")]
 
 
 @app.command(context_settings=_WITH_OVERRIDES)
@@ -228,9 +228,9 @@ def overrides(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, presets or keys")]) -> None:
+def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, presets, recipes or keys")]) -> None:
     """List what can be named in commands and recipes."""
-    lists = {"compressors": _compressors, "tasks": _tasks, "presets": _presets, "keys": _keys}
+    lists = {"compressors": _compressors, "tasks": _tasks, "presets": _presets, "recipes": _recipes, "keys": _keys}
     if what not in lists:
         raise SparseRLError(f"there is no list of {what!r}; {nearest(what, lists)}")
     rows = lists[what]()
@@ -263,6 +263,11 @@ def _presets() -> list[tuple[str, ...]]:
         return ", ".join(f"{name} {value}" for name, value in changed.items()) or "old log-probs recomputed, nothing corrected"
 
     return [(name, parts(how)) for name, how in PRESETS.items()]
+
+
+def _recipes() -> list[tuple[str, ...]]:
+    files = sorted((Path(__file__).parent / "recipes").glob("*.yaml"))
+    return [(file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")) for file in files]
 
 
 def _keys() -> list[tuple[str, ...]]:

@@ -172,14 +172,17 @@ SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items()}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
-    """A recipe from a YAML file, or from a run folder that holds one, with `(dotted key, value)` overrides."""
+    """A recipe from a YAML file, a run folder that holds one, or by the name of one we ship; with `(dotted key, value)` overrides."""
     import yaml
 
     path = Path(path)
     if path.is_dir():
         path = path / "recipe.yaml"
+    shipped = {file.stem: file for file in (Path(__file__).parent / "recipes").glob("*.yaml")}
+    if not path.exists() and str(path) in shipped:
+        path = shipped[str(path)]
     if not path.is_file():
-        raise SparseRLError(f"there is no recipe {path}; give a YAML file or a run folder.")
+        raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {nearest(path.stem, sorted(shipped))}")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

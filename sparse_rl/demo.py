@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .config import Recipe, make_recipe
+from .config import Recipe, load_recipe
 from .errors import SparseRLError
 from .metrics import read_lines
 from .plan import size
@@ -26,23 +26,12 @@ from .run import train
 
 METHODS = ("naive", "none", "sparse-rl")
 REFERENCE = Path(__file__).parent / "assets" / "demo-dense.json"
-SETTINGS = {
-    "model": {"name": "tiny-sums"},
-    "task": {"name": "sums", "count": 8},
-    "rollout": {"compressor": "rkv", "budget": 38, "interval": 4, "compressor_options": {"protect_prompt": True}, "rows": 128,
-                "prompts": 16, "max_new_tokens": 72},
-    "learn": {"minibatches": 2},
-    "loss": {"mean": "token-mean"},
-    "optimizer": {"lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95], "weight_decay": 0.0},
-    "eval": {"every": 5, "prompts": 128},
-    "run": {"steps": 25, "checkpoint_every": 25},
-}  # fmt: skip
 
 
 def recipe(method: str) -> Recipe:
-    """The demo's recipe with a correction preset, or with the dense cache."""
+    """25 steps of the recipe tiny-sums with a correction preset, or with the dense cache."""
     other = [("method", method)] if method != "dense" else [("compressor", "dense"), ("compressor_options", "{}"), ("method", "none")]
-    return make_recipe(SETTINGS, other)
+    return load_recipe("tiny-sums", [("steps", "25"), *other])
 
 
 def run(out: Path) -> None:

@@ -1,7 +1,7 @@
 """Training: rollouts on a compressed cache, rewards, corrections, updates. The loop in `Trainer.run` is the table of contents.
 
-    sparse-rl train recipes/tiny-sums.yaml --out runs/demo
-    sparse-rl train runs/demo --resume
+    sparse-rl train tiny-sums --out runs/mine
+    sparse-rl train runs/mine --resume
 
 A run is a folder: recipe.yaml, metrics.jsonl, timing.jsonl, samples/, checkpoints/. A step happens wholly or not at all; a run that
 was killed goes on from its last checkpoint and writes the same metrics as if nothing had happened.

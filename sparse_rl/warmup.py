@@ -1,6 +1,6 @@
 """Warm-up: supervised training on a task's worked solutions, to make a small model that RL can improve.
 
-    sparse-rl warmup recipes/tiny-sums-warmup.yaml --out models/tiny-sums
+    sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
 
 The loss is the mean negative log-prob of the solution's tokens and the end token. The folder it writes is an ordinary Hugging Face
 model, with the recipe beside it.

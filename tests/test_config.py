@@ -87,6 +87,9 @@ def test_override_mistakes_get_a_sentence(key, message):
 def test_a_missing_or_broken_file(tmp_path):
     with pytest.raises(SparseRLError, match="there is no recipe"):
         load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(SparseRLError, match=r"there is no recipe tiny-smus; .* did you mean 'tiny-sums'"):
+        load_recipe("tiny-smus")
+    assert load_recipe("tiny-sums") == load_recipe(RECIPES[0].parent / "tiny-sums.yaml")
     (tmp_path / "recipe.yaml").write_text("model: {name: [}")
     with pytest.raises(SparseRLError, match="is not YAML"):
         load_recipe(tmp_path)
