@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from .errors import SparseRLError
+from .errors import CannotWrite, SparseRLError
 from .models import no_progress_bar
 
 _STATE = "training.pt"
@@ -74,12 +74,12 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def disk_error(error: Exception, path: Path) -> SparseRLError:
+def disk_error(error: Exception, path: Path) -> CannotWrite:
     """A failed write in one sentence."""
     free = shutil.disk_usage(path.parent).free
     full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     why = "the disk is full" if full else str(error).splitlines()[0]
-    return SparseRLError(
+    return CannotWrite(
         f"{path} could not be written ({why}; {free / 2**20:,.0f} MiB free); nothing half-written was left there. Free some space and "
         "go on with --resume."
     )

@@ -33,6 +33,10 @@ class OutOfMemory(SparseRLError):
     trajectories: list = []  # noqa: RUF012 (replaced, never mutated)
 
 
+class CannotWrite(SparseRLError):
+    """A file could not be written; what was there before still is."""
+
+
 class RolloutInterrupted(KeyboardInterrupt):
     """Ctrl-C during `Engine.generate`. The trajectories that were finished by then are in `trajectories`."""
 
@@ -60,13 +64,9 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM, which schedulers send, stops a run as Ctrl-C does."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
+    """SIGTERM, which schedulers send, is taken for Ctrl-C, and so is held back where that is."""
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     except ValueError:  # not the main thread: nobody sends us signals
         yield
         return

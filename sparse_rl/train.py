@@ -24,7 +24,7 @@ from . import tasks
 from .checkpoint import find_checkpoints, load_state, save_checkpoint
 from .compressors import make
 from .config import Recipe
-from .errors import SparseRLError, stoppable, uninterrupted
+from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy, dense_engine
 from .learn.advantage import advantage
 from .learn.batch import Scored, collate, join, score, weigh
@@ -126,9 +126,12 @@ class Trainer:
                     self.keep_samples(rollout, advantages, accepted)
                     if self._due(recipe.run.checkpoint_every):
                         self.save()
-            except (KeyboardInterrupt, SparseRLError) as error:
-                if not isinstance(error.__cause__, OSError):  # a disk that is full will not take a checkpoint either
+            except (KeyboardInterrupt, SparseRLError, torch.OutOfMemoryError) as error:
+                within_a_step = self.learner.version != self.engine.version  # some of a step's updates are done, others not
+                if not within_a_step and not isinstance(error, CannotWrite):
                     self.save()
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise self._out_of_memory(error) from error
                 raise
             finally:
                 self.log.close()
@@ -333,6 +336,15 @@ class Trainer:
             return without_adapters
         frozen = copy.deepcopy(self.model).requires_grad_(False)
         return lambda: nullcontext(frozen)
+
+    def _out_of_memory(self, error: Exception) -> OutOfMemory:
+        """Memory that ran out while learning; the engine explains its own."""
+        learn = self.recipe.learn
+        return OutOfMemory(
+            f"out of memory while learning ({str(error).splitlines()[0]}); lower learn.micro_batch_tokens (now {learn.micro_batch_tokens}, "
+            f"at least one trajectory) or rollout.rows (now {self.recipe.rollout.rows}), or set model.gradient_checkpointing; "
+            "`sparse-rl plan --recipe` says what each takes."
+        )
 
     def _tell(self, task) -> None:
         """A grader's error, once."""

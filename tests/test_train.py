@@ -139,6 +139,45 @@ def test_an_interrupt_saves_and_stops(finished, tmp_path, how):
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypatch, how):
+    """The signal comes between the two optimizer steps of step 3: that step is done and saved, and the run goes on from there."""
+    step, calls = sparse_rl.train.Learner.step, []
+
+    def interrupted(self, batch):
+        calls.append(1)
+        if len(calls) == 6:
+            signal.raise_signal(how)
+        return step(self, batch)
+
+    monkeypatch.setattr(sparse_rl.train.Learner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(run={"steps": 8}), tmp_path / "run", show=False)
+    assert len(calls) == 6 and [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
+    train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("call", "saved"), [(5, [2]), (6, [2])])
+def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, call, saved):
+    """Before the first optimizer step of step 3 the weights are whole; before the second they are not, and are not saved."""
+    step, calls = sparse_rl.train.Learner.step, []
+
+    def greedy(self, batch):
+        calls.append(1)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+        return step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse_rl.train.Learner, "step", greedy)
+        with pytest.raises(SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"):
+            train(recipe(run={"steps": 8}), tmp_path / "run", show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == saved
+    train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
 def test_a_run_can_go_on_beyond_its_end(finished, tmp_path):
     """Four steps, then four more: the same as eight."""
     folder = tmp_path / "run"
