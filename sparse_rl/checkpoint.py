@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,41 +28,44 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict, keep
     """Write the checkpoint of a step and remove all but the newest `keep`."""
     path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
     try:
+        with writing(path):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_model(partial, model, tokenizer)
+            torch.save({"step": step, "torch_rng": torch.get_rng_state(), **state}, partial / _STATE)
+            for file in partial.rglob("*"):
+                _flush(file)
+            if path.exists():
+                shutil.rmtree(path)
+            os.rename(partial, path)
+            _flush(folder)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_model(partial, model, tokenizer)
-        torch.save({"step": step, "torch_rng": torch.get_rng_state(), **state}, partial / _STATE)
-        for file in partial.rglob("*"):
-            _flush(file)
-        if path.exists():
-            shutil.rmtree(path)
-        os.rename(partial, path)
-        _flush(folder)
-    except (OSError, RuntimeError) as error:  # torch and safetensors report a failed write as RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
-        raise disk_error(error, path) from error
     for _, old in find_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return path
 
 
 def save_model(folder: Path, model, tokenizer) -> None:
-    try:
-        with no_progress_bar():
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    with no_progress_bar():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first."""
-    return sorted((int(p.name.removeprefix("step-")), p) for p in folder.glob("step-*") if (p / _STATE).is_file())
+    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / _STATE).is_file()]
+    return sorted((int(p.name.removeprefix("step-")), p) for p in found)
 
 
 def load_state(path: Path) -> dict:
     """What `save_checkpoint` was given as `state`, and `step`; torch's random state is set."""
-    state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise SparseRLError(
+            f"{path / _STATE} is damaged ({str(error).splitlines()[0]}); remove {path} to go on from the one before."
+        ) from error
     torch.set_rng_state(state.pop("torch_rng"))
     return state
 
@@ -74,15 +80,19 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def disk_error(error: Exception, path: Path) -> CannotWrite:
-    """A failed write in one sentence."""
-    free = shutil.disk_usage(path.parent).free
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-    why = "the disk is full" if full else str(error).splitlines()[0]
-    return CannotWrite(
-        f"{path} could not be written ({why}; {free / 2**20:,.0f} MiB free); nothing half-written was left there. Free some space and "
-        "go on with --resume."
-    )
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A failed write of `path` in one sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a failed write as RuntimeError
+        there = next(folder for folder in path.parents if folder.exists())
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        why = "the disk is full" if full else str(error).splitlines()[0]
+        raise CannotWrite(
+            f"{path} could not be written ({why}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB free); nothing half-written was left "
+            "there. Free some space and go on with --resume."
+        ) from error
 
 
 def _flush(path: Path) -> None:

@@ -37,6 +37,9 @@ class ModelSettings:
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
 
+    def __post_init__(self):
+        whole(at_least=0, **{"model.lora_rank": self.lora_rank})
+
 
 @dataclass(frozen=True)
 class TaskSettings:
@@ -80,6 +83,8 @@ class LearnSettings:
     def __post_init__(self):
         whole(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
         whole(at_least=0, **{"learn.refill": self.refill})
+        if self.advantage_eps < 0:
+            raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.advantage not in ESTIMATORS:
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         self.how()
@@ -117,6 +122,8 @@ class RunSettings:
     def __post_init__(self):
         whole(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
         whole(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
+        if self.seed >= 2**63:
+            raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
 
 
 @dataclass(frozen=True)
@@ -153,8 +160,10 @@ class Recipe:
         how = self.learn.how()
         if self.learn.refill and how.reject_below is None and how.reject_outside is None:
             raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
-        if how.clip_kl is not None and how.clip_kl <= 0:
-            raise SparseRLError(f"learn.correction.clip_kl is {how.clip_kl}; it must be positive.")
+        if self.model.dtype == "float16":
+            raise SparseRLError("model.dtype is float16, in which gradients vanish; train in bfloat16 or float32.")
+        if self.loss.renormalise and self.loss.mean == "token-mean":
+            raise SparseRLError("loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only.")
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, as a recipe holds them."""
@@ -206,7 +215,10 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
         section, path = _find(dotted)
         target = sections.setdefault(section, {})
         for part in path[:-1]:
-            target[part] = dict(target.get(part) or {})
+            inner = target.get(part) or {}
+            if not isinstance(inner, Mapping) or (section != "task" and _types(SECTIONS[section]).get(part) is not dict):
+                raise SparseRLError(f"--{dotted} looks inside {section}.{part}, which holds no keys; write --{section}.{part} VALUE.")
+            target[part] = dict(inner)
             target = target[part]
         target[path[-1]] = _parse(value)
     missing = [name for name in ("model", "task") if name not in sections]

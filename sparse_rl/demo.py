@@ -76,7 +76,7 @@ def summary(folder: Path) -> dict:
         "curves": {view: values(metrics, f"eval/{view}/accuracy") for view in ("dense", "sparse")},
         "reward": values(metrics, "reward/mean"),
         "rejected": mean(metrics, "reject/trajectories/frac"),
-        "kv_bytes": mean(metrics, "cache/bytes/allocated"),
+        "kv_bytes": mean(timing, "cache/bytes/allocated"),
         "tokens_per_s": mean(timing, "rollout/tokens_per_s"),
     }
 

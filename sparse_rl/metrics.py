@@ -1,7 +1,7 @@
 """What a run writes down: one JSON line per step, in two files, and the same numbers for trackers.
 
     metrics.jsonl   what was learned; a resumed run writes the same bytes as one that was never interrupted
-    timing.jsonl    seconds, tokens per second, bytes: what differs from run to run
+    timing.jsonl    seconds, tokens per second, bytes allocated: what differs from run to run
 
 A line is written whole, with a newline, and flushed; a last line without one is what a crash left, and is not read.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint import disk_error
+from .checkpoint import writing
 from .errors import SparseRLError, nearest
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
@@ -46,11 +46,8 @@ class Log:
 
 
 def append_line(path: Path, values: Mapping) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(_line(values))
-    except OSError as error:
-        raise disk_error(error, path) from error
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(_line(values))
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -58,17 +55,19 @@ def read_lines(path: Path) -> list[dict]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        whole = [line for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in whole]
+    except json.JSONDecodeError as error:
+        raise SparseRLError(f"{path} holds a line that is not JSON ({error}); remove the line, or the file, and go on.") from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically."""
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with writing(path):
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
-    except OSError as error:
-        raise disk_error(error, path) from error
 
 
 def _line(values: Mapping) -> str:

@@ -9,6 +9,9 @@ runs/NAME/recipe.yaml      the recipe with every key spelled out
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,19 +30,34 @@ def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool =
     """Make a run folder, or go on with one, and train to the end."""
     folder = Path(folder)
     written = folder / "recipe.yaml"
-    if written.exists() and not resume:
+    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
+        raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
+    if not resume and any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
         raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
-    if resume:
-        check_same(load_recipe(written), recipe, written)
+    changes = check_same(load_recipe(written), recipe, written) if resume else []
     trainer = Trainer(recipe, folder, show)
     folder.mkdir(parents=True, exist_ok=True)
-    masters, saved = trainer.learner.optimizer.masters, [p for p in trainer.model.parameters() if p.requires_grad]
-    require_space(folder, 3 * sum(m.nbytes for m in masters) + sum(p.nbytes for p in saved))  # masters, two moments, the model itself
-    write_text(written, recipe.to_yaml())
-    if resume:
-        trainer.resume()
-    trainer.run()
+    with alone(folder):
+        masters, saved = trainer.learner.optimizer.masters, [p for p in trainer.model.parameters() if p.requires_grad]
+        require_space(folder, 3 * sum(m.nbytes for m in masters) + sum(p.nbytes for p in saved))  # masters, two moments, the model itself
+        write_text(written, recipe.to_yaml())
+        if resume:
+            trainer.resume()
+        for change in changes:
+            trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
+        trainer.run()
     return trainer
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; the lock goes with the process, however it ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SparseRLError(f"another process is training in {folder}; wait for it, or choose another folder with --out.") from error
+        yield
 
 
 def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
@@ -78,16 +96,21 @@ def lora_parameters(config, rank: int) -> int:
 
 
 FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}
+REMEDIES = {"optimizer.lr", "rollout.rows", "rollout.budget", "learn.micro_batch_tokens", "model.gradient_checkpointing"}
 
 
-def check_same(old: Recipe, new: Recipe, path: Path) -> None:
-    """A resumed run must be the same run."""
-    before, now = old.to_dict(), new.to_dict()
+def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:
+    """A resumed run must be the same run, but for what a run that stopped may need: those changes are returned as sentences."""
+    before, now, changes = old.to_dict(), new.to_dict(), []
     for section in before:
         for name in {**before[section], **now[section]}:
-            if f"{section}.{name}" not in FREE_TO_CHANGE and before[section].get(name) != now[section].get(name):
-                then, given = before[section].get(name), now[section].get(name)
+            key, then, given = f"{section}.{name}", before[section].get(name), now[section].get(name)
+            if key in FREE_TO_CHANGE or then == given:
+                continue
+            if key not in REMEDIES:
                 raise SparseRLError(
-                    f"{section}.{name} is {given!r} but {path} says {then!r}; resume with the recipe of the run "
+                    f"{key} is {given!r} but {path} says {then!r}; resume with the recipe of the run "
                     f"(sparse-rl train {path.parent} --resume), or start another run."
                 )
+            changes.append(f"{key} is {given!r} instead of {then!r}.")
+    return changes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import tasks
-from .checkpoint import find_checkpoints, load_state, save_checkpoint
+from .checkpoint import find_checkpoints, load_state, save_checkpoint, writing
 from .compressors import make
 from .config import Recipe
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
@@ -31,6 +31,7 @@ from .learn.batch import Scored, collate, join, score, weigh
 from .learn.correct import correct
 from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
 from .learn.learner import Learner
+from .learn.loss import k3
 from .learn.score import overlap
 from .live import View
 from .metrics import Clock, Log, read_lines
@@ -128,7 +129,7 @@ class Trainer:
                         self.save()
             except (KeyboardInterrupt, SparseRLError, torch.OutOfMemoryError) as error:
                 within_a_step = self.learner.version != self.engine.version  # some of a step's updates are done, others not
-                if not within_a_step and not isinstance(error, CannotWrite):
+                if self.step and not within_a_step and not isinstance(error, CannotWrite):
                     self.save()
                 if isinstance(error, torch.OutOfMemoryError):
                     raise self._out_of_memory(error) from error
@@ -151,6 +152,10 @@ class Trainer:
             if not len(rejected):
                 break
             more = self._complete([prompts[i] for i in rejected], 1, turn, clock)
+            more.trajectories = [  # each takes the place it was sampled for
+                dataclasses.replace(t, prompt_index=slot // group, sample_index=slot % group)
+                for t, slot in zip(more.trajectories, rejected.tolist())
+            ]
             first = len(rollout.trajectories)
             rollout = Rollout(
                 rollout.prompts + more.prompts,
@@ -203,11 +208,11 @@ class Trainer:
                 **rejection_metrics(mask, fixed, rewards),
                 "old/entropy/mean": scored.entropies[mask].double().mean().item(),
                 "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
-                "cache/bytes_saved/frac": self.engine.kv_bytes_saved(trajectories),
-                "cache/bytes/allocated": float(self.engine.cache.nbytes + self.engine.scratch.nbytes),
                 **({"data/skipped/count": float(skipped)} if (skipped := sum(self.task.skipped.values())) else {}),
                 **{f"grade/{verdict.replace(' ', '_')}/count": float(count) for verdict, count in sorted(verdicts.items())},
             }
+            if scored.reference_logprobs is not None:
+                metrics["old/kl/mean"] = k3(scored.old_logprobs, scored.reference_logprobs)[mask].double().mean().item()
             if self.recipe.learn.refill:
                 metrics["reject/replaced/count"] = float((rollout.chosen >= len(rollout.chosen)).sum())
             if self.recipe.run.diagnose:
@@ -224,6 +229,8 @@ class Trainer:
         timing = clock.timing()
         tokens = sum(len(t.response_tokens) for t in rollout.trajectories)
         timing["rollout/tokens_per_s"] = tokens / timing["time/rollout"]
+        timing["cache/bytes/allocated"] = float(self.engine.cache.nbytes + self.engine.scratch.nbytes)
+        timing["cache/bytes_saved/frac"] = self.engine.kv_bytes_saved(rollout.trajectories)
         if torch.cuda.is_available():
             timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())
         self.log.write(self.step, metrics, timing)
@@ -257,7 +264,7 @@ class Trainer:
             return
         folder = self.folder / "samples" / f"step-{self.step:06d}"
         shutil.rmtree(folder, ignore_errors=True)
-        with TrajectoryWriter(folder) as writer:
+        with writing(folder), TrajectoryWriter(folder) as writer:
             for slot in range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted]:
                 i = int(rollout.chosen[slot])
                 t = rollout.trajectories[i]
@@ -290,10 +297,11 @@ class Trainer:
             state = load_state(path)
             self.learner.load_state_dict(state["learner"])
             self.step = state["step"]
+            self.learner.skipped %= self.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
             self.engine.version = self.learner.version
         self.log.cut(self.step)
         for folder in (self.folder / "samples").glob("step-*"):
-            if int(folder.name.removeprefix("step-")) > self.step:
+            if folder.name > f"step-{self.step:06d}":
                 shutil.rmtree(folder)
         for partial in (self.folder / "checkpoints").glob(".*.partial"):
             shutil.rmtree(partial)

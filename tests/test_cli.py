@@ -187,6 +187,8 @@ def test_training_mistakes_get_a_sentence(tmp_path):
         (["train", recipe, "--budget"], "--budget has no value"),
         (["train", recipe, "--bugdet", 3], "did you mean 'rollout.budget'"),
         (["train", recipe, "--task.cuont", 3], "the task sums has no option 'cuont'; did you mean 'count'"),
+        (["train", recipe, "--task.count", '"8"'], "the task sums cannot use the options"),
+        (["train", recipe, "--rollout.compressor_options.window", "a"], "rkv"),
         (["train", recipe, "--rollout.compressor_options.snks", 3], "rkv has no parameter 'snks'; did you mean 'sinks'"),
         (["train", recipe, "--compressor", "rvk"], "did you mean 'rkv'"),
         (["train", recipe, "--model.name", "tinny-sums"], "cannot load 'tinny-sums'"),

@@ -63,6 +63,15 @@ def test_a_part_can_be_switched_off():
         ({**SMALL, "learn": {"minibatches": 9}, "rollout": {"prompts": 2, "group_size": 4}}, "is 9 but a step has 8 trajectories"),
         ({**SMALL, "rollout": {"group_size": 1}}, "a group needs at least 2"),
         ({**SMALL, "loss": {"mean": "tokenmean"}}, "did you mean 'token-mean'"),
+        ({**SMALL, "loss": {"mean": "token-mean", "renormalise": True}}, "renormalise divides by trajectories, but"),
+        ({**SMALL, "learn": {"correction": {"reject_below": 0}}}, "correction.reject_below is 0.0; it must be above 0"),
+        ({**SMALL, "learn": {"correction": {"cap": -1}}}, "correction.cap is -1.0"),
+        ({**SMALL, "learn": {"advantage_eps": -1}}, "advantage_eps is -1.0"),
+        ({**SMALL, "optimizer": {"eps": -1}}, "eps -1.0"),
+        ({**SMALL, "optimizer": {"lr": float("inf")}}, "lr inf must be between 0 and 1"),
+        ({**SMALL, "model": {"name": "tiny", "lora_rank": -1}}, "model.lora_rank is -1"),
+        ({**SMALL, "model": {"name": "tiny", "dtype": "float16"}}, "gradients vanish; train in bfloat16 or float32"),
+        ({**SMALL, "run": {"seed": 10**22}}, "it must be below 2"),
         ({**SMALL, "model": {"dtype": "bf16"}}, "model.name is not given"),
     ],
 )  # fmt: skip
@@ -77,6 +86,8 @@ def test_mistakes_get_a_sentence(data, message):
         ("temperature", "several keys; write --rollout.temperature or --eval.temperature"),
         ("budgte", "did you mean 'rollout.budget'"),
         ("rollot.budget", "did you mean 'rollout'"),
+        ("rollout.budget.x", "looks inside rollout.budget, which holds no keys"),
+        ("model.name.foo", "looks inside model.name"),
     ],
 )  # fmt: skip
 def test_override_mistakes_get_a_sentence(key, message):

@@ -85,11 +85,11 @@ def test_gap_by_distance_from_the_last_eviction():
     mask = torch.arange(12)[None] >= 2
     found = gap_since_eviction(gap, mask, [one], interval=4)
     assert found == {
-        "gap/abs/before_eviction": 2.5,  # indices 2 and 3
-        "gap/abs/quarter1": 6.0,  # 4 and 8
-        "gap/abs/quarter2": 7.0,
-        "gap/abs/quarter3": 8.0,
-        "gap/abs/quarter4": 9.0,
+        "gap/abs/before_eviction": 3.0,  # 2, 3 and 4: query 3, which predicts token 4, still saw everything
+        "gap/abs/quarter1": 7.0,  # 5 and 9
+        "gap/abs/quarter2": 8.0,
+        "gap/abs/quarter3": 9.0,
+        "gap/abs/quarter4": 8.0,  # 8 alone
     }
 
 
@@ -97,7 +97,7 @@ def test_evictions_are_found_in_real_traces(llama):
     done = Engine(llama, budget=12, interval=4, rows=2).generate(prompts_of(9, 30), sampling=Sampling(20))
     for t, first in zip(done, (16, 30)):  # capacity 16: full after 16 tokens; a longer prompt is compressed once, after itself
         gap = torch.zeros(1, len(t.tokens))
-        gap[0, first] = 1.0
+        gap[0, first + 1] = 1.0
         mask = torch.arange(len(t.tokens))[None] >= t.num_prompt_tokens
         found = gap_since_eviction(gap, mask, [t], interval=4)
         assert found["gap/abs/quarter1"] > 0 and all(v == 0 for k, v in found.items() if k != "gap/abs/quarter1")

@@ -129,6 +129,52 @@ def test_a_step_is_adamw_on_the_whole_batch(architecture, limit):
         assert not torch.equal(got, start)
 
 
+def test_naive_is_centred_on_the_sampler():
+    done = rollouts(tiny("llama"))
+    scored = score(tiny("llama"), collate(done), 64)
+    naive, none = (weigh(scored, torch.ones(6), PRESETS[name], Loss(), 1)[0] for name in ("naive", "none"))
+    assert naive.old_logprobs.equal(scored.sampled.sampler_logprobs) and none.old_logprobs.equal(scored.old_logprobs)
+    assert (scored.gap.abs() > 0.01).any() and naive.weights[naive.mask].eq(1).all()
+
+
+def test_clip_fraction_counts_all_response_tokens():
+    model = copy.deepcopy(tiny("llama"))
+    (batch,), _, _ = make_batch(model, "none")
+    dropped = batch.mask & (torch.arange(batch.mask.shape[1]) % 2 == 0)
+    batch.mask[dropped] = False
+    batch.old_logprobs[batch.mask] -= 1.0  # every ratio is e: clipped where the advantage is positive
+    clipped = int(batch.mask[batch.advantages > 0].sum())
+    metrics = Learner(model, STEADY, Loss()).step(batch)
+    assert metrics["update/clip/frac"] == clipped / batch.response_tokens < clipped / int(batch.mask.sum())
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_no_dropout_of_any_kind_while_learning(architecture):
+    import transformers
+
+    if architecture == "gpt2":
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    else:
+        model = copy.deepcopy(tiny("llama", attention_dropout=0.5))
+    (batch,), _, _ = make_batch(model, "none")
+    before = {n: (m.training, getattr(m, "p", None)) for n, m in model.named_modules()}
+    metrics = Learner(model, STEADY, Loss()).step(batch)
+    assert abs(metrics["update/drift/mean"]) < 1e-6
+    assert before == {n: (m.training, getattr(m, "p", None)) for n, m in model.named_modules()}
+
+
+def test_models_whose_decoder_cannot_be_caught_are_refused():
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    with pytest.raises(SparseRLError, match="does not run its decoder as a whole"):
+        token_logprobs(transformers.AutoModelForCausalLM.from_config(config), torch.arange(9))
+
+
 def test_checkpointing_changes_no_gradient():
     plain, saving = copy.deepcopy(tiny("llama")), copy.deepcopy(tiny("llama"))
     (batch,), _, _ = make_batch(plain)
@@ -218,7 +264,7 @@ def test_bf16_weights_move_through_their_fp32_masters():
 
 def test_gradients_of_micro_batches_add_up_in_fp32():
     weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([weight], OptimizerSettings(lr=1.0, max_grad_norm=1e9))
+    optimizer = MasterAdamW([weight], OptimizerSettings(lr=0.5, max_grad_norm=1e9))
     for _ in range(300):
         (weight * torch.tensor([1.0, 0.25, 3.0, 1 / 64], dtype=torch.bfloat16)).sum().backward()
     assert optimizer.masters[0].grad.tolist() == [300.0, 75.0, 900.0, 300 / 64]  # bf16 sums would stop at 256

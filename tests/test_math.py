@@ -328,3 +328,18 @@ def test_what_to_install_is_told_by_the_grading_processes(tmp_path, monkeypatch)
     task = make("math", files=write(tmp_path / "rows.jsonl", problems(3)), workers=1, deadline=9)
     with pytest.raises(SparseRLError, match=re.escape("needs math-verify (not here); pip install 'math-verify")):
         task.grade([task[0]], [r"\boxed{9}"])
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("p - q", "p+q"), ("xy", "x+y"), ("xy", "x-y"), ("x", "-x"), ("i", "-i"), ("n", "n!"), ("ab", "a/b"), ("mn", "m^n"), ("x", "2x")],
+)
+def test_algebra_in_letters_is_not_compared_as_words(gold, answer):
+    assert verdict(gold, answer) != "right" and verdict(gold, gold) == "right"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("(C)", "C"), ("Friday", r"\text{Friday}"), ("A, C", r"\text{A, C}"), (r"\text{even}", "even")]
+)
+def test_words_are_still_compared_as_words(gold, answer):
+    assert verdict(gold, answer) == "right"

@@ -71,18 +71,22 @@ def test_a_run_folder_holds_everything(finished):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 8]  # evaluations at 0, 3, 6 and the end
     steps = [line for line in lines if "reward/mean" in line]
     always = ["gap/xi/p05", "gap/xi/min", "gap/ess/frac", "gap/alpha/p05", "gap/k3/mean", "reject/trajectories/frac", "update/clip/frac",
-              "rollout/loops/frac", "rollout/truncated/frac", "rollout/length/mean", "cache/tokens_saved/frac", "cache/bytes_saved/frac",
+              "rollout/loops/frac", "rollout/truncated/frac", "rollout/length/mean", "cache/tokens_saved/frac",
               "advantage/groups_without_variance/frac", "update/skipped/count", "update/empty/count", "old/entropy/mean"]  # fmt: skip
     assert len(steps) == 8 and all(set(always) <= set(line) for line in steps)
     for line in (line for line in lines if "eval/dense/accuracy" in line):
         assert 0 <= line["eval/sparse/accuracy"] <= 1
     timing = read_lines(finished / "timing.jsonl")
     stages = [f"time/{s}" for s in ("rollout", "grade", "score", "diagnose", "update", "step")]
-    assert all(set(stages) <= set(line) for line in timing if "time/step" in line)
+    assert all({*stages, "cache/bytes_saved/frac"} <= set(line) for line in timing if "time/step" in line)
     assert [step for step, _ in find_checkpoints(finished / "checkpoints")] == [6, 8]  # the newest two
     samples = [json.loads(line) for line in (finished / "samples" / "step-000003" / "trajectories.jsonl").open()]
     assert len(samples) == 2 and {"prompt", "text", "reward", "verdict", "advantage", "accepted", "old_logprobs"} <= set(samples[0])
     assert len(list(read_trajectories(finished / "samples" / "step-000003"))) == 2
+    first = [json.loads(line) for line in (finished / "samples" / "step-000001" / "trajectories.jsonl").open()]
+    assert {s["prompt"] for s in first}.isdisjoint(s["prompt"] for s in samples)  # every step has prompts of its own
+    updates = sum(2 - line["update/empty/count"] - line["update/skipped/count"] for line in steps[:2])
+    assert updates > 0 and {s["version"] for s in samples} == {updates} and {s["version"] for s in first} == {0}
     model, tokenizer = load_model(str(finished / "checkpoints" / "step-000008"))
     assert tokenizer.encode("1+2=") and not model.training
     start = load_model("tiny-sums")[0].state_dict()
@@ -119,7 +123,7 @@ def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, seed):
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
     theirs = weights(finished / "checkpoints" / "step-000008")
     assert all(torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items())
-    assert not list((folder / "checkpoints").glob(".*")) and not list(folder.glob(".*"))
+    assert not list((folder / "checkpoints").glob(".*")) and [p.name for p in folder.glob(".*")] == [".lock"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -193,8 +197,8 @@ def test_a_run_can_go_on_beyond_its_end(finished, tmp_path):
 def test_folders_are_not_mixed_up(finished, tmp_path):
     with pytest.raises(SparseRLError, match="holds a run already; go on with --resume"):
         train(recipe(run={"steps": 8}), finished, show=False)
-    with pytest.raises(SparseRLError, match=r"rollout.budget is 43 but .* says 42"):
-        train(recipe(run={"steps": 8}, rollout={"budget": 43}), finished, resume=True, show=False)
+    with pytest.raises(SparseRLError, match=r"rollout.interval is 5 but .* says 4"):
+        train(recipe(run={"steps": 8}, rollout={"interval": 5}), finished, resume=True, show=False)
     with pytest.raises(SparseRLError, match="there is no recipe"):
         train(recipe(), tmp_path / "none", resume=True, show=False)
     with pytest.raises(SparseRLError, match="no task 'smus'"):
@@ -240,6 +244,13 @@ def test_a_full_disk_stops_the_log_with_a_sentence(tmp_path):
     (folder / "timing.jsonl").symlink_to("/dev/full")
     with pytest.raises(SparseRLError, match=r"timing.jsonl could not be written \(the disk is full"):
         train(recipe(), folder, show=False)
+
+
+def test_samples_that_cannot_be_written_stop_the_run_with_a_sentence(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "samples").write_text("a file where a folder should be")
+    with pytest.raises(SparseRLError, match="step-000001 could not be written"):
+        train(recipe(), tmp_path / "run", show=False)
 
 
 def test_a_disk_without_room_is_refused_before_the_run(tmp_path, monkeypatch):
@@ -407,3 +418,145 @@ def test_trackers_get_the_numbers(tmp_path):
 def test_unknown_trackers_are_refused(tmp_path):
     with pytest.raises(SparseRLError, match="names 'tensorbord'; did you mean 'tensorboard'"):
         train(recipe(run={"trackers": ["tensorbord"]}), tmp_path / "run", show=False)
+
+
+def test_prompts_of_many_lengths_resume_the_same(tmp_path):
+    """Nothing in the metrics may depend on what this process happened to see before."""
+    settings = {"task": {"name": "linsys"}, "rollout": {"budget": 60, "max_new_tokens": 16}, "eval": {"every": 2}}
+    train(recipe(**settings, run={"steps": 4}), tmp_path / "whole", show=False)
+    train(recipe(**settings, run={"steps": 2}), tmp_path / "parts", show=False)
+    train(recipe(**settings, run={"steps": 4}), tmp_path / "parts", resume=True, show=False)
+    assert (tmp_path / "parts" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_dense_rollouts_take_prompts_of_any_length(tmp_path):
+    rollout = {"compressor": "dense", "compressor_options": {}, "max_new_tokens": 8}
+    plain = {name: section for name, section in BASE.items() if name != "task"}
+    settings = make_recipe({**plain, "task": {"name": "linsys"}, "rollout": {**BASE["rollout"], **rollout}, "learn": {"method": "none"}})
+    train(settings, tmp_path / "run", show=False)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert max(line["gap/abs/mean"] for line in lines if "gap/abs/mean" in line) < 1e-5
+
+
+def test_the_recipe_reaches_the_learner(tmp_path):
+    trainer = sparse_rl.train.Trainer(
+        recipe(learn={"method": "sparse-rl-released"}, rollout={"temperature": 0.7}), tmp_path / "run", show=False
+    )
+    assert trainer.learner.clip_kl == 10.0 and trainer.loss.constant == 64 and trainer.learner.temperature == 0.7
+    assert trainer.sampling.temperature == 0.7
+
+
+def test_ratios_start_at_one_at_any_temperature(tmp_path):
+    settings = recipe(rollout={"temperature": 0.7}, learn={"method": "none", "minibatches": 1}, run={"steps": 1}, eval={"every": 0})
+    train(settings, tmp_path / "run", show=False)
+    (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert abs(line["update/drift/mean"]) < 1e-6 and line["update/grad_norm"] > 0
+
+
+def test_naive_hides_the_gap_from_the_loss_but_not_from_the_metrics(tmp_path):
+    for method in ("naive", "none"):
+        settings = recipe(learn={"method": method, "minibatches": 1}, run={"steps": 1}, eval={"every": 0})
+        train(settings, tmp_path / method, show=False)
+    (naive,), (none,) = (read_lines(tmp_path / method / "metrics.jsonl") for method in ("naive", "none"))
+    same = [key for key in none if key.startswith(("gap/", "reject/", "reward/"))]
+    assert none["gap/abs/mean"] > 0.01 and all(naive[key] == none[key] for key in same)
+    assert abs(none["update/drift/mean"]) < 1e-6 < 1e-3 < abs(naive["update/drift/mean"])  # its ratio starts at learner / sampler
+
+
+def test_replacements_are_new_samples(tmp_path, monkeypatch):
+    seeds, generate = [], sparse_rl.train.Engine.generate
+
+    def spy(self, prompts, group_size, sampling, seed):
+        seeds.append(seed)
+        return generate(self, prompts, group_size, sampling, seed)
+
+    monkeypatch.setattr(sparse_rl.train.Engine, "generate", spy)
+    learn = {"correction": {"reject_below": 0.9}, "refill": 3}
+    train(recipe(learn=learn, run={"steps": 1, "samples": 16}, eval={"every": 0}), tmp_path / "run", show=False)
+    assert len(seeds) == 4 and len(set(seeds)) == 4
+    folder = tmp_path / "run" / "samples" / "step-000001"
+    lines = [json.loads(line) for line in (folder / "trajectories.jsonl").open()]
+    assert len({line["trace"] for line in lines}) == 16  # each with its own trace
+    assert all(t.trace.num_tokens == len(t.tokens) for t in read_trajectories(folder))
+
+
+def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path):
+    import shutil
+
+    train(recipe(run={"steps": 4}), tmp_path / "run", show=False)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    (tmp_path / "run" / "checkpoints" / "step-best").mkdir()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # what a crash leaves
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 4
+    trainer = sparse_rl.train.Trainer(recipe(run={"steps": 4}), tmp_path / "run", show=False)
+    trainer.resume()
+    assert trainer.step == 2 and read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
+    assert [p.name for p in (tmp_path / "run" / "samples").iterdir()] == ["step-000001"]
+
+
+def test_random_state_comes_back(tmp_path):
+    from sparse_rl.checkpoint import load_state
+
+    model, tokenizer = load_model("tiny")
+    torch.manual_seed(5)
+    path = save_checkpoint(tmp_path, 1, model, tokenizer, {}, keep=1)
+    drawn = torch.rand(3)
+    load_state(path)
+    assert torch.rand(3).equal(drawn)
+    (path / "training.pt").write_bytes((path / "training.pt").read_bytes()[:100])
+    with pytest.raises(SparseRLError, match=r"training.pt is damaged .* remove"):
+        load_state(path)
+
+
+def test_one_process_per_folder(tmp_path):
+    from sparse_rl.run import alone
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with alone(folder), pytest.raises(SparseRLError, match="another process is training in"):
+        train(recipe(), folder, show=False)
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(SparseRLError, match="holds a run already"):
+        train(recipe(), folder, show=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SparseRLError, match="is a file or lies under one"):
+        train(recipe(), tmp_path / "file" / "run", show=False)
+
+
+def test_remedies_can_be_applied_on_resume(tmp_path, capsys):
+    train(recipe(run={"steps": 2}), tmp_path / "run", show=False)
+    train(recipe(run={"steps": 3}, optimizer={"lr": 1e-5}, rollout={"rows": 4}), tmp_path / "run", resume=True, show=False)
+    told = capsys.readouterr().err
+    assert "from step 2 on, optimizer.lr is 1e-05 instead of 0.0001" in " ".join(told.split()) and "rollout.rows is 4" in told
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[-2]["update/lr"] == pytest.approx(1e-5)
+
+
+PARTLY = """
+from sparse_rl.tasks import Prompt, Task
+class Partly(Task):
+    isolated = False
+    def __getitem__(self, i):
+        if i == 3:
+            raise KeyError("three")
+        return Prompt("1+1=", i, i)
+    def reward(self, prompt, text):
+        return 0.5 if prompt.index % 4 else 1.0
+"""
+
+
+def test_accuracy_counts_full_rewards_and_bad_prompts_get_a_sentence(tmp_path):
+    from sparse_rl import Engine, Sampling, tasks
+    from sparse_rl.evaluate import accuracy, dense_engine
+
+    (tmp_path / "partly.py").write_text(PARTLY)
+    task = tasks.make(f"{tmp_path / 'partly.py'}:Partly")
+    with pytest.raises(SparseRLError, match=r"could not make prompt 3 \(KeyError: 'three'\)"):
+        task.sample(0, 4)
+    model, tokenizer = load_model("tiny")
+    engine = Engine(model, budget=16, interval=4, rows=4)
+    found = accuracy(engine, tokenizer, task, task.sample(4, 8), 1, Sampling(4), seed=0)
+    assert found["accuracy"] == 0.25 and found["reward"] == 0.625
+    dense = dense_engine(model, [[5] * 10], 50, rows=4, like=engine)
+    assert dense.rows == 1 and dense.cache.capacity == 60  # 4 rows of 20 slots hold one dense row of 60
+    assert dense_engine(model, [[5] * 4], 6, rows=4, like=engine).rows == 4

@@ -165,7 +165,10 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
     for name in options:
         if name not in known:
             raise SparseRLError(f"{compressor} has no parameter {name!r}; {nearest(name, known)}")
-    return COMPRESSORS[compressor](**options)
+    try:
+        return COMPRESSORS[compressor](**options)
+    except TypeError as error:
+        raise SparseRLError(f"{compressor} cannot use the parameters {options} ({error}).") from error
 
 
 def _parameters(cls: type[Compressor]) -> list[str]:

@@ -35,6 +35,10 @@ class Correction:
     def __post_init__(self):
         if self.old not in ("learner", "sampler"):
             raise SparseRLError(f"correction.old is {self.old!r}; it must be 'learner' or 'sampler'.")
+        for name in ("reject_below", "cap", "clip_gap", "clip_kl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SparseRLError(f"correction.{name} is {value}; it must be above 0, or null to switch it off.")
         for name in ("reject_outside", "mask_outside"):
             band = getattr(self, name)
             if band is not None and not 0 <= band[0] <= band[1]:

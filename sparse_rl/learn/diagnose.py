@@ -64,18 +64,19 @@ def rejection_metrics(mask: Tensor, fixed: Corrected, rewards: Tensor) -> dict[s
 
 
 def gap_since_eviction(gap: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], interval: int) -> dict[str, float]:
-    """Mean |gap| in each quarter of the interval after an eviction, and before the first one.
+    """Mean |gap| in each quarter of the interval after an eviction, and before the first one. A token belongs to the query before it,
+    which predicted it.
 
     Every layer and head of a row evicts at the same moments, so the first head of the first layer tells when.
     """
-    since = torch.full(gap.shape, -1, dtype=torch.int64)  # tokens since the last eviction; -1: none yet
+    since = torch.full(gap.shape, -1, dtype=torch.int64)  # queries since the last eviction; -1: none yet
     for i, t in enumerate(trajectories):
         tokens = len(t.tokens)
         moments = torch.zeros(tokens + 1, dtype=torch.bool)
         moments[t.trace.evicted_at[0, 0].to(torch.int64).clamp(max=tokens)] = True
         place = torch.arange(tokens)
         last = torch.where(moments[:tokens], place, -1).cummax(0).values
-        since[i, :tokens] = torch.where(last < 0, -1, place - last)
+        since[i, 1:tokens] = torch.where(last < 0, -1, place - last)[:-1]
     quarter = torch.where(since < 0, -1, (since * 4 // interval).clamp(max=3))
     size = gap.abs().double()
     found = {}

@@ -117,16 +117,24 @@ class Learner:
 @contextmanager
 def learning(model: nn.Module) -> Iterator[None]:
     """Train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and a ratio must start at 1."""
-    before = [(module, module.training) for module in model.modules()]
-    dropouts = [(m, m.attention_dropout) for m in model.modules() if isinstance(getattr(m, "attention_dropout", None), float)]
+    training = [(module, module.training) for module in model.modules()]
+    shares = [
+        (module, name, value) for module in model.modules() for name, value in vars(module).items() if _is_dropout(module, name, value)
+    ]
     try:
-        for module, _ in before:
-            module.training = not isinstance(module, nn.modules.dropout._DropoutNd)
-        for module, _ in dropouts:
-            module.attention_dropout = 0.0
+        for module, _ in training:
+            module.training = True
+        for module, name, _ in shares:
+            setattr(module, name, 0.0)
         yield
     finally:
-        for module, training in before:
-            module.training = training
-        for module, dropout in dropouts:
-            module.attention_dropout = dropout
+        for module, mode in training:
+            module.training = mode
+        for module, name, value in shares:
+            setattr(module, name, value)
+
+
+def _is_dropout(module: nn.Module, name: str, value) -> bool:
+    """Whether an attribute is the share of something to drop: a Dropout module's p, or what a layer hands to a function."""
+    inside = isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"
+    return isinstance(value, float) and (inside or "drop" in name)

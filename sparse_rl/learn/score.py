@@ -64,6 +64,8 @@ def hidden_states(model: nn.Module, tokens: Tensor, evicted_at: Tensor | None = 
                 model(**inputs, evicted_at=evicted_at)
     finally:
         hook.remove()
+    if not caught:
+        raise SparseRLError(f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: log-probs of it are not supported.")
     return caught[0]
 
 

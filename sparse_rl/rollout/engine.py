@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Engine:
         max_tokens: int | None = None,
         prefill_chunk: int = 512,
     ):
-        """`max_tokens` (prompt + new) sizes the rows of `dense`, which otherwise takes them from its first call."""
+        """`max_tokens` (prompt + new) sizes the rows of `dense` once and for all; otherwise they grow with the longest call."""
         whole(rows=rows, prefill_chunk=prefill_chunk)
         if max_tokens is not None:
             whole(at_least=2, max_tokens=max_tokens)
@@ -183,6 +184,9 @@ class Engine:
 
     def _allocate_rows(self, capacity: int, plan: Plan) -> None:
         """The cache, once and for all."""
+        if self.cache is not None and not self.compressor.evicts and self.max_tokens is None and capacity > self.cache.capacity:
+            self.cache = None  # dense rows are as long as the longest call so far
+            plan = replace(plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity))
         if self.cache is None:
             self._require(plan.cache_bytes, plan)
             self.cache = SlotCache(cache_shape(self.shape, self.compressor), self.rows, capacity, self.device)

@@ -95,11 +95,19 @@ class Task:
             raise SparseRLError(f"the task {self.name} has no prompts.")
         positions = range(start, start + count)
         places = positions if size is None else (shuffled(self.seed, p // size, size)[p % size] for p in positions)
-        prompts = [self[first + place] for place in places]
+        prompts = [self._prompt(first + place) for place in places]
         for prompt in prompts:
             if not isinstance(prompt, Prompt):
                 raise SparseRLError(f"the task {self.name} gave {prompt!r:.80}; its [i] must return a Prompt.")
         return prompts
+
+    def _prompt(self, i: int) -> Prompt:
+        try:
+            return self[i]
+        except Exception as error:
+            if isinstance(error, SparseRLError):
+                raise
+            raise SparseRLError(f"the task {self.name} could not make prompt {i} ({type(error).__name__}: {error}).") from error
 
     def held_out(self) -> Task:
         """The same task with prompts that `sample` never gives here."""
@@ -211,7 +219,12 @@ def make(name: str, **options) -> Task:
     bounds = [field.name for field in fields(Limits) if cls.isolated and field.name not in _parameters(cls)]
     _check_options(name, build, bounds, options)
     limits = replace(cls.grading_limits, **{key: options[key] for key in bounds if key in options})
-    task = build(**{key: value for key, value in options.items() if key not in bounds})
+    try:
+        task = build(**{key: value for key, value in options.items() if key not in bounds})
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, SparseRLError):
+            raise
+        raise SparseRLError(f"the task {name} cannot use the options {options} ({error}).") from error
     task._made = (name, options)
     if task.isolated:
         task._pool = pool_for(*task.spec(), limits)

@@ -64,7 +64,7 @@ def verdict(gold: str, answer: str) -> str:
     expected, given = tidy(gold), tidy(answer)
     if _bare(expected) == _bare(given):
         return "right"
-    if _only_letters(expected) and _letters(expected) == _letters(given):
+    if _only_letters(expected) and _only_letters(tidy(re.sub(_WORD_STYLE, "", given))) and _letters(expected) == _letters(given):
         return "right"
     if _is_words(gold, expected) or (_WHOLE.fullmatch(expected) and _WHOLE.fullmatch(given)):
         return "wrong"  # whole numbers, the commonest case, need no mathematics
@@ -110,7 +110,8 @@ def _bare(expression: str) -> str:
 
 
 def _only_letters(expression: str) -> bool:
-    return re.fullmatch(r"[A-Za-z][A-Za-z ,.'()-]*|\([A-Za-z]\)", expression) is not None
+    """Words and choices, not algebra: a hyphen only between words of two letters or more (`p - q` is a difference)."""
+    return re.fullmatch(r"[A-Za-z]([A-Za-z ,.'()]|(?<=[A-Za-z]{2})-(?=[A-Za-z]{2}))*|\([A-Za-z]\)", expression) is not None
 
 
 def _is_words(gold: str, expected: str) -> bool:
