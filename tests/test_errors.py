@@ -189,8 +189,10 @@ def test_interrupt_inside_the_model(engine, llama):
 
 
 def test_dense_says_when_a_later_call_needs_more(llama):
-    engine = Engine(llama, compressor="dense", rows=2)
-    engine.generate(prompts_of(10), sampling=Sampling(20))
+    growing = Engine(llama, compressor="dense", rows=2)
+    growing.generate(prompts_of(10), sampling=Sampling(20))
+    assert len(growing.generate(prompts_of(10), sampling=Sampling(40))[0].tokens) == 50 and growing.cache.capacity == 50
+    engine = Engine(llama, compressor="dense", rows=2, max_tokens=30)
     with pytest.raises(SparseRLError, match=r"hold 30 tokens, but the call needs 50 \(10 prompt \+ 40 new\).*max_tokens=50"):
         engine.generate(prompts_of(10), sampling=Sampling(40))
     assert len(engine.generate(prompts_of(10), sampling=Sampling(15))[0].tokens) == 25
