@@ -111,8 +111,9 @@ def read_prompts(path: Path, field: str) -> list[dict]:
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as qwen2.5-1.5b.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Plan a training run instead; the recipe says the rest.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Plan a training run instead; the recipe says what is not given here.")] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
     interval: Interval = 128,
@@ -139,7 +140,9 @@ def plan(
         from .config import load_recipe
         from .run import plan_run
 
-        settings = load_recipe(recipe)
+        places = {"dtype": "model", **dict.fromkeys(("compressor", "budget", "interval", "max_new_tokens", "rows"), "rollout")}
+        given = [n for n in places if context.get_parameter_source(n).name == "COMMANDLINE"]
+        settings = load_recipe(recipe, [(f"{places[n]}.{n}", str(context.params[n])) for n in given])
         result = plan_run(settings, prompt_tokens)
         numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
         typer.echo(json.dumps(numbers) if as_json else f"{settings.model.name}, {settings.learn.method}\n{result.text(memory)}")
@@ -217,7 +220,7 @@ def overrides(arguments: list[str]) -> list[tuple[str, str]]:
     while rest:
         name = rest.pop(0)
         if not name.startswith("--"):
-            raise SparseRLError(f"{name!r} is no key; write --section.key value, such as --rollout.budget 256.")
+            raise SparseRLError(f"{name!r} is no key; after the recipe write --section.key value, such as --rollout.budget 256.")
         name, equals, value = name.removeprefix("--").partition("=")
         if not equals:
             if not rest:

@@ -110,7 +110,7 @@ class EvalSettings:
 @dataclass(frozen=True)
 class RunSettings:
     steps: int = key("rollouts to learn from", 100)
-    seed: int = key("of everything random", 0)
+    seed: int = key("of sampling and of random weights; a task's prompts follow its own `seed`", 0)
     checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
     keep: int = key("checkpoints kept", 2)
     samples: int = key("completions written out for reading at every evaluation and every 10 steps", 8)

@@ -358,7 +358,7 @@ class Trainer:
         """A grader's error, once."""
         if task.last_error and task.last_error not in self.told:
             self.told.add(task.last_error)
-            self.view.say(f"sparse-rl: grading failed ({task.last_error}); such completions get reward 0 and are counted.")
+            self.view.say(f"sparse-rl: grading failed ({task.last_error[:300]}); such completions get reward 0 and are counted.")
 
 
 def average(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -175,6 +175,8 @@ def test_lists_and_plans_for_training(tmp_path):
     recipe = Path(__file__).parent.parent / "recipes" / "qwen2.5-1.5b-simplerl.yaml"
     done = run("plan", "--recipe", recipe, "--gpu-memory", 80)
     assert done.returncode == 0 and "optimizer: fp32 masters" in done.stdout and "fits" in done.stdout
+    fewer = run("plan", "--recipe", recipe, "--rows", 3, "--budget", 64)
+    assert "cache, 3 rows" in fewer.stdout and "budget 64 + interval 128" in fewer.stdout
     both = run("plan", "--recipe", recipe, "--model", "tiny")
     assert both.returncode == 1 and "give --model for a rollout or --recipe" in both.stderr
 
