@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,9 +64,7 @@ def load_state(path: Path) -> dict:
     try:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise SparseRLError(
-            f"{path / _STATE} is damaged ({str(error).splitlines()[0]}); remove {path} to go on from the one before."
-        ) from error
+        raise SparseRLError(f"{path / _STATE} is damaged ({first_line(error)}); remove {path} to go on from the one before.") from error
     torch.set_rng_state(state.pop("torch_rng"))
     return state
 
@@ -85,14 +84,20 @@ def writing(path: Path) -> Iterator[None]:
     """A failed write of `path` in one sentence."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a failed write as RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not re.search("PytorchStreamWriter|inline_container|No space|unexpected pos", str(error)):
+            raise  # torch reports a failed write as RuntimeError, and much else
         there = next(folder for folder in path.parents if folder.exists())
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        why = "the disk is full" if full else str(error).splitlines()[0]
+        why = "the disk is full" if full else first_line(error)
         raise CannotWrite(
             f"{path} could not be written ({why}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB free); nothing half-written was left "
             "there. Free some space and go on with --resume."
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _flush(path: Path) -> None:

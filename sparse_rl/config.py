@@ -83,7 +83,7 @@ class LearnSettings:
     def __post_init__(self):
         whole(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
         whole(at_least=0, **{"learn.refill": self.refill})
-        if self.advantage_eps < 0:
+        if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.advantage not in ESTIMATORS:
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
@@ -177,6 +177,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
+RECIPES = Path(__file__).parent / "recipes"  # those we ship
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items()}
 
 
@@ -185,11 +186,11 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
     import yaml
 
     path = Path(path)
+    shipped = {file.stem: file for file in RECIPES.glob("*.yaml")}
+    if str(path) in shipped and not path.is_file() and not (path / "recipe.yaml").exists():
+        path = shipped[str(path)]
     if path.is_dir():
         path = path / "recipe.yaml"
-    shipped = {file.stem: file for file in (Path(__file__).parent / "recipes").glob("*.yaml")}
-    if not path.exists() and str(path) in shipped:
-        path = shipped[str(path)]
     if not path.is_file():
         raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {nearest(path.stem, sorted(shipped))}")
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .config import Recipe, load_recipe
+from .config import RECIPES, Recipe, load_recipe
 from .errors import SparseRLError
 from .metrics import read_lines
 from .plan import size
@@ -31,7 +31,7 @@ REFERENCE = Path(__file__).parent / "assets" / "demo-dense.json"
 def recipe(method: str) -> Recipe:
     """25 steps of the recipe tiny-sums with a correction preset, or with the dense cache."""
     other = [("method", method)] if method != "dense" else [("compressor", "dense"), ("compressor_options", "{}"), ("method", "none")]
-    return load_recipe("tiny-sums", [("steps", "25"), *other])
+    return load_recipe(RECIPES / "tiny-sums.yaml", [("steps", "25"), *other])
 
 
 def run(out: Path) -> None:

@@ -47,26 +47,32 @@ class RolloutInterrupted(KeyboardInterrupt):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is through, so that what it does happens wholly or not at all."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():  # not ours to hold back
+    """Hold back Ctrl-C and SIGTERM until the block is through, so that what it does happens wholly or not at all."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if None in before.values() or threading.current_thread() is not threading.main_thread():  # not ours to hold back
         yield
         return
     received = []
-    signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    for number in before:
+        signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if received:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(received[0])
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM, which schedulers send, is taken for Ctrl-C, and so is held back where that is."""
+    """SIGTERM, which schedulers send, stops a run as Ctrl-C does, even where Ctrl-C is ignored (jobs in the background)."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
     try:
-        before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        before = signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not the main thread: nobody sends us signals
         yield
         return

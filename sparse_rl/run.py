@@ -32,21 +32,29 @@ def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool =
     written = folder / "recipe.yaml"
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
-    if not resume and any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
-        raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
-    changes = check_same(load_recipe(written), recipe, written) if resume else []
+    check_folder(folder, recipe, resume)
     trainer = Trainer(recipe, folder, show)
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
+        changes = check_folder(folder, recipe, resume)  # again: another process may have been here while the model was loaded
         masters, saved = trainer.learner.optimizer.masters, [p for p in trainer.model.parameters() if p.requires_grad]
         require_space(folder, 3 * sum(m.nbytes for m in masters) + sum(p.nbytes for p in saved))  # masters, two moments, the model itself
-        write_text(written, recipe.to_yaml())
         if resume:
             trainer.resume()
+        write_text(written, recipe.to_yaml())
         for change in changes:
             trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
         trainer.run()
     return trainer
+
+
+def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
+    """Refuse to mix up runs; what a resumed run changes is returned."""
+    if resume:
+        return check_same(load_recipe(folder / "recipe.yaml"), recipe, folder / "recipe.yaml")
+    if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
+        raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
+    return []
 
 
 @contextmanager
@@ -55,7 +63,7 @@ def alone(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise SparseRLError(f"another process is training in {folder}; wait for it, or choose another folder with --out.") from error
         yield
 

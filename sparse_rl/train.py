@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import tasks
-from .checkpoint import find_checkpoints, load_state, save_checkpoint, writing
+from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint, writing
 from .compressors import make
 from .config import Recipe
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
@@ -36,6 +36,7 @@ from .learn.score import overlap
 from .live import View
 from .metrics import Clock, Log, read_lines
 from .models import encode, evaluating, load_model, with_lora
+from .plan import is_out_of_memory
 from .records import Trajectory, TrajectoryWriter, kv_tokens_saved
 from .rollout import Engine, Sampling
 from .streams import stream_key
@@ -94,6 +95,7 @@ class Trainer:
         )
         self.sampling = Sampling(recipe.rollout.max_new_tokens, recipe.rollout.temperature, stop_ids=self._stop_ids(), for_correction=True)
         self.step = 0  # steps done
+        self.updating = False  # some of a step's updates may be done, others not
         self.saved = -1  # the step of the newest checkpoint
         self.told: set[str] = set()  # grader errors shown already
         self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
@@ -118,20 +120,22 @@ class Trainer:
                     advantages, metrics = self.advantages(rollout, accepted)
                     metrics |= self.diagnose(rollout, clock)
                     with uninterrupted():  # the weights and the log move together
+                        self.updating = True
                         with clock.stage("update"):
                             batches = weigh(rollout.scored.rows(rollout.chosen), advantages, self.how, self.loss, recipe.learn.minibatches)
                             metrics |= average([self.learner.step(batch) for batch in batches])
                         self.engine.version = self.learner.version
-                        self.step += 1
+                        self.step, self.updating = self.step + 1, False
                         self.write(metrics, clock, rollout)
-                    self.keep_samples(rollout, advantages, accepted)
+                        self.keep_samples(rollout, advantages, accepted)
                     if self._due(recipe.run.checkpoint_every):
                         self.save()
-            except (KeyboardInterrupt, SparseRLError, torch.OutOfMemoryError) as error:
-                within_a_step = self.learner.version != self.engine.version  # some of a step's updates are done, others not
-                if self.step and not within_a_step and not isinstance(error, CannotWrite):
+            except (KeyboardInterrupt, SparseRLError, RuntimeError) as error:
+                out_of_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
+                known = out_of_memory or not isinstance(error, (RuntimeError, CannotWrite))
+                if known and self.step and not self.updating:  # else the weights are between two steps, or nothing can be trusted
                     self.save()
-                if isinstance(error, torch.OutOfMemoryError):
+                if out_of_memory:
                     raise self._out_of_memory(error) from error
                 raise
             finally:
@@ -301,7 +305,8 @@ class Trainer:
             self.engine.version = self.learner.version
         self.log.cut(self.step)
         for folder in (self.folder / "samples").glob("step-*"):
-            if folder.name > f"step-{self.step:06d}":
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and int(number) > self.step:
                 shutil.rmtree(folder)
         for partial in (self.folder / "checkpoints").glob(".*.partial"):
             shutil.rmtree(partial)
@@ -349,7 +354,7 @@ class Trainer:
         """Memory that ran out while learning; the engine explains its own."""
         learn = self.recipe.learn
         return OutOfMemory(
-            f"out of memory while learning ({str(error).splitlines()[0]}); lower learn.micro_batch_tokens (now {learn.micro_batch_tokens}, "
+            f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now {learn.micro_batch_tokens}, "
             f"at least one trajectory) or rollout.rows (now {self.recipe.rollout.rows}), or set model.gradient_checkpointing; "
             "`sparse-rl plan --recipe` says what each takes."
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from . import tasks
-from .checkpoint import save_model
+from .checkpoint import save_model, writing
 from .config import Recipe
 from .errors import SparseRLError, stoppable
 from .evaluate import accuracy
@@ -78,7 +78,8 @@ def _step(model, tokenizer, task, start: int, count: int) -> float:
 def _write(folder: Path, model, tokenizer, recipe: Recipe) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_model(partial, model, tokenizer)
-    (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    os.rename(partial, folder)
+    with writing(folder):
+        partial.mkdir(parents=True)
+        save_model(partial, model, tokenizer)
+        (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        os.rename(partial, folder)

@@ -339,7 +339,20 @@ def test_algebra_in_letters_is_not_compared_as_words(gold, answer):
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer"), [("(C)", "C"), ("Friday", r"\text{Friday}"), ("A, C", r"\text{A, C}"), (r"\text{even}", "even")]
+    ("gold", "answer"),
+    [
+        ("(C)", "C"),
+        ("Friday", r"\text{Friday}"),
+        ("A, C", r"\text{A, C}"),
+        (r"\text{even}", "even"),
+        (r"\text{two lines}", r"\text{two\ lines}"),
+        (r"\text{two lines}", r"\mathrm{two~lines}"),
+        ("B, C", r"\text{b,} \text{c}"),
+        (r"\text{Tuesday}", r"\text{(Tuesday)}"),
+        (r"\text{Tuesday}", r'\text{"tuesday"}'),
+        (r"\text{A}", r"{\text{a}}"),
+        (r"\text{no solution}", r"\text{No}\ \text{solution}"),
+    ],
 )
 def test_words_are_still_compared_as_words(gold, answer):
     assert verdict(gold, answer) == "right"

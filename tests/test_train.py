@@ -173,6 +173,7 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, ca
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
         return step(self, batch)
 
+    (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(sparse_rl.train.Learner, "step", greedy)
         with pytest.raises(SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"):
@@ -180,6 +181,30 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, ca
     assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == saved
     train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_a_background_job_stops_on_sigterm(tmp_path):
+    """A shell starts background jobs with Ctrl-C ignored."""
+    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 200, "checkpoint_every": 200}, eval={"every": 0})
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from sparse_rl.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", ignoring, "train", str(given), "--out", str(folder)], stderr=subprocess.PIPE)
+    while not read_lines(folder / "metrics.jsonl"):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and find_checkpoints(folder / "checkpoints")
+
+
+def test_other_errors_are_not_called_a_full_disk(tmp_path):
+    from sparse_rl.checkpoint import writing
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(""), RuntimeError("CUDA error")):
+        with pytest.raises(type(error)) as caught, writing(tmp_path / "x"):
+            raise error
+        assert caught.value is error
+    with pytest.raises(SparseRLError, match="could not be written \\(OSError;"), writing(tmp_path / "x"):
+        raise OSError
 
 
 def test_a_run_can_go_on_beyond_its_end(finished, tmp_path):

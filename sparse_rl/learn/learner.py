@@ -137,4 +137,4 @@ def learning(model: nn.Module) -> Iterator[None]:
 def _is_dropout(module: nn.Module, name: str, value) -> bool:
     """Whether an attribute is the share of something to drop: a Dropout module's p, or what a layer hands to a function."""
     inside = isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"
-    return isinstance(value, float) and (inside or "drop" in name)
+    return isinstance(value, float) and (inside or "drop" in name or "jitter" in name)

@@ -28,13 +28,8 @@ class OptimizerSettings:
 
     def __post_init__(self):
         whole(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
-        if (
-            not 0 < self.lr < 1
-            or self.max_grad_norm <= 0
-            or self.eps <= 0
-            or self.weight_decay < 0
-            or not all(0 <= b < 1 for b in self.betas)
-        ):
+        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and self.eps > 0
+        if not (positive and self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)):  # NaN fails every comparison
             raise SparseRLError(
                 f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm {self.max_grad_norm} above 0, "
                 f"weight_decay {self.weight_decay} not negative, betas {list(self.betas)} from 0 to below 1."

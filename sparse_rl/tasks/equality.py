@@ -64,7 +64,7 @@ def verdict(gold: str, answer: str) -> str:
     expected, given = tidy(gold), tidy(answer)
     if _bare(expected) == _bare(given):
         return "right"
-    if _only_letters(expected) and _only_letters(tidy(re.sub(_WORD_STYLE, "", given))) and _letters(expected) == _letters(given):
+    if _only_letters(expected) and _no_algebra(given) and _letters(expected) == _letters(given):
         return "right"
     if _is_words(gold, expected) or (_WHOLE.fullmatch(expected) and _WHOLE.fullmatch(given)):
         return "wrong"  # whole numbers, the commonest case, need no mathematics
@@ -112,6 +112,13 @@ def _bare(expression: str) -> str:
 def _only_letters(expression: str) -> bool:
     """Words and choices, not algebra: a hyphen only between words of two letters or more (`p - q` is a difference)."""
     return re.fullmatch(r"[A-Za-z]([A-Za-z ,.'()]|(?<=[A-Za-z]{2})-(?=[A-Za-z]{2}))*|\([A-Za-z]\)", expression) is not None
+
+
+def _no_algebra(expression: str) -> bool:
+    """Whether only letters, digits and the punctuation of words are there: `n!`, `-x` and `x/y` are not, `(two~lines!)` is."""
+    plain = re.sub(r"\\[ ,;:]|[~{}\"'`,.()]", " ", re.sub(_WORD_STYLE, "", expression))
+    plain = re.sub(r"(?<=[A-Za-z]{2})(!|-(?=[A-Za-z]{2}))", " ", plain)
+    return re.fullmatch(r"[A-Za-z0-9\s]*", plain) is not None
 
 
 def _is_words(gold: str, expected: str) -> bool:
