@@ -133,7 +133,8 @@ class Trainer:
             except (KeyboardInterrupt, SparseRLError, RuntimeError) as error:
                 out_of_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
                 known = out_of_memory or not isinstance(error, (RuntimeError, CannotWrite))
-                if known and self.step and not self.updating:  # else the weights are between two steps, or nothing can be trusted
+                untouched = isinstance(error, SparseRLError) and self.learner.version == self.engine.version  # refused before an update
+                if known and self.step and (untouched or not self.updating):  # else the weights may be between two steps
                     self.save()
                 if out_of_memory:
                     raise self._out_of_memory(error) from error
