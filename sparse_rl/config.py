@@ -32,7 +32,7 @@ from .learn.optimizer import OptimizerSettings
 @dataclass(frozen=True)
 class ModelSettings:
     name: str = key("hub id, folder, .gguf file, `tiny-sums` (built in), or random:qwen2.5-1.5b (a shape with random weights)")
-    dtype: str | None = key("float32, bfloat16 or float16; null: the model's own", None)
+    dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
     gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
@@ -155,13 +155,11 @@ class Recipe:
                 f"learn.minibatches is {self.learn.minibatches} but a step has {trajectories} trajectories "
                 f"({self.rollout.prompts} prompts x {self.rollout.group_size}); use at most {trajectories}."
             )
-        if self.rollout.group_size < 2 and not self.learn.shuffle_advantages:
+        if self.rollout.group_size < 2:
             raise SparseRLError("rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2.")
         how = self.learn.how()
         if self.learn.refill and how.reject_below is None and how.reject_outside is None:
             raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
-        if self.model.dtype == "float16":
-            raise SparseRLError("model.dtype is float16, in which gradients vanish; train in bfloat16 or float32.")
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError("loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only.")
 

@@ -27,8 +27,8 @@ from .config import Recipe
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy, dense_engine
 from .learn.advantage import advantage
-from .learn.batch import Scored, collate, join, score, weigh
-from .learn.correct import correct
+from .learn.batch import Scored, collate, corrected, join, score, weigh
+from .learn.correct import Corrected
 from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
 from .learn.learner import Learner
 from .learn.loss import k3
@@ -116,9 +116,9 @@ class Trainer:
                         break
                     clock = Clock(self.view.now)
                     rollout = self.sample(clock)
-                    accepted = correct(self._gap(rollout), rollout.scored.sampled.mask, self.how).accepted
-                    advantages, metrics = self.advantages(rollout, accepted)
-                    metrics |= self.diagnose(rollout, clock)
+                    fixed = corrected(rollout.scored, self.how)
+                    advantages, metrics = self.advantages(rollout, fixed.accepted)
+                    metrics |= self.diagnose(rollout, fixed, clock)
                     with uninterrupted():  # the weights and the log move together
                         self.updating = True
                         with clock.stage("update"):
@@ -127,16 +127,12 @@ class Trainer:
                         self.engine.version = self.learner.version
                         self.step, self.updating = self.step + 1, False
                         self.write(metrics, clock, rollout)
-                        self.keep_samples(rollout, advantages, accepted)
+                        self.keep_samples(rollout, advantages, fixed.accepted)
                     if self._due(recipe.run.checkpoint_every):
                         self.save()
             except (KeyboardInterrupt, SparseRLError, RuntimeError) as error:
-                out_of_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
-                known = out_of_memory or not isinstance(error, (RuntimeError, CannotWrite))
-                untouched = isinstance(error, SparseRLError) and self.learner.version == self.engine.version  # refused before an update
-                if known and self.step and (untouched or not self.updating):  # else the weights may be between two steps
-                    self.save()
-                if out_of_memory:
+                self._save_after(error)
+                if isinstance(error, RuntimeError) and is_out_of_memory(error):
                     raise self._out_of_memory(error) from error
                 raise
             finally:
@@ -152,8 +148,7 @@ class Trainer:
         prompts = [p for p in self.task.sample(self.step * n, n) for _ in range(group)]
         rollout = self._complete(prompts[::group], group, 0, clock)
         for turn in range(1, self.recipe.learn.refill + 1):
-            accepted = correct(self._gap(rollout), rollout.scored.sampled.mask, self.how).accepted
-            rejected = (~accepted[rollout.chosen]).nonzero()[:, 0]
+            rejected = (~corrected(rollout.scored, self.how).accepted[rollout.chosen]).nonzero()[:, 0]
             if not len(rejected):
                 break
             more = self._complete([prompts[i] for i in rejected], 1, turn, clock)
@@ -170,7 +165,7 @@ class Trainer:
                 join(rollout.scored, more.scored),
                 rollout.chosen.clone(),
             )
-            good = correct(self._gap(more), more.scored.sampled.mask, self.how).accepted
+            good = corrected(more.scored, self.how).accepted
             rollout.chosen[rejected[good]] = first + good.nonzero()[:, 0]
         return rollout
 
@@ -199,12 +194,11 @@ class Trainer:
             values = values[torch.randperm(len(values), generator=generator)]
         return values, metrics
 
-    def diagnose(self, rollout: Rollout, clock: Clock) -> dict[str, float]:
+    def diagnose(self, rollout: Rollout, fixed: Corrected, clock: Clock) -> dict[str, float]:
         """What compression did, over everything sampled and the mask before any rejection."""
         scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
         mask = scored.sampled.mask
         with clock.stage("diagnose"):
-            fixed = correct(self._gap(rollout), mask, self.how)
             verdicts = Counter(g.verdict for g in rollout.grades)
             metrics = {
                 **rollout_metrics(trajectories, rewards),
@@ -314,9 +308,13 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------------ helpers
 
-    def _gap(self, rollout: Rollout) -> Tensor:
-        """What the correction is given: 0 where the sampler's log-probs stand for old."""
-        return torch.zeros_like(rollout.scored.gap) if self.how.old == "sampler" else rollout.scored.gap
+    def _save_after(self, error: BaseException) -> None:
+        """Save before an error ends the run, unless the weights may be between two steps, or writing is what failed."""
+        untouched = isinstance(error, SparseRLError) and self.learner.version == self.engine.version  # refused before an update
+        between_steps = self.updating and not untouched
+        unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
+        if self.step and not between_steps and not unexpected and not isinstance(error, CannotWrite):
+            self.save()
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)

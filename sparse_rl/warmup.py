@@ -8,6 +8,7 @@ model, with the recipe beside it.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from . import tasks
 from .checkpoint import save_model, writing
 from .config import Recipe
-from .errors import SparseRLError, stoppable
+from .errors import SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy
 from .learn.learner import learning
 from .learn.optimizer import MasterAdamW, OptimizerSettings
@@ -34,16 +35,23 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     folder, settings = Path(folder), recipe.warmup
     if folder.exists():
         raise SparseRLError(f"{folder} exists already; choose another folder with --out, or remove it.")
+    if recipe.model.lora_rank:
+        raise SparseRLError(f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0.")
     task = tasks.make(recipe.task.name, **recipe.task.options)
     torch.manual_seed(recipe.run.seed)
     model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
+    if tokenizer.eos_token_id is None:
+        raise SparseRLError(f"the tokenizer of {recipe.model.name} has no end token, so a solution could not end; give it one.")
     optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
     done = 0
     with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
             for done in range(1, settings.steps + 1):
                 loss = _step(model, tokenizer, task, (done - 1) * settings.batch, settings.batch)
-                optimizer.step(min(1.0, done / _RISE))
+                with uninterrupted():
+                    norm, _ = optimizer.step(min(1.0, done / _RISE))
+                if not math.isfinite(norm):
+                    raise SparseRLError(f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr}).")
                 if done % 25 == 0:
                     view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
         except KeyboardInterrupt:
@@ -52,7 +60,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
             raise
     _write(folder, model, tokenizer, recipe)
     held_out = task.held_out()
-    prompts = held_out.sample(0, recipe.eval.prompts)
+    prompts = held_out.sample(0, min(recipe.eval.prompts, held_out.num_prompts or recipe.eval.prompts))
     engine = Engine(model, compressor="dense", rows=recipe.rollout.rows)
     sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature)
     return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)

@@ -70,7 +70,6 @@ def test_a_part_can_be_switched_off():
         ({**SMALL, "optimizer": {"eps": -1}}, "eps -1.0"),
         ({**SMALL, "optimizer": {"lr": float("inf")}}, "lr inf must be between 0 and 1"),
         ({**SMALL, "model": {"name": "tiny", "lora_rank": -1}}, "model.lora_rank is -1"),
-        ({**SMALL, "model": {"name": "tiny", "dtype": "float16"}}, "gradients vanish; train in bfloat16 or float32"),
         ({**SMALL, "run": {"seed": 10**22}}, "it must be below 2"),
         ({**SMALL, "model": {"dtype": "bf16"}}, "model.name is not given"),
     ],

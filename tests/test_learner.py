@@ -336,6 +336,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_too():
     assert unchanged(model, lambda: learner.step(batch)) == {"update/skipped/count": 1.0}
 
 
+def test_float16_is_refused_whoever_chose_it():
+    with pytest.raises(SparseRLError, match="the model is float16, in which gradients vanish"):
+        Learner(copy.deepcopy(tiny("llama")).half(), STEADY, Loss())
+
+
 def test_lora_trains_adapters_alone():
     pytest.importorskip("peft")
     from sparse_rl.models import with_lora

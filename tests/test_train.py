@@ -15,6 +15,7 @@ import sparse_rl.train
 from sparse_rl.checkpoint import find_checkpoints, save_checkpoint
 from sparse_rl.config import make_recipe
 from sparse_rl.errors import SparseRLError
+from sparse_rl.learn.optimizer import MasterAdamW
 from sparse_rl.metrics import read_lines
 from sparse_rl.models import load_model
 from sparse_rl.records import read_trajectories
@@ -162,25 +163,44 @@ def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypa
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(("call", "saved"), [(5, [2]), (6, [2])])
-def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, call, saved):
-    """Before the first optimizer step of step 3 the weights are whole; before the second they are not, and are not saved."""
-    step, calls = sparse_rl.train.Learner.step, []
+@pytest.mark.parametrize("where", ["between the updates of a step", "inside its first update"])
+def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, where):
+    """The weights are then between two steps: they must not be saved as either, and the run starts over to the same end."""
+    owner, name, call = (sparse_rl.train.Learner, "step", 6) if "between" in where else (MasterAdamW, "_publish", 5)
+    plain, calls = getattr(owner, name), []
 
-    def greedy(self, batch):
+    def greedy(self, *args):
         calls.append(1)
+        result = plain(self, *args) if len(calls) != call or name == "_publish" else None
         if len(calls) == call:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
-        return step(self, batch)
+        return result
 
-    (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(sparse_rl.train.Learner, "step", greedy)
+        patch.setattr(owner, name, greedy)
         with pytest.raises(SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"):
-            train(recipe(run={"steps": 8}), tmp_path / "run", show=False)
-    assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == saved
+            train(recipe(run={"steps": 8, "checkpoint_every": 100}), tmp_path / "run", show=False)
+    done = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "update/empty/count" in line]
+    before = sum(2 - line["update/empty/count"] for line in done) if name == "_publish" else 2 * len(done)
+    assert len(calls) - before == (1 if name == "_publish" else 2)  # it was the first, or the second, of its step
+    assert find_checkpoints(tmp_path / "run" / "checkpoints") == []
     train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
+    calls, plain = [], sparse_rl.train.score
+
+    def greedy(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(*args)
+
+    monkeypatch.setattr(sparse_rl.train, "score", greedy)
+    with pytest.raises(SparseRLError, match="out of memory while learning"):
+        train(recipe(run={"steps": 8, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
 
 
 def test_a_background_job_stops_on_sigterm(tmp_path):
@@ -585,3 +605,12 @@ def test_accuracy_counts_full_rewards_and_bad_prompts_get_a_sentence(tmp_path):
     dense = dense_engine(model, [[5] * 10], 50, rows=4, like=engine)
     assert dense.rows == 1 and dense.cache.capacity == 60  # 4 rows of 20 slots hold one dense row of 60
     assert dense_engine(model, [[5] * 4], 6, rows=4, like=engine).rows == 4
+
+
+def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
+    import sparse_rl.warmup
+
+    monkeypatch.setattr(sparse_rl.warmup, "batch_logprobs", lambda model, tokens, mask: model.lm_head.weight.sum() * float("nan"))
+    with pytest.raises(SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"):
+        sparse_rl.warmup.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
+    assert not (tmp_path / "model").exists()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..models import evaluating
 from ..records import Trajectory
-from .correct import Correction, correct
+from .correct import Corrected, Correction, correct
 from .loss import Loss, token_scale
 from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks
 
@@ -45,7 +45,7 @@ class Scored:
         return self.old_logprobs - self.sampled.sampler_logprobs
 
     def rows(self, index: Tensor) -> Scored:
-        return replace(self, sampled=_rows(self.sampled, index), **_row_fields(self, index))
+        return replace(_rows(self, index), sampled=_rows(self.sampled, index))
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,6 @@ class Batch:
     weights: Tensor  # fp32 [N, T]: w
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
-
-    def rows(self, index: Tensor) -> Batch:
-        return replace(_rows(self, index), tokens=self.tokens[index])
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Sampled:
@@ -103,7 +100,7 @@ def score(
     micro_batches = pack(sampled.lengths, micro_batch_tokens)
     with evaluating(model):
         for rows in micro_batches:
-            tokens, asked = _cut(sampled, rows, sampled.mask)
+            tokens, asked = _cut(sampled, rows)
             states = hidden_states(model, tokens.to(device))
             values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
             for whole, part in zip((old, entropies), values.unbind(-1)):
@@ -113,9 +110,18 @@ def score(
     references = torch.zeros_like(old)
     with reference as other, evaluating(other):
         for rows in micro_batches:
-            tokens, asked = _cut(sampled, rows, sampled.mask)
+            tokens, asked = _cut(sampled, rows)
             references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature).cpu()
     return Scored(sampled, old, entropies, references)
+
+
+def old_for(scored: Scored, how: Correction) -> Tensor:
+    """What a correction takes for old: the recomputed log-probs, or (naive) the sampler's own, so that its gap is 0. fp32 [N, T]"""
+    return scored.sampled.sampler_logprobs if how.old == "sampler" else scored.old_logprobs
+
+
+def corrected(scored: Scored, how: Correction) -> Corrected:
+    return correct(old_for(scored, how) - scored.sampled.sampler_logprobs, scored.sampled.mask, how)
 
 
 def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
@@ -123,15 +129,13 @@ def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minib
     batches = []
     for rows in torch.arange(len(advantages)).tensor_split(minibatches):
         part = scored.rows(rows)
-        sampled = part.sampled
-        old = sampled.sampler_logprobs if how.old == "sampler" else part.old_logprobs
-        fixed = correct(old - sampled.sampler_logprobs, sampled.mask, how)
+        sampled, fixed = part.sampled, corrected(part, how)
         batches.append(
             Batch(
                 tokens=sampled.tokens,
                 lengths=sampled.lengths,
                 mask=fixed.mask,
-                old_logprobs=old,
+                old_logprobs=old_for(part, how),
                 reference_logprobs=part.reference_logprobs,
                 advantages=advantages[rows].float(),
                 weights=fixed.weights,
@@ -153,16 +157,12 @@ def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
     return packed
 
 
-def _cut(sampled: Sampled, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and mask of some rows, without the padding they do not need."""
+def _cut(sampled: Sampled, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and response mask of some rows, without the padding they do not need."""
     width = int(sampled.lengths[rows].max())
-    return sampled.tokens[rows, :width], mask[rows, :width]
-
-
-def _row_fields(record, index: Tensor) -> dict:
-    values = {name: getattr(record, name) for name in record.__dataclass_fields__}
-    return {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
+    return sampled.tokens[rows, :width], sampled.mask[rows, :width]
 
 
 def _rows(record, index: Tensor):
-    return replace(record, **_row_fields(record, index))
+    """Some rows of every tensor of a record."""
+    return replace(record, **{name: value[index] for name, value in vars(record).items() if isinstance(value, Tensor)})

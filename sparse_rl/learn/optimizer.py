@@ -42,6 +42,8 @@ class MasterAdamW:
         self.parameters = [p for p in parameters if p.requires_grad]
         if not self.parameters:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
+        if any(p.dtype == torch.float16 for p in self.parameters):
+            raise SparseRLError("the model is float16, in which gradients vanish; train it as bfloat16 or float32 (model.dtype).")
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
