@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .cache import CacheShape
+from .cache.slots import chunk_bytes
 from .cache.trace import trace_dtype
 from .compressors import Compressor
 from .compressors.rkv import BLOCK_ELEMENTS
@@ -33,7 +34,8 @@ class Plan:
     weight_bytes: int
     row_bytes: int  # one row of the cache: keys, values, feed indices, and what the compressor records
     kv_bytes_per_token: int  # keys and values alone, in any cache
-    scratch_bytes: int  # where prompts are prefilled before they are forked
+    prefill_rows: int  # prompts prefilled together
+    scratch_bytes: int  # where they are, before they are forked
     trace_row_bytes: int
     token_row_bytes: int  # sampled tokens and their log-probs
     working_row_bytes: int  # estimate
@@ -90,7 +92,7 @@ class Plan:
             (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
             (f"KV per row, {self.compressor} ({kind} = {self.capacity} slots)", f"{size(self.row_bytes)} ({against})"),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
-            ("prefill scratch", size(self.scratch_bytes)),
+            (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
             ("trace per row", size(self.trace_row_bytes)),
             (f"trace, {self.rows} rows", size(self.rows * self.trace_row_bytes)),
             ("working set (estimate)", size(self.working_bytes + self.rows * self.working_row_bytes)),
@@ -117,17 +119,23 @@ def make_plan(
     new_tokens: int,
     weight_bytes: int,
     capacity: int | None = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int | None = None,
+    prefill_rows: int | None = None,
+    on_gpu: bool = True,
 ) -> Plan:
+    """`capacity` of rows that are there already; the other three are the engine's, by default what it chooses on a GPU."""
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
         raise SparseRLError(f"rows {rows}, prompt tokens {prompt_tokens} and new tokens {new_tokens} must all be at least 1.")
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
     tokens = prompt_tokens + new_tokens
     eviction_slot = 3 * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0  # one layer gathered, compacted, scored
-    chunk = min(prefill_chunk, prompt_tokens)
+    prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
+    prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, rows, on_gpu)
+    chunk = min(prefill_chunk, prefill_rows * prompt_tokens)
     prefill = chunk * (6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize
-    scoring = 3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0
+    all_rows = rows * capacity * cache.kv_bytes_per_token
+    scoring = 3 * 4 * BLOCK_ELEMENTS + min(all_rows, chunk_bytes("cuda" if on_gpu else "cpu")) if compressor.evicts else 0
     attention = 8 * shape.query_heads * chunk * prompt_tokens if compressor.uses_mass else 0
     return Plan(
         compressor=compressor.name,
@@ -141,7 +149,8 @@ def make_plan(
         weight_bytes=weight_bytes,
         row_bytes=cache.row_bytes(capacity),
         kv_bytes_per_token=cache.kv_bytes_per_token,
-        scratch_bytes=cache.row_bytes(prompt_tokens),
+        prefill_rows=prefill_rows,
+        scratch_bytes=prefill_rows * cache.row_bytes(prompt_tokens),
         trace_row_bytes=shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         token_row_bytes=new_tokens * (8 + 4),
         working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 8 + 8)
@@ -149,6 +158,16 @@ def make_plan(
         working_bytes=prefill + scoring + attention,
         bytes_per_slot=cache.slot_bytes + eviction_slot,
     )
+
+
+def default_prefill_chunk(on_gpu: bool) -> int:
+    """Prompt tokens fed at a time."""
+    return 16384 if on_gpu else 512
+
+
+def default_prefill_rows(chunk: int, prompt_tokens: int, rows: int, on_gpu: bool) -> int:
+    """Prompts they belong to. On a CPU these go one at a time, so that what they round to does not depend on their company."""
+    return max(1, min(rows, chunk // prompt_tokens)) if on_gpu else 1
 
 
 @dataclass(frozen=True)
@@ -164,10 +183,11 @@ class TrainingPlan:
     @property
     def total_bytes(self) -> int:
         plan = self.rollout
-        sampling = plan.scratch_bytes + plan.working_bytes + plan.rows * (plan.bytes_per_row - plan.row_bytes)
+        sampling = plan.working_bytes + plan.rows * plan.working_row_bytes
         return (
             plan.weight_bytes
-            + plan.cache_bytes
+            + plan.scratch_bytes
+            + plan.rows * (plan.bytes_per_row - plan.working_row_bytes)
             + self.optimizer_bytes
             + self.reference_bytes
             + max(sampling, self.update_bytes, self.eval_bytes)

@@ -11,13 +11,14 @@ PACKAGE = Path(sparse_rl.__file__).parent
 LEAVES = {"errors", "streams", "keys"}  # anyone may import these
 MAY_IMPORT = {
     "cache": set(),
-    "attention": {"cache"},
-    "compressors": {"cache"},
+    "kernels": set(),
+    "attention": {"cache", "kernels"},
+    "compressors": {"cache", "kernels"},
     "records": {"cache"},
     "models": {"cache"},
     "tasks": set(),
     "plan": {"cache", "compressors", "models"},
-    "rollout": {"cache", "attention", "compressors", "records", "models", "plan"},
+    "rollout": {"cache", "kernels", "attention", "compressors", "records", "models", "plan"},
     "learn": {"cache", "attention", "records", "models"},
     "config": {"learn"},
     "live": set(),

@@ -7,14 +7,16 @@ Serves prefill (one row, many tokens) and decoding (many rows, one token) alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import kernels
 from ..cache import SlotCache
 from ..errors import SparseRLError
-from .core import attend, attend_causal, attend_with_probs
+from .core import attend, attend_causal, attend_with_probs, fold_mask
 
 
 @dataclass
@@ -26,11 +28,30 @@ class Feed:
     index: Tensor  # [B, T] its feed index
     span: int  # slots to read: at least the fullest row's, afterwards
     first: bool = False  # the rows were empty: plain causal attention
+    ends: Tensor | None = None  # [B] where each prompt ends; tokens from there on are padding. None: all are real
+    live: Tensor | None = None  # [B] bool, while decoding: rows that are fed; the others are left as they are. None: all are
     layers_seen: set[int] = field(default_factory=set)
 
     def __post_init__(self):
-        self.cache.place(self.slot, self.index)
-        self.visible = torch.arange(self.span, device=self.slot.device) <= self.slot[:, None, :, None]  # [B, 1, T, S]
+        if self.live is None:
+            self.cache.place(self.slot, self.index)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """[B, 1, T, S]"""
+        return torch.arange(self.span, device=self.slot.device) <= self.slot[:, None, :, None]
+
+    @cached_property
+    def counted(self) -> Tensor | None:
+        """Whose attention counts: real tokens of rows that are fed. [B, 1, T, 1], or None for all"""
+        if self.live is not None:
+            return self.live[:, None, None, None]
+        return None if self.ends is None else (self.index < self.ends[:, None])[:, None, :, None]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B] slots to read while decoding. A row that is not fed reads one, and nobody reads what comes of it."""
+        return (self.slot[:, 0] * self.live + 1).to(torch.int32)
 
 
 def slots_attention(
@@ -64,11 +85,21 @@ def feed_and_attend(
         raise SparseRLError(f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported.")
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    cache.append(layer, feed.slot, key, value)
-    cache.record_queries(layer, feed.index, query)
+    if feed.live is None:
+        cache.append(layer, feed.slot, key, value)
+        cache.record_queries(layer, feed.index, query, feed.ends)
+    else:
+        store_live(cache, layer, query, key, value, feed)
 
     if feed.first and sliding_window is None and softcap is None and cache.mass is None:
         return attend_causal(query, key, value, scaling)
+
+    if feed.live is not None and query.is_cuda and cache.mass is None:
+        oldest = None if sliding_window is None else feed.index[:, 0] - sliding_window
+        ops = kernels.on(query.device)
+        new = query[:, :, 0].contiguous()
+        out = ops.attend(new, cache.keys[layer], cache.values[layer], feed.lengths, scaling, softcap, cache.feed[layer], oldest)
+        return out.view(query.shape[0], 1, query.shape[1], -1)
 
     rows = query.shape[0]
     keys, values = cache.keys[layer, :rows, :, : feed.span], cache.values[layer, :rows, :, : feed.span]  # [B, H, S, D]
@@ -79,8 +110,20 @@ def feed_and_attend(
     if cache.mass is None:
         return attend(query, keys, values, visible, scaling, softcap)
     out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap)
-    cache.mass[layer, :rows, :, : feed.span] += probs.sum(2)
+    counted = feed.counted
+    received = probs if counted is None else probs * fold_mask(counted, query.shape[1] // shape.heads)
+    cache.mass[layer, :rows, :, : feed.span] += received.sum(2)
     return out
+
+
+def store_live(cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> None:
+    """Store one token per live row. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
+    new = (x[:, :, 0] for x in (query, key, value))
+    ring = None if cache.queries is None else cache.queries[layer]
+    slot, index = feed.slot[:, 0], feed.index[:, 0]
+    kernels.on(query.device).store(*new, cache.keys[layer], cache.values[layer], cache.feed[layer], ring, slot, index, feed.live)
+    if cache.mass is not None:
+        cache.open_mass(layer, slot, feed.live)
 
 
 def check_call(module, attention_mask, kwargs: dict, needed: object, name: str) -> None:

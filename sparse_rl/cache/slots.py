@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MAX_EVICTION_BYTES = 64 * 2**20  # layers are compressed together while a copy of their keys and values fits in this
+# Layers are compressed and copied together while a copy of their keys and values fits in this: on a GPU, few large calls.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
+
+
+def chunk_bytes(device: torch.device | str) -> int:
+    return CHUNK_BYTES.get(torch.device(device).type, CHUNK_BYTES["cpu"])
 
 
 @dataclass(frozen=True)
@@ -91,14 +96,28 @@ class SlotCache:
         self.keys[layer][rows, :, slot] = key.transpose(1, 2)
         self.values[layer][rows, :, slot] = value.transpose(1, 2)
 
-    def record_queries(self, layer: int, index: Tensor, query: Tensor) -> None:
-        """Remember the last W queries for scoring. index [B, T]; query [B, Hq, T, D]"""
+    def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
+        """A token about to be fed to each live row has received no attention yet. slot, live [B]"""
+        rows = torch.arange(slot.shape[0], device=slot.device)
+        self.mass[layer][rows, :, slot] *= ~live[:, None]
+
+    def record_queries(self, layer: int, index: Tensor, query: Tensor, ends: Tensor | None = None) -> None:
+        """Remember the last W queries for scoring. index [B, T], consecutive; query [B, Hq, T, D]; ends [B]: see `Feed`"""
         if self.queries is None:
             return
         last = min(self.shape.num_queries, index.shape[1])
         rows = torch.arange(index.shape[0], device=index.device)[:, None]
-        place = index[:, -last:] % self.shape.num_queries
-        self.queries[layer][rows, :, place] = query[:, :, -last:].transpose(1, 2)
+        if ends is None:
+            place = index[:, -last:] % self.shape.num_queries
+            self.queries[layer][rows, :, place] = query[:, :, -last:].transpose(1, 2)
+            return
+        first, stop = index[:, :1], torch.minimum(index[:, -1] + 1, ends)[:, None]
+        here = stop - last + torch.arange(last, device=index.device)  # [B, W'] feed indices
+        real = here >= first  # a row whose prompt ended in an earlier chunk has none here
+        new = query.transpose(1, 2)[rows, (here - first).clamp(min=0)]  # [B, W', Hq, D]
+        place = here % self.shape.num_queries
+        old = self.queries[layer][rows, :, place]
+        self.queries[layer][rows, :, place] = torch.where(real[:, :, None, None], new, old)
 
     def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor, count: int) -> Tensor | None:
         """The last `count` queries of some rows, oldest first. rows, fed [N] (tokens fed so far) -> [l, N, Hq, count, D]"""
@@ -112,7 +131,7 @@ class SlotCache:
     def layer_chunks(self, num_rows: int, used: int) -> list[slice]:
         """Layers to compress together, so that working copies stay small whatever the model."""
         per_layer = num_rows * used * self.shape.kv_bytes_per_token // self.shape.layers
-        step = max(1, min(self.shape.layers, _MAX_EVICTION_BYTES // max(per_layer, 1)))
+        step = max(1, min(self.shape.layers, chunk_bytes(self.keys.device) // max(per_layer, 1)))
         return [slice(i, min(i + step, self.shape.layers)) for i in range(0, self.shape.layers, step)]
 
     def keep(self, layers: slice, rows: Tensor, used: int, kept: Tensor) -> Tensor:
@@ -133,13 +152,12 @@ class SlotCache:
             self.mass[layers, rows, :, :budget] = self.mass[layers][:, rows, :, :used].gather(3, kept)
         return evicted
 
-    def fork(self, source: SlotCache, row: int, to: int, used: int) -> None:
-        """Copy the first `used` slots of a row of `source` (this cache or another) to row `to`."""
-        self.keys[:, to, :, :used] = source.keys[:, row, :, :used]
-        self.values[:, to, :, :used] = source.values[:, row, :, :used]
-        self.feed[:, to, :, :used] = source.feed[:, row, :, :used]
-        if self.queries is not None:
-            self.queries[:, to] = source.queries[:, row]
-        if self.mass is not None:
-            self.mass[:, to, :, :used] = source.mass[:, row, :, :used]
+    def fork(self, source: SlotCache, rows: Tensor, to: Tensor, used: int) -> None:
+        """Copy the first `used` slots of some rows of `source` (this cache or another) to rows `to`, none of them a source. rows, to [N]"""
+        for layers in self.layer_chunks(len(rows), used):
+            for mine, theirs in zip(self.tensors, source.tensors, strict=True):
+                if mine is self.queries:
+                    mine[layers, to] = theirs[layers][:, rows]
+                else:
+                    mine[layers, to, :, :used] = theirs[layers][:, rows, :, :used]
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window

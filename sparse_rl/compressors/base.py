@@ -23,7 +23,7 @@ class CacheView:
     """What a compressor may look at: the slots of rows that are full. Slot S - 1 is the token fed last."""
 
     keys: Tensor  # [B, H, S, D] after RoPE
-    values: Tensor  # [B, H, S, Dv]
+    values: Tensor | None  # [B, H, S, Dv]; None if the compressor said that it does not look at them
     feed: Tensor  # [B, H, S] feed index of each slot, ascending
     queries: Tensor | None  # [B, H * G, W, D] the last queries, oldest first; W <= what the compressor asked for
     mass: Tensor | None  # [B, H, S] attention received so far, summed over queries and over the group's heads
@@ -54,6 +54,7 @@ class Compressor:
     window: int = 0  # last slots always kept
     num_queries: int = 0  # how many of the last queries `score` reads
     uses_mass: bool = False  # whether `score` reads the accumulated attention
+    uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     evicts: bool = True
     protect_prompt: bool = False
 

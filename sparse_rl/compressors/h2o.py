@@ -8,6 +8,7 @@ from .base import CacheView, ScoreCompressor, register
 @register
 class H2O(ScoreCompressor):
     name = "h2o"
+    uses_values = False
     uses_mass = True
 
     def __init__(self, *, window: int | None = None, **options):

@@ -8,6 +8,7 @@ from .base import CacheView, ScoreCompressor, register
 @register
 class KNorm(ScoreCompressor):
     name = "knorm"
+    uses_values = False
 
     def score(self, view: CacheView) -> Tensor:
         return -view.keys.float().norm(dim=-1)

@@ -9,6 +9,7 @@ from .base import CacheView, ScoreCompressor, register
 @register
 class Random(ScoreCompressor):
     name = "random"
+    uses_values = False
 
     def score(self, view: CacheView) -> Tensor:
         feed = view.feed.long()

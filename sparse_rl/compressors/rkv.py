@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import kernels
 from .base import CacheView, register
 from .snapkv import SnapKV, observed_importance
 
@@ -18,6 +19,10 @@ BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never e
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:
     """How similar each key is to all others on average, as a softmax over the slots. [B, H, S, D] -> [B, H, S]"""
+    if keys.is_cuda and kernels.has_triton():
+        from ..kernels.evict import redundancy as on_gpu
+
+        return on_gpu(keys, threshold)
     rows, heads, used, _ = keys.shape
     unit = F.normalize(keys.float(), dim=-1)
     slot = torch.arange(used, device=keys.device)

@@ -4,21 +4,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import kernels
 from ..errors import SparseRLError
 from .base import CacheView, ScoreCompressor, register
+
+
+def strongest_logits(view: CacheView, window: int) -> Tensor:
+    """Of the last `window` queries over all slots; the strongest query head speaks for its group. -> fp32 [B, H, W, S]"""
+    if view.keys.is_cuda and kernels.has_triton() and view.unreachable is None:
+        from ..kernels.evict import observed_logits
+
+        return observed_logits(view.queries[:, :, -window:], view.keys, view.scaling, view.softcap)
+    return view.attention_logits(last=window).amax(2)
 
 
 def observed_importance(view: CacheView, window: int, pool: int) -> Tensor:
     """Max-pooled attention of the last `window` queries over the slots before them. -> [B, H, S - window]"""
     candidates = view.keys.shape[2] - window
-    logits = view.attention_logits(last=window)[..., :candidates]  # [B, H, G, W, S - w]
-    attention = logits.amax(2).softmax(-1).mean(2)  # the strongest query head speaks for its group
+    logits = strongest_logits(view, window)[..., :candidates]  # [B, H, W, S - w]
+    attention = logits.softmax(-1).mean(2)
     return F.max_pool1d(attention, pool, stride=1, padding=pool // 2)
 
 
 @register
 class SnapKV(ScoreCompressor):
     name = "snapkv"
+    uses_values = False
     window = 8
 
     def __init__(self, *, pool: int = 7, **options):

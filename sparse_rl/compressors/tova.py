@@ -8,6 +8,7 @@ from .base import CacheView, ScoreCompressor, register
 @register
 class TOVA(ScoreCompressor):
     name = "tova"
+    uses_values = False
     num_queries = 1
 
     def score(self, view: CacheView) -> Tensor:

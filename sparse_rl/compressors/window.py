@@ -9,6 +9,7 @@ from .base import CacheView, Compressor, register
 @register
 class Window(Compressor):
     name = "window"
+    uses_values = False
     sinks = 4
 
     def __init__(self, *, sinks: int | None = None):

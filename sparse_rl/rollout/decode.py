@@ -1,20 +1,25 @@
 """One decode step for all rows: feed the last token, sample the next, write it down. Tensors only, no word with the host.
 
-Left for the captured version: row counts are already fixed and nothing here depends on values the host would have to read.
+A row runs while it is not done and has a free slot; one whose slots are full waits, untouched, until it has been evicted. So the host may
+run several steps before it looks, and what a sequence does is the same however many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from .. import kernels
 from ..attention import Feed
 from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from .sampling import Sampling, sample
+
+Forward = Callable[["RowState", int, Tensor | None], Tensor]  # (state, width, live [B] or None: all) -> logits [B, V]
 
 
 @dataclass
@@ -30,6 +35,7 @@ class RowState:
     tokens: Tensor  # [R, N]
     logprobs: Tensor  # [R, N] fp32
     trace: Tensor  # [R, L, H, T]
+    limit: Tensor  # [1] new tokens of this call, at most N
 
     @classmethod
     def empty(cls, cache: SlotCache, tokens: int, new: int) -> RowState:
@@ -39,7 +45,7 @@ class RowState:
         zeros = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)]
         done = torch.ones(rows, dtype=torch.bool, device=device)
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
-        return cls(*zeros, done, record, record.float(), trace)
+        return cls(*zeros, done, record, record.float(), trace, torch.full((1,), new, dtype=torch.int64, device=device))
 
     @property
     def never(self) -> int:
@@ -47,52 +53,67 @@ class RowState:
         return -1 if self.trace.dtype == torch.int16 else never(self.trace.dtype)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
+    def by_row(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.__dataclass_fields__ if name != "limit"]
 
-    def move(self, source: int, to: int) -> None:
-        for tensor in self.tensors:
+    def fits(self, tokens: int, new: int) -> bool:
+        """Whether a call of that size can be recorded here."""
+        return self.tokens.shape[1] >= new and self.trace.shape[3] >= tokens
+
+    def begin(self, new: int) -> None:
+        """A new call: every row is idle."""
+        self.limit.fill_(new)
+        self.done.fill_(True)
+
+    def live(self, width: int, capacity: int) -> Tensor:
+        """Of the first `width` rows, those that take part in a step. bool [B]"""
+        return ~self.done[:width] & (self.used[:width] < capacity)
+
+    def move(self, source: Tensor, to: Tensor) -> None:
+        for tensor in self.by_row:
             tensor[to] = tensor[source]
         self.done[source] = True
 
-    def start(self, row: int, used: int, fed: int, stream: int, prompt_trace: Tensor) -> None:
-        """A fresh sequence whose prompt has been fed; its first token is recorded next. prompt_trace [L, H, P]"""
-        self.used[row], self.index[row], self.stream[row] = used, fed - 1, stream
-        self.count[row], self.done[row] = 0, False
-        self.trace[row] = self.never
-        self.trace[row, :, :, :fed] = prompt_trace
+    def start(self, rows: Tensor, used: Tensor, fed: Tensor, stream: Tensor) -> None:
+        """Fresh sequences whose prompts have been fed; their first tokens are recorded next. All [N]"""
+        self.used[rows], self.index[rows], self.stream[rows] = used, fed - 1, stream
+        self.count[rows], self.done[rows] = 0, False
+        self.trace[rows] = self.never
 
-    def record(self, rows: slice, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> None:
-        """Write down what was sampled for those rows that are not done. tokens, logprobs [B]"""
-        live = ~self.done[rows]
-        place = self.count[rows].clamp(max=self.tokens.shape[1] - 1)[:, None]
-        for record, new in ((self.tokens[rows], tokens), (self.logprobs[rows], logprobs)):
-            record.scatter_(1, place, torch.where(live[:, None], new[:, None], record.gather(1, place)))
+    def record(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor, live: Tensor) -> None:
+        """Write down what was sampled for those rows that run. tokens, logprobs, live [B]
+
+        A log-prob that is not finite ends the row too, so that it is the last one written when the host looks.
+        """
+        place = self.count[rows].clamp(max=self.tokens.shape[1] - 1)
+        which = torch.arange(len(self.count), device=tokens.device)[rows]
+        for record, new in ((self.tokens, tokens), (self.logprobs, logprobs)):
+            record[which, place] = torch.where(live, new, record[which, place])
         self.token[rows] = torch.where(live, tokens, self.token[rows])
         self.count[rows] += live
         self.index[rows] += live
-        self.done[rows] |= torch.isin(tokens, stop_ids) | (self.count[rows] >= self.tokens.shape[1])
+        ended = torch.isin(tokens, stop_ids) | (self.count[rows] >= self.limit) | ~logprobs.isfinite()
+        self.done[rows] |= live & ended
 
-    def record_evictions(self, rows: Tensor, fed: Tensor, evicted: Tensor) -> None:
-        """rows, fed [N]; evicted feed indices [L, N, H, X] are invisible from query `fed` on."""
-        layers, _, heads, _ = evicted.shape
-        layer = torch.arange(layers, device=rows.device)[:, None, None, None]
-        head = torch.arange(heads, device=rows.device)[None, None, :, None]
-        value = fed.to(self.trace.dtype)[None, :, None, None].expand(evicted.shape)
-        self.trace[rows[None, :, None, None], layer, head, evicted.long()] = value
+    def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
+        """Copies on the CPU (the rows will be reused) of as many tokens as each trajectory has."""
+        copied = self.trace[rows, :, :, : max(tokens)].cpu()
+        return [_as_trace(copied[i, :, :, :n]) for i, n in enumerate(tokens)]
 
-    def trace_of(self, row: int, tokens: int) -> Trace:
-        evicted_at = self.trace[row, :, :, :tokens].clone().cpu()  # a copy: the row will be reused
-        dtype = trace_dtype(tokens)
-        if evicted_at.dtype == torch.int16:
-            return Trace(evicted_at.view(torch.uint16))
-        if dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has
-            return Trace(evicted_at.clamp(max=never(dtype)).to(dtype))
-        return Trace(evicted_at)
+
+def _as_trace(evicted_at: Tensor) -> Trace:
+    """[L, H, T], uint16 as int16 bits or int32"""
+    dtype = trace_dtype(evicted_at.shape[-1])
+    evicted_at = evicted_at.clone()
+    if evicted_at.dtype == torch.int16:
+        return Trace(evicted_at.view(torch.uint16))
+    if dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has
+        return Trace(evicted_at.clamp(max=never(dtype)).to(dtype))
+    return Trace(evicted_at)
 
 
 def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
-    """Logits [B, V] after the last of the tokens being fed. tokens [B, T]
+    """Logits [B, V] after the last of the tokens being fed, or with `feed.ends` after the last real one if it is among them. tokens [B, T]
 
     On the CPU a matrix product rounds a row the same way whatever the number of rows, from four rows on (with several threads: in
     multiples of four). Padding to that makes what a sequence does independent, to the bit, of how many run beside it.
@@ -102,18 +123,43 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     index = feed.index
     if padding:
         tokens, index = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, index))
-    logits = model(input_ids=tokens, position_ids=index, use_cache=False, logits_to_keep=1, slots_feed=feed).logits
+    if feed.ends is None:
+        logits = model(input_ids=tokens, position_ids=index, use_cache=False, logits_to_keep=1, slots_feed=feed).logits
+    else:
+        last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
+        logits = _logits_at(model, last, input_ids=tokens, position_ids=index, use_cache=False, slots_feed=feed)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
     if missed:
         raise SparseRLError(f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported.")
     return logits[:rows, -1]
 
 
-def decode_step(model: nn.Module, cache: SlotCache, state: RowState, width: int, span: int, sampling: Sampling, stop_ids: Tensor) -> None:
-    """Advance the first `width` rows by one token. Rows that are done feed and overwrite a slot nobody reads."""
-    rows = slice(0, width)
-    slot = state.used[rows].clamp(max=cache.capacity - 1)[:, None]
-    logits = forward(model, state.token[rows, None], Feed(cache, slot, state.index[rows, None], span))
-    tokens, logprobs = sample(logits, state.stream[rows], state.count[rows], sampling)
-    state.used[rows] += ~state.done[rows]
-    state.record(rows, tokens, logprobs, stop_ids)
+def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
+    """Logits [B, 1, V] of one token per row: the head is shown these tokens alone. place [B]"""
+    rows = torch.arange(len(place), device=place.device)
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][rows, place][:, None], *args[1:]))
+    try:
+        return model(**inputs).logits
+    finally:
+        hook.remove()
+
+
+def forward_modules(model: nn.Module, cache: SlotCache, state: RowState, width: int, live: Tensor | None, span: int) -> Tensor:
+    """Logits after the last sampled token of the first `width` rows, by the model's own modules. Works for every architecture."""
+    slot = state.used[:width].clamp(max=cache.capacity - 1)[:, None]
+    feed = Feed(cache, slot, state.index[:width, None], span, live=live)
+    return forward(model, state.token[:width, None], feed)
+
+
+def decode_step(logits: Tensor, state: RowState, capacity: int, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:
+    """Sample a token for every row that runs, and write it down. logits [B, V]"""
+    width = len(logits)
+    if logits.is_cuda and kernels.has_triton() and not (sampling.top_k or sampling.top_p < 1):
+        from ..kernels.sample import sample_and_record
+
+        sample_and_record(logits, state, capacity, sampling.temperature, stop_ids)
+        return
+    live = state.live(width, capacity) if live is None else live
+    tokens, logprobs = sample(logits, state.stream[:width], state.count[:width], sampling)
+    state.used[:width] += live
+    state.record(slice(0, width), tokens, logprobs, stop_ids, live)

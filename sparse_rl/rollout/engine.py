@@ -1,6 +1,7 @@
 """The rollout engine: completions of prompts by any Hugging Face causal LM on a fixed-capacity, evicting KV cache.
 
-The model's weights are used in place, so after an update the next rollout needs no copy. What happens in a call is in schedule.py.
+The model's weights are used in place, so after an update the next rollout needs no copy and no new capture. What happens in a call is in
+schedule.py, one decode step in decode.py, its capture in capture.py.
 
     engine = Engine(model, compressor="rkv", budget=512, interval=128, rows=64)
     trajectories = engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=4096), seed=0)
@@ -20,8 +21,10 @@ from ..cache import SlotCache
 from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError, whole
 from ..models import ModelShape, check_model, evaluating
-from ..plan import Plan, available_memory, cache_shape, is_out_of_memory, make_plan, size
+from ..plan import Plan, available_memory, cache_shape, default_prefill_chunk, is_out_of_memory, make_plan, size
 from ..records import Trajectory
+from .capture import Decoder
+from .decode import RowState
 from .progress import ProgressBar
 from .sampling import Sampling
 from .schedule import Rollout
@@ -38,10 +41,19 @@ class Engine:
         interval: int = 128,
         rows: int = 8,
         max_tokens: int | None = None,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
+        prefill_rows: int | None = None,
+        poll: tuple[int, int] | None = None,
     ):
-        """`max_tokens` (prompt + new) sizes the rows of `dense` once and for all; otherwise they grow with the longest call."""
-        whole(rows=rows, prefill_chunk=prefill_chunk)
+        """`max_tokens` (prompt + new) sizes the rows of `dense` once and for all; otherwise they grow with the longest call.
+
+        `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: prompts they may belong to; `poll`: least and most decode steps
+        between two looks at the device. By default 512, 1 and (1, 1) on a CPU; 16,384, as many as that holds, and (8, 16) on a GPU.
+        """
+        on_gpu = next(model.parameters()).is_cuda
+        prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
+        self.poll = poll or ((8, 16) if on_gpu else (1, 1))
+        whole(rows=rows, prefill_chunk=prefill_chunk, least_poll=self.poll[0], most_poll=self.poll[1])
         if max_tokens is not None:
             whole(at_least=2, max_tokens=max_tokens)
         check_model(model)
@@ -50,10 +62,14 @@ class Engine:
         self.compressor = make(compressor).bind(budget, interval)
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
-        self.rows, self.max_tokens, self.prefill_chunk = rows, max_tokens, prefill_chunk
+        self.rows, self.max_tokens, self.prefill_chunk, self.prefill_rows = rows, max_tokens, prefill_chunk, prefill_rows
         self.version = 0  # optimizer steps behind the weights; stamped on trajectories
         self.cache: SlotCache | None = None
         self.scratch: SlotCache | None = None
+        self.state: RowState | None = None
+        self.decoders: dict[tuple, Decoder] = {}  # by what a captured step has built in
+        self.seconds: dict[str, float] = {}  # of the last call, by phase
+        self.steps = 0  # decode steps of the last call
         if self.compressor.evicts:
             capacity = self.compressor.capacity(0, 0)
             new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
@@ -76,6 +92,8 @@ class Engine:
             weight_bytes=sum(p.nbytes for p in self.model.parameters()),
             capacity=self.cache.capacity if self.cache else None,
             prefill_chunk=self.prefill_chunk,
+            prefill_rows=self.prefill_rows,
+            on_gpu=self.device.type == "cuda",
         )
 
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
@@ -109,6 +127,7 @@ class Engine:
             plan = self.plan(longest, sampling.max_new_tokens)
             self._allocate_rows(self.compressor.capacity(longest, sampling.max_new_tokens), plan)
             self._allocate_scratch(plan)
+            self._allocate_state(plan)
             with (
                 torch.no_grad(),
                 evaluating(self.model),
@@ -123,7 +142,9 @@ class Engine:
                         on_finish(trajectory)
 
                 try:
-                    Rollout(self, prompts, group_size, sampling, seed, longest).run(deliver, bar)
+                    rollout = Rollout(self, prompts, group_size, sampling, seed)
+                    rollout.run(deliver, bar)
+                    self.seconds, self.steps = rollout.phases.seconds(), rollout.num_steps
                 except BaseException:
                     self._clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
                     raise
@@ -138,7 +159,20 @@ class Engine:
             explained = self._out_of_memory(plan, str(error))
             explained.trajectories = _in_order(finished)
             raise explained from error
+        finally:
+            if self.device.type != "cuda":
+                self.state = None  # only captured steps need it to stay where it is
+                self.decoders.clear()
         return _in_order(finished)
+
+    def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
+        """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved since."""
+        settings = (sampling.temperature, sampling.top_k, sampling.top_p, tuple(stop_ids.tolist()))
+        known = self.decoders.get(settings)
+        if known is None or known.cache is not self.cache or known.state is not self.state or known.stale:
+            known = Decoder(self.model, self.cache, self.state, sampling, stop_ids, waits=self.poll[1] > 1)
+            self.decoders[settings] = known
+        return known
 
     def _clear(self) -> None:
         for cache in (self.cache, self.scratch):
@@ -186,6 +220,7 @@ class Engine:
         """The cache, once and for all."""
         if self.cache is not None and not self.compressor.evicts and self.max_tokens is None and capacity > self.cache.capacity:
             self.cache = None  # dense rows are as long as the longest call so far
+            self.decoders.clear()
             plan = replace(plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity))
         if self.cache is None:
             self._require(plan.cache_bytes, plan)
@@ -197,11 +232,20 @@ class Engine:
             )
 
     def _allocate_scratch(self, plan: Plan) -> None:
-        """One row for the longest prompt, made anew when a longer one comes."""
+        """Rows for the longest prompts, made anew when a longer one comes."""
         if self.scratch is None or self.scratch.capacity < plan.prompt_tokens:
             self.scratch = None
             self._require(plan.scratch_bytes, plan)
-            self.scratch = SlotCache(cache_shape(self.shape, self.compressor), 1, plan.prompt_tokens, self.device)
+            self.scratch = SlotCache(cache_shape(self.shape, self.compressor), plan.prefill_rows, plan.prompt_tokens, self.device)
+
+    def _allocate_state(self, plan: Plan) -> None:
+        """Where rows write down what they sample. It stays between calls on a GPU: captured steps hold its address."""
+        tokens = plan.prompt_tokens + plan.new_tokens
+        if self.state is None or not self.state.fits(tokens, plan.new_tokens):
+            self.state = None
+            self.decoders.clear()
+            self._require(plan.rows * (plan.trace_row_bytes + plan.token_row_bytes), plan)
+            self.state = RowState.empty(self.cache, tokens, plan.new_tokens)
 
     def _require(self, needed: int, plan: Plan) -> None:
         free = available_memory(self.device)

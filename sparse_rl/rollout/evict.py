@@ -1,8 +1,9 @@
-"""One eviction: let the compressor look at full rows, compact them, and say which tokens are gone."""
+"""One eviction: let the compressor look at full rows, compact them, and say in the trace which tokens are gone."""
 
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..cache import SlotCache
 from ..compressors import CacheView, Compressor
 from ..errors import SparseRLError
@@ -10,23 +11,31 @@ from ..streams import eviction_streams
 
 
 def evict(
-    cache: SlotCache, compressor: Compressor, rows: Tensor, used: int, fed: Tensor, streams: Tensor, num_prompt_tokens: Tensor
+    cache: SlotCache,
+    compressor: Compressor,
+    rows: Tensor,
+    used: int,
+    fed: Tensor,
+    streams: Tensor,
+    num_prompt_tokens: Tensor,
+    trace: Tensor,
+    live: Tensor,
 ) -> Tensor:
-    """Compress rows that all have `used` slots in use down to the budget.
+    """Compress rows that all have `used` slots in use down to the budget; of those that are not live nothing is written down.
 
-    rows, fed (tokens fed so far), streams, num_prompt_tokens [N] -> feed indices of evicted tokens [L, N, H, used - budget]
+    rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T] -> bool: the compressor did as it must
     """
     shape, budget, n = cache.shape, compressor.budget, len(rows)
     streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
     # A full row has been fed at least its capacity: that many queries are there whoever is evicted beside it.
     num_queries = min(compressor.num_queries, compressor.capacity(0, 0))
-    evicted = []
+    fine = torch.ones((), dtype=torch.bool, device=rows.device)
     for layers in cache.layer_chunks(n, used):
         feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]
         queries = cache.recent_queries(layers, rows, fed, num_queries)
         view = CacheView(
             keys=cache.keys[layers][:, rows, :, :used].flatten(0, 1),
-            values=cache.values[layers][:, rows, :, :used].flatten(0, 1),
+            values=cache.values[layers][:, rows, :, :used].flatten(0, 1) if compressor.uses_values else None,
             feed=feed.flatten(0, 1),
             queries=None if queries is None else queries.flatten(0, 1),
             mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
@@ -37,9 +46,33 @@ def evict(
             unreachable=_unreachable(cache, layers, feed, fed),
         )
         kept = compressor.keep(view, budget)
-        _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)
-        evicted.append(cache.keep(layers, rows, used, kept.unflatten(0, (-1, n))))
-    return torch.cat(evicted)
+        fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)
+        if rows.is_cuda:
+            kept = kept.clamp(0, used - 1)  # whatever it says, nothing else is touched before the host asks
+        else:
+            check_fine(bool(fine), used, compressor)
+        _compact(cache, layers, rows, used, kept.unflatten(0, (-1, n)), trace, fed, live)
+    return fine
+
+
+def check_fine(fine: bool, used: int, compressor: Compressor) -> None:
+    if not fine:
+        raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
+
+
+def _compact(cache: SlotCache, layers: slice, rows: Tensor, used: int, kept: Tensor, trace: Tensor, fed: Tensor, live: Tensor) -> None:
+    """Rows keep `kept` [l, N, H, K] of their slots; the trace says that the others are invisible from query `fed` on."""
+    if rows.is_cuda and kernels.has_triton():
+        from ..kernels.evict import compact
+
+        never = -1 if trace.dtype == torch.int16 else torch.iinfo(trace.dtype).max
+        compact(cache.keys, cache.values, cache.feed, cache.mass, trace, layers, rows, used, kept, fed, live, never)
+        return
+    evicted = cache.keep(layers, rows, used, kept)[:, live].long()  # [l, n, H, X]
+    layer = torch.arange(layers.start, layers.stop, device=rows.device)[:, None, None, None]
+    head = torch.arange(cache.shape.heads, device=rows.device)[None, None, :, None]
+    value = fed[live].to(trace.dtype)[None, :, None, None].expand(evicted.shape)
+    trace[rows[live][None, :, None, None], layer, head, evicted] = value
 
 
 def _common(per_layer: list, what: str) -> float | None:
@@ -59,9 +92,8 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
     return (distance >= reach[:, None, None, None]).flatten(0, 1)
 
 
-def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> None:
+def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> Tensor:
+    """Refuse another shape at once; whether the numbers make sense is for the host to ask when it looks next."""
     if tuple(kept.shape) != shape or kept.dtype != torch.int64:
         raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}.")
-    ordered = (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()
-    if not ordered:
-        raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
+    return (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()

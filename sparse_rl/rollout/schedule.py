@@ -1,12 +1,14 @@
 """The loop of a rollout: continuous batching over the rows of an evicting cache.
 
     while sequences are waiting or running:
-        admit    fork a prefilled prompt into every free row
-        decode   one token for every running row
+        admit    prefill prompts together, fork them into every free row
+        decode   some tokens for every running row
         evict    rows whose slots are full keep `budget` of them
-        finish   collect rows that stopped
+        finish   look at the device: collect rows that stopped
 
-A sequence's tokens, log-probs and evictions depend on its own prefix and random stream alone, never on the rows beside it.
+The host looks once a round, every step on a CPU and every 8 to 16 steps on a GPU: it knows how many slots each row uses without asking, and
+a row that fills up within a round waits for its end. A sequence's tokens, log-probs and evictions depend on its own prefix and random
+stream alone, never on the rows beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from ..errors import NonFiniteLogits, uninterrupted
 from ..models import check_sliding_windows
 from ..records import Trajectory
 from ..streams import stream_key
-from .decode import RowState, decode_step, forward
-from .evict import evict
+from .decode import forward
+from .evict import check_fine, evict
+from .phases import Phases
 from .progress import ProgressBar
 from .sampling import Sampling, sample
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _DENSE_SPAN = 64  # a dense cache is read in multiples of this many slots
+_TOGETHER = 64  # rows whose first tokens are sampled, or whose records are copied to the host, at a time
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt in the scratch row, ready to be forked."""
+    """A prompt in a row of the scratch cache, ready to be forked."""
 
     waiting: Waiting
-    logits: Tensor  # [V] after its last token
+    row: int
     used: int  # slots left after compression
-    trace: Tensor  # [L, H, P]
 
 
 @dataclass
@@ -69,147 +72,201 @@ class Row:
 class Rollout:
     """One call of `Engine.generate`: what is waiting, what runs in which row."""
 
-    def __init__(self, engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, seed: int, longest: int):
+    def __init__(self, engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, seed: int):
         self.engine, self.sampling = engine, sampling
         self.model, self.cache, self.scratch, self.compressor = engine.model, engine.cache, engine.scratch, engine.compressor
         self.device = self.cache.keys.device
-        self.state = RowState.empty(self.cache, longest + sampling.max_new_tokens, sampling.max_new_tokens)
-        self.stop_ids = torch.tensor(_stop_ids(self.model, sampling), dtype=torch.int64, device=self.device)
+        self.state = engine.state
+        self.stop_ids = stop_ids_of(self.model, sampling)
+        self.decoder = engine.decoder(sampling, self.stop_ids)
+        self.phases = Phases(self.device)
         self.row_counts = row_counts(engine.rows)
         self.waiting = _queue(prompts, group_size, seed)
-        self.prefilled: Prefilled | None = None
+        self.ready: deque[Prefilled] = deque()
+        self.ready_logits: Tensor  # [N, V] after the last token of the prompts in the scratch cache
+        self.ready_trace: Tensor | None  # [N, L, H, P] of prompts, if some of them were compressed
         self.running: dict[int, Row] = {}
-        self.num_tokens = 0  # sampled so far
+        self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last look
+        self.num_tokens = self.num_steps = 0  # sampled; decode steps run
 
     def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
-        """Hand every trajectory to `deliver` the moment it is finished."""
+        """Hand every trajectory to `deliver` the moment it is known to be finished."""
         start = time.perf_counter()
-        while self.waiting or self.running:
-            self.admit()
-            self.finish(deliver)
+        self.state.begin(self.sampling.max_new_tokens)
+        while self.waiting or self.ready or self.running:
+            if self.admit():
+                self.finish(deliver)  # some end with their first token
             if self.running:
                 self.decode()
                 self.evict()
                 self.finish(deliver)
             bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
 
-    def admit(self) -> None:
-        """Fork the prefilled prompt into free rows; prefill the next one when its group is complete."""
-        free = (row for row in range(self.engine.rows) if row not in self.running)
-        while self.waiting and (row := next(free, None)) is not None:
-            if self.prefilled is None:
-                self.prefilled = self.prefill(self.waiting[0])
-            ready, waiting = self.prefilled, self.waiting[0]
-            sample_index, stream = waiting.streams.popleft()
-            fed = len(waiting.prompt)
-            self.cache.fork(self.scratch, 0, row, ready.used)
-            self.state.start(row, ready.used, fed, stream, ready.trace)
-            self.running[row] = Row(waiting, sample_index, ready.used, fed)
-            here = slice(row, row + 1)
-            token, logprob = sample(ready.logits[None], self.state.stream[here], self.state.count[here], self.sampling)
-            self.state.record(here, token, logprob, self.stop_ids)
-            self.num_tokens += 1
-            if not waiting.streams:
-                self.waiting.popleft()
-                self.prefilled = None
+    def admit(self) -> bool:
+        """Fork prefilled prompts into free rows; prefill the next ones when their groups are complete. -> whether any was admitted"""
+        free = deque(row for row in range(self.engine.rows) if row not in self.running)
+        busy = len(self.running)
+        while free and (self.waiting or self.ready):
+            if not self.ready:
+                with self.phases("prefill"):
+                    together = min(self.scratch.rows, len(self.waiting))
+                    self.ready = self.prefill([self.waiting.popleft() for _ in range(together)])
+            admitted = []
+            while free and self.ready:
+                waiting = self.ready[0].waiting
+                admitted.append((self.ready[0], *waiting.streams.popleft(), free.popleft()))
+                if not waiting.streams:
+                    self.ready.popleft()
+            with self.phases("prefill"):
+                self.start(admitted)
+        return len(self.running) > busy
 
-    def prefill(self, waiting: Waiting) -> Prefilled:
-        """Feed a prompt densely, in chunks; compress it once if it fills a row."""
-        prompt = torch.tensor(waiting.prompt, device=self.device)[None]  # [1, P]
-        fed, scratch = prompt.shape[1], self.scratch
-        index = torch.arange(fed, device=self.device)[None]
-        for start in range(0, fed, self.engine.prefill_chunk):
-            part = slice(start, min(start + self.engine.prefill_chunk, fed))
-            feed = Feed(scratch, index[:, part], index[:, part], span=part.stop, first=start == 0)
-            logits = forward(self.model, prompt[:, part], feed)[0]
+    def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
+        """Feed prompts densely, in chunks, the shorter ones padded; compress those that fill a row."""
+        scratch, lengths = self.scratch, [len(w.prompt) for w in prompts]
+        n, longest = len(prompts), max(lengths)
+        tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=self.device)  # [N, P]
+        ends = torch.tensor(lengths, device=self.device)
+        ragged = min(lengths) < longest
+        index = torch.arange(longest, device=self.device).expand(n, -1)
+        chunk = max(1, self.engine.prefill_chunk // n)
+        for start in range(0, longest, chunk):
+            part = slice(start, min(start + chunk, longest))
+            feed = Feed(scratch, index[:, part], index[:, part], span=part.stop, first=start == 0, ends=ends if ragged else None)
+            logits = forward(self.model, tokens[:, part], feed)
+            self.ready_logits = logits if start == 0 else torch.where((ends > start)[:, None], logits, self.ready_logits)
         check_sliding_windows(self.model.config, scratch.sliding_window)
-        trace = self.state.trace.new_full((scratch.shape.layers, scratch.shape.heads, fed), self.state.never)
-        if not self.compressor.evicts or fed < self.cache.capacity:
-            return Prefilled(waiting, logits, fed, trace)
-        one = torch.zeros(1, dtype=torch.int64, device=self.device)
-        evicted = evict(scratch, self.compressor, one, fed, one + fed, one + waiting.prompt_stream, one + fed)
-        trace.scatter_(2, evicted[:, 0].long(), torch.full_like(evicted[:, 0], fed).to(trace.dtype))
-        return Prefilled(waiting, logits, self.compressor.budget, trace)
+        long = [i for i, length in enumerate(lengths) if self.compressor.evicts and length >= self.cache.capacity]
+        self.ready_trace = None
+        if long:
+            self.ready_trace = self.state.trace.new_full((n, scratch.shape.layers, scratch.shape.heads, longest), self.state.never)
+        for i in long:
+            row, fed = torch.tensor([i], device=self.device), ends[i : i + 1]
+            stream = torch.tensor([prompts[i].prompt_stream], device=self.device)
+            self.fine &= evict(scratch, self.compressor, row, lengths[i], fed, stream, fed, self.ready_trace, torch.ones_like(row).bool())
+        return deque(Prefilled(w, i, self.compressor.budget if i in long else lengths[i]) for i, w in enumerate(prompts))
+
+    def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
+        """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
+        columns = [(ready.row, row, ready.used, len(ready.waiting.prompt), stream) for ready, _, stream, row in admitted]
+        source, to, used, fed, stream = torch.tensor(columns, device=self.device).T.contiguous()
+        self.cache.fork(self.scratch, source, to, max(ready.used for ready, *_ in admitted))
+        self.state.start(to, used, fed, stream)
+        if self.ready_trace is not None:
+            self.state.trace[to, :, :, : self.ready_trace.shape[3]] = self.ready_trace[source]
+        for part in torch.arange(len(to), device=self.device).split(_TOGETHER):
+            which = to[part]
+            first = sample(self.ready_logits[source[part]], stream[part], self.state.count[which], self.sampling)
+            self.state.record(which, *first, self.stop_ids, torch.ones_like(which, dtype=torch.bool))
+        for ready, sample_index, _, row in admitted:
+            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
+        self.num_tokens += len(admitted)
 
     def decode(self) -> None:
         width = next(w for w in reversed(self.row_counts) if w > max(self.running))
-        decode_step(self.model, self.cache, self.state, width, self.span(), self.sampling, self.stop_ids)
-        self.num_tokens += len(self.running)
+        steps = self.round()
+        with self.phases("decode"):
+            self.decoder.run(width, steps, self.span())
+        self.num_steps += steps
         for row in self.running.values():
-            row.used += 1
-            row.fed += 1
+            advanced = min(steps, self.cache.capacity - row.used)
+            row.used += advanced
+            row.fed += advanced
+            self.num_tokens += advanced
+
+    def round(self) -> int:
+        """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
+        least, most = self.engine.poll
+        until_full = self.cache.capacity - max(row.used for row in self.running.values())
+        shortest = min(row.fed - len(row.waiting.prompt) for row in self.running.values())
+        until_end = self.sampling.max_new_tokens - 1 - shortest
+        return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
         """Slots to read. All of a fixed row, so that the arithmetic is the same whoever runs beside; of a dense row what is in use."""
         if self.compressor.evicts:
             return self.cache.capacity
-        longest = max(row.used for row in self.running.values()) + 1
+        longest = max(row.used for row in self.running.values()) + self.engine.poll[1]
         return min(self.cache.capacity, -(-longest // _DENSE_SPAN) * _DENSE_SPAN)
 
     def evict(self) -> None:
         """Every row whose slots are full keeps `budget` of them."""
-        if not self.compressor.evicts:
-            return
         full = [i for i, row in self.running.items() if row.used == self.cache.capacity]
-        if not full:
+        if not full or not self.compressor.evicts:
             return
-        rows = torch.tensor(full, device=self.device)
-        fed = torch.tensor([self.running[i].fed for i in full], device=self.device)
-        prompts = torch.tensor([len(self.running[i].waiting.prompt) for i in full], device=self.device)
-        evicted = evict(self.cache, self.compressor, rows, self.cache.capacity, fed, self.state.stream[rows], prompts)
-        self.state.record_evictions(rows, fed, evicted)
-        self.state.used[rows] = self.compressor.budget
+        with self.phases("evict"):
+            columns = [(i, self.running[i].fed, len(self.running[i].waiting.prompt)) for i in full]
+            rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
+            capacity = self.cache.capacity
+            stream, live = self.state.stream[rows], self.state.used[rows] == capacity  # the others have ended before
+            self.fine &= evict(self.cache, self.compressor, rows, capacity, fed, stream, prompts, self.state.trace, live)
+            self.state.used[rows] = self.compressor.budget
         for i in full:
             self.running[i].used = self.compressor.budget
 
     def finish(self, deliver: Callable[[Trajectory], None]) -> None:
-        """Collect the rows that are done; move the others together when the batch drains."""
-        done, count = self.state.done.tolist(), self.state.count.tolist()
-        self.check_finite(count)
-        for row in [row for row in self.running if done[row]]:
-            with uninterrupted():  # a trajectory is either still running or delivered, never in between
-                deliver(self.collect(row, count[row]))
+        """The one look at the device in a round. Collect the rows that are done; move the others together when the batch drains."""
+        done, count = self.look()
+        ended = [row for row in self.running if done[row]]
+        for part in [ended[i : i + _TOGETHER] for i in range(0, len(ended), _TOGETHER)]:
+            with self.phases("collect"):
+                collected = self.collect(part, [count[row] for row in part])
+            for row, trajectory in zip(part, collected, strict=True):
+                with uninterrupted():  # a trajectory is either still running or delivered, never in between
+                    del self.running[row]
+                    deliver(trajectory)
         self.draw_together()
 
-    def check_finite(self, count: list[int]) -> None:
+    def look(self) -> tuple[list[int], list[int]]:
+        """(done, tokens sampled) of all rows, after making sure that all went well."""
         last = (self.state.count - 1).clamp(min=0)[:, None]
-        finite = self.state.logprobs.gather(1, last)[:, 0].isfinite().tolist()
+        finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
+        done, count, finite, fine = torch.stack([self.state.done, self.state.count, finite, self.fine.expand(len(finite))]).tolist()
+        check_fine(all(fine), self.cache.capacity, self.compressor)
         for row, sequence in self.running.items():
             if not finite[row]:
                 who = f"row {row} (prompt {sequence.waiting.prompt_index}, sample {sequence.sample_index})"
                 raise NonFiniteLogits(
-                    f"the logits of {who} are not finite at step {count[row] - 1} (token {sequence.fed}); "
+                    f"the logits of {who} are not finite at step {count[row] - 1} (token {len(sequence.waiting.prompt) + count[row] - 1}); "
                     "look for NaN or infinite weights, or use bfloat16 or float32 instead of float16."
                 )
+        return done, count
 
-    def collect(self, row: int, count: int) -> Trajectory:
-        sequence = self.running.pop(row)
-        prompt = torch.tensor(sequence.waiting.prompt)
-        response = self.state.tokens[row, :count].cpu()
-        logprobs = self.state.logprobs[row, :count].cpu()
-        stopped = bool(torch.isin(response[-1], self.stop_ids.cpu()))
-        return Trajectory(
-            tokens=torch.cat([prompt, response]),
-            num_prompt_tokens=len(prompt),
-            sampler_logprobs=torch.cat([torch.zeros(len(prompt)), logprobs]),
-            trace=self.state.trace_of(row, len(prompt) + count),
-            finish_reason="stop" if stopped else "length",
-            prompt_index=sequence.waiting.prompt_index,
-            sample_index=sequence.sample_index,
-            version=self.engine.version,
-        )
+    def collect(self, rows: list[int], counts: list[int]) -> list[Trajectory]:
+        """The trajectories of rows that are done."""
+        sequences = [self.running[row] for row in rows]
+        prompts = [torch.tensor(sequence.waiting.prompt) for sequence in sequences]
+        responses, logprobs = self.state.tokens[rows, : max(counts)].cpu(), self.state.logprobs[rows, : max(counts)].cpu()
+        stopped = torch.isin(responses, self.stop_ids.cpu())
+        traces = self.state.traces_of(rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
+        return [
+            Trajectory(
+                tokens=torch.cat([prompts[i], responses[i, :count]]),
+                num_prompt_tokens=len(prompts[i]),
+                sampler_logprobs=torch.cat([torch.zeros(len(prompts[i])), logprobs[i, :count]]),
+                trace=traces[i],
+                finish_reason="stop" if stopped[i, count - 1] else "length",
+                prompt_index=sequences[i].waiting.prompt_index,
+                sample_index=sequences[i].sample_index,
+                version=self.engine.version,
+            )
+            for i, count in enumerate(counts)
+        ]
 
     def draw_together(self) -> None:
         """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
-        if self.waiting or not self.running:
+        if self.waiting or self.ready or not self.running:
             return
         width = next(w for w in reversed(self.row_counts) if w >= len(self.running))
-        free = (row for row in range(width) if row not in self.running)
-        for row in sorted(row for row in self.running if row >= width):
-            to = next(free)
-            self.cache.fork(self.cache, row, to, self.running[row].used)
-            self.state.move(row, to)
-            self.running[to] = self.running.pop(row)
+        high = sorted(row for row in self.running if row >= width)
+        if not high:
+            return
+        free = [row for row in range(width) if row not in self.running][: len(high)]
+        source, to = torch.tensor([high, free], device=self.device)
+        self.cache.fork(self.cache, source, to, max(self.running[row].used for row in high))
+        self.state.move(source, to)
+        for row, low in zip(high, free, strict=True):
+            self.running[low] = self.running.pop(row)
 
 
 def _queue(prompts: list[list[int]], group_size: int, seed: int) -> deque[Waiting]:
@@ -232,9 +289,10 @@ def row_counts(rows: int) -> list[int]:
     return widths
 
 
-def _stop_ids(model: nn.Module, sampling: Sampling) -> list[int]:
-    if sampling.stop_ids is not None:
-        return list(sampling.stop_ids)
-    generation = getattr(model, "generation_config", None)
-    ids = getattr(generation, "eos_token_id", None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+def stop_ids_of(model: nn.Module, sampling: Sampling) -> Tensor:
+    """Token ids that end a response, on the model's device."""
+    ids = sampling.stop_ids
+    if ids is None:
+        ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)

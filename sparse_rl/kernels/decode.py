@@ -1,0 +1,256 @@
+"""Triton kernels of the decode step: norm, rotate and store, attend over slots, gate. Twins and shapes: twins.py.
+
+They round where the Hugging Face modules round, so that in bf16 the sampler differs from the learner by summation order alone. Everything a
+kernel must know about a row (how many slots it uses, whether it runs) it reads from device memory: nothing here depends on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _add_rms_norm(new, residual, weight, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    x = tl.load(residual + row * size + i, mask=inside, other=0.0)
+    if ADD:
+        x = (x.to(tl.float32) + tl.load(new + row * size + i, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(residual + row * size + i, x, mask=inside)
+    wide = x.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(x.dtype)
+    w = tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(out + row * size + i, (w.to(tl.float32) * normed.to(tl.float32)).to(x.dtype), mask=inside)
+
+
+def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows, size = residual.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(size)
+    _add_rms_norm[(rows,)](
+        residual if new is None else new,
+        residual,
+        weight,
+        out,
+        size,
+        eps,
+        ADD=new is not None,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    gate = tl.load(gate_up + row * 2 * size + i, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + i, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + row * size + i, (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    _silu_mul[(rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _norm_and_rotate(x, weight, cos, sin, d, DIM: tl.constexpr, eps, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """One head's query or key. x: where it lies; weight, cos, sin: where theirs begin. -> [D]"""
+    inside = d < DIM
+    here = tl.load(x + d, mask=inside, other=0.0)
+    if NORM:
+        wide = here.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+        w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+        normed = (w * (wide * scale).to(here.dtype).to(tl.float32)).to(here.dtype)
+    else:
+        normed = here
+    if ROPE:
+        other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)  # the dimension it turns with
+        there = tl.load(x + other, mask=inside, other=0.0)
+        if NORM:
+            w = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32)
+            there = (w * (there.to(tl.float32) * scale).to(here.dtype).to(tl.float32)).to(here.dtype)
+        turned = tl.where(d < DIM // 2, -there.to(tl.float32), there.to(tl.float32))
+        c = tl.load(cos + d, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + d, mask=inside, other=0.0).to(tl.float32)
+        a = (normed.to(tl.float32) * c).to(here.dtype)
+        b = (turned * s).to(here.dtype)
+        normed = (a.to(tl.float32) + b.to(tl.float32)).to(here.dtype)
+    return normed
+
+
+@triton.jit
+def _store(
+    query, key, value, out, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight,
+    query_row, query_head, key_row, key_head, value_row, value_head, eps,
+    QUERY_HEADS: tl.constexpr, HEADS: tl.constexpr, CAPACITY, RING: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    runs = tl.load(live + row) > 0
+    fed = tl.load(index + row)
+    if head < QUERY_HEADS:
+        x = _norm_and_rotate(
+            query + row * query_row + head * query_head, query_weight, cos + row * DIM, sin + row * DIM, d, DIM, eps, NORM, ROPE
+        )
+        tl.store(out + (row * QUERY_HEADS + head) * DIM + d, x, mask=d < DIM)
+        if RING > 0:  # noqa: SIM102 (one is known when the kernel is compiled, the other when it runs)
+            if runs:
+                tl.store(ring + ((row * QUERY_HEADS + head) * RING + fed % RING) * DIM + d, x, mask=d < DIM)
+    elif runs:
+        head = head - QUERY_HEADS
+        slot = (row * HEADS + head) * CAPACITY + tl.load(used + row)
+        x = _norm_and_rotate(key + row * key_row + head * key_head, key_weight, cos + row * DIM, sin + row * DIM, d, DIM, eps, NORM, ROPE)
+        tl.store(keys + slot * DIM + d, x, mask=d < DIM)
+        v = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
+        tl.store(values + slot * DIM + d, v, mask=d < DIM)
+        tl.store(feed + slot, fed.to(tl.int32))
+
+
+def store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    feed: Tensor,
+    ring: Tensor | None,
+    used: Tensor,
+    index: Tensor,
+    live: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    (rows, query_heads, dim), heads = query.shape, key.shape[1]
+    assert all(x.stride(-1) == 1 for x in (query, key, value)) and all(x.is_contiguous() for x in (keys, values, feed))
+    out = torch.empty(rows, query_heads, dim, dtype=query.dtype, device=query.device)
+    cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
+    query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
+    _store[(rows, query_heads + heads)](
+        query, key, value, out, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
+        cos, sin, query_weight, key_weight,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), eps,
+        QUERY_HEADS=query_heads, HEADS=heads, CAPACITY=keys.shape[2], RING=0 if ring is None else ring.shape[2], DIM=dim,
+        BLOCK=triton.next_power_of_2(dim), NORM=norms is not None, ROPE=rope is not None, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend(
+    query, keys, values, feed, lengths, oldest, out, partial, scale, softcap, CAPACITY,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one KV head over one part of a row's slots. Softmax in base 2, running maximum."""
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
+    length = tl.load(lengths + row).to(tl.int32)
+    part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    start, stop = split * part, tl.minimum((split + 1) * part, length)
+    first = (row * HEADS + head) * CAPACITY  # slot 0 of this row and head
+    heads = (row * HEADS + head) * GROUP + g  # query heads
+    q = tl.load(query + heads[:, None] * DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0)  # [G, D]
+    top = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    for s0 in range(start, stop, BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        tile = (first + s)[:, None] * DIM + d[None, :]
+        inside = (s < stop)[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + tile, mask=inside, other=0.0)  # [S, D]
+        v = tl.load(values + tile, mask=inside, other=0.0)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [G, S]
+        if SOFTCAP:
+            logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
+        logits = logits * 1.4426950408889634
+        visible = s < stop
+        if SLIDES:
+            visible = visible & (tl.load(feed + first + s, mask=visible, other=0) > tl.load(oldest + row))
+        logits = tl.where(visible[None, :], logits, -float("inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing visible yet
+        shrink = tl.exp2(top - safe)
+        probs = tl.exp2(logits - safe[:, None])
+        total = total * shrink + tl.sum(probs, 1)
+        acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        top = higher
+    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    if SPLITS == 1:
+        tl.store(out + heads[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+    else:
+        place = (heads * SPLITS + split) * (DIM + 2)  # [D] unnormalised, then maximum and total
+        tl.store(partial + place[:, None] + d[None, :], acc, mask=real)
+        tl.store(partial + place + DIM, top, mask=g < GROUP)
+        tl.store(partial + place + DIM + 1, total, mask=g < GROUP)
+
+
+@triton.jit
+def _combine(partial, out, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    i, d = tl.arange(0, SPLIT_BLOCK), tl.arange(0, DIM_BLOCK)
+    place = (head * SPLITS + i) * (DIM + 2)
+    there = i < SPLITS
+    top = tl.load(partial + place + DIM, mask=there, other=-float("inf"))
+    total = tl.load(partial + place + DIM + 1, mask=there, other=0.0)
+    share = tl.exp2(top - tl.max(top, 0))
+    acc = tl.load(partial + place[:, None] + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
+    result = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + head * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+def splits_for(programs: int, capacity: int, processors: int) -> int:
+    """Into how many parts to cut a row's slots, so that few rows still fill the chip: at least 128 slots each."""
+    return max(1, min(triton.cdiv(2 * processors, programs), capacity // 128, 32))
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    feed: Tensor | None = None,
+    oldest: Tensor | None = None,
+    splits: int | None = None,
+    block: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Tensor:
+    (rows, query_heads, dim), (heads, capacity) = query.shape, keys.shape[1:3]
+    assert query.is_contiguous() and keys.is_contiguous() and values.is_contiguous() and values.shape == keys.shape
+    splits = splits or splits_for(rows * heads, capacity, _processors(query.device))
+    out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
+    partial = None if splits == 1 else torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
+    group, dim_block = query_heads // heads, max(16, triton.next_power_of_2(dim))
+    _attend[(rows, heads, splits)](
+        query, keys, values, lengths if feed is None else feed, lengths, lengths if oldest is None else oldest,
+        out, out if partial is None else partial, scaling, softcap or 1.0, capacity,
+        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_BLOCK=dim_block,
+        SPLITS=splits, BLOCK=block, SOFTCAP=softcap is not None, SLIDES=oldest is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        split_block = triton.next_power_of_2(splits)
+        _combine[(rows * query_heads,)](partial, out, SPLITS=splits, SPLIT_BLOCK=split_block, DIM=dim, DIM_BLOCK=dim_block, num_warps=1)
+    return out
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

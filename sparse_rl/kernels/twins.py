@@ -1,0 +1,91 @@
+"""What the kernels of decode.py compute, in plain torch. B rows, Hq query heads, H KV heads, C slots, D head dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += new, in place; its RMS norm. new, residual [B, N]; weight [N] -> [B, N]"""
+    if new is not None:
+        residual += new
+    wide = residual.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(residual.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. [B, 2 N] -> [B, N]"""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    feed: Tensor,
+    ring: Tensor | None,
+    used: Tensor,
+    index: Tensor,
+    live: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Norm (where the architecture does) and rotate the new token's query and key, then write it to the next slot of every live row.
+
+    query [B, Hq, D]; key, value [B, H, D]; a layer's keys, values [R, H, C, D], feed int32 [R, H, C], ring [R, Hq, W, D];
+    used, index [B]; live bool [B]; rope: cos, sin [B, D]; norms: weights [D] of query and key, and epsilon -> query [B, Hq, D]
+    """
+    if norms is not None:
+        query, key = (add_rms_norm(None, x, weight, norms[2]) for x, weight in ((query, norms[0]), (key, norms[1])))
+    if rope is not None:
+        cos, sin = (x[:, None] for x in rope)
+        query, key = (x * cos + _rotate_half(x) * sin for x in (query, key))
+    rows = torch.arange(query.shape[0], device=query.device)
+    slot = used.clamp(max=keys.shape[2] - 1)
+    for tensor, place, new in ((keys, slot, key), (values, slot, value), (feed, slot, index[:, None].to(feed.dtype))):
+        _write(tensor, rows, place, new, live)
+    if ring is not None:
+        _write(ring, rows, index % ring.shape[2], query, live)
+    return query
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    feed: Tensor | None = None,
+    oldest: Tensor | None = None,
+) -> Tensor:
+    """Every row's query over its first `lengths` slots; with `oldest`, only slots of feed index above it (a sliding window).
+
+    query [B, Hq, D]; a layer's keys, values [R, H, C, D], feed [R, H, C]; lengths, oldest [B] -> [B, Hq * D]
+    """
+    rows, heads, used = query.shape[0], keys.shape[1], int(lengths.max())
+    keys, values = keys[:rows, :, :used].float(), values[:rows, :, :used].float()
+    logits = query.float().unflatten(1, (heads, -1)) @ keys.transpose(-1, -2) * scaling  # [B, H, G, S]
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    visible = (torch.arange(used, device=query.device) < lengths[:, None])[:, None, None]
+    if oldest is not None:
+        visible = visible & (feed[:rows, :, None, :used] > oldest[:, None, None, None])
+    out = logits.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+    return out.flatten(1).to(query.dtype)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+def _write(tensor: Tensor, rows: Tensor, place: Tensor, new: Tensor, live: Tensor) -> None:
+    """tensor[row, :, place[row]] = new[row] for every live row. tensor [R, H, C, ...]; new [B, H, ...]"""
+    old = tensor[rows, :, place]
+    tensor[rows, :, place] = torch.where(live.view(-1, *[1] * (old.dim() - 1)), new, old)

@@ -1,0 +1,155 @@
+"""The decode step of the Llama family with fused kernels: the weights and the rounding of the Hugging Face modules, fewer launches.
+
+    x = embed(token)
+    for each layer:  norm, [q k v], rotate + store, attend over slots, out, add + norm, [gate up], silu * up, down, add
+    logits = head(norm(x))
+
+For one new token per row the modules of transformers launch about forty kernels per layer, most of which read and write a few
+kilobytes; here it is nine. Only what is known to compute exactly this is taken (`FusedForward.fits`); any other architecture, an adapter,
+a quantised layer or a module with hooks runs through its own modules, captured all the same.
+
+The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in memory once, and
+every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and loaded as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import kernels
+from ..cache import SlotCache
+from .decode import RowState
+
+_FAMILY = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
+_STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others look at the sequence's length, on the host
+
+
+@dataclass(frozen=True)
+class Product:
+    """One or several linear layers that read the same input, as one matrix product."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Layer:
+    before: nn.Module  # the norms
+    after: nn.Module
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    norms: tuple[Tensor, Tensor, float] | None  # weights and epsilon of the norms of queries and keys, where there are some
+    scaling: float
+
+
+class FusedForward:
+    """Logits after the last sampled token of the first rows of a cache. A drop-in for `forward_modules`."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache):
+        decoder = model.model
+        self.cache, self.embed, self.rotary, self.norm = cache, decoder.embed_tokens, decoder.rotary_emb, decoder.norm
+        self.head = model.lm_head
+        self.layers = [_layer(layer) for layer in decoder.layers]
+        for i, layer in enumerate(self.layers):
+            cache.scaling[i] = layer.scaling
+        self.ops = kernels.on(cache.keys.device)
+
+    @staticmethod
+    def fits(model: nn.Module, cache: SlotCache) -> bool:
+        """Whether the model is known to compute exactly this, and the compressor asks for nothing that only the modules' path records."""
+        if type(model).__name__ not in _FAMILY or cache.mass is not None:
+            return False
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        plain = all(
+            type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks
+            for layer in model.model.layers
+            for m in (*_projections(layer), layer.mlp.down_proj, layer.self_attn.o_proj)
+        )
+        slides = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in model.model.layers)
+        slides = slides or (config.model_type == "mistral" and config.sliding_window is not None)
+        return (
+            plain
+            and not slides
+            and config.hidden_act == "silu"
+            and rope.get("rope_type") in _STEADY_ROPES
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+            and type(model.lm_head) is nn.Linear
+        )
+
+    def __call__(self, state: RowState, width: int, live: Tensor) -> Tensor:
+        """live bool [B] -> logits [B, V]"""
+        ops, cache, shape = self.ops, self.cache, self.cache.shape
+        used, index = state.used[:width], state.index[:width]
+        lengths = (used * live + 1).to(torch.int32)
+        residual = self.embed(state.token[:width])  # [B, N]
+        rope = tuple(x[:, 0] for x in self.rotary(residual, index[:, None]))  # cos, sin [B, D]
+        x = ops.add_rms_norm(None, residual, self.layers[0].before.weight, self.layers[0].before.variance_epsilon)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
+            query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
+            ring = None if cache.queries is None else cache.queries[i]
+            keys, values = cache.keys[i], cache.values[i]
+            query = ops.store(query, key, value, keys, values, cache.feed[i], ring, used, index, live, rope, layer.norms)
+            x = layer.out(ops.attend(query, keys, values, lengths, layer.scaling))
+            x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
+            x = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+        return F.linear(x, self.head.weight, self.head.bias)
+
+
+def _layer(layer: nn.Module) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    q, k, v, gate, up = _projections(layer)
+    query_norm = getattr(attention, "q_norm", None)
+    norms = (query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon) if query_norm is not None else None
+    return Layer(
+        before=layer.input_layernorm,
+        after=layer.post_attention_layernorm,
+        qkv=side_by_side(q, k, v),
+        out=side_by_side(attention.o_proj),
+        gate_up=side_by_side(gate, up),
+        down=side_by_side(mlp.down_proj),
+        norms=norms,
+        scaling=attention.scaling,
+    )
+
+
+def _projections(layer: nn.Module) -> list[nn.Module]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+
+
+@torch.no_grad()
+def side_by_side(*linears: nn.Linear) -> Product:
+    """Lay the weights of linear layers side by side in memory, unless they lie so already; their parameters become views."""
+    weight = _joined([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears]
+    return Product(weight, None if biases[0] is None else _joined(biases))
+
+
+def _joined(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor of all rows of the parameters, of which each is a view from now on."""
+    first = parameters[0].data
+    end, adjacent = first.data_ptr(), True
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent &= same and parameter.is_contiguous() and parameter.data_ptr() == end
+        end += parameter.nbytes
+    rows = [len(p) for p in parameters]
+    if adjacent:
+        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+    joined = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, joined.split(rows), strict=True):
+        parameter.data = part
+    return joined

@@ -1,0 +1,40 @@
+"""Where a rollout's time goes: by the device's own clock on a GPU (nothing waits for it), by the host's elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Phases:
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.start = time.perf_counter()
+        self.parts: list[tuple[str, object, object]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before = self._now()
+        yield
+        self.parts.append((name, before, self._now()))
+
+    def _now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by name, `total` on the host's clock, and `host`: what no phase accounts for."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        total = time.perf_counter() - self.start
+        found: dict[str, float] = defaultdict(float)
+        for name, before, after in self.parts:
+            found[name] += before.elapsed_time(after) / 1000 if self.on_gpu else after - before
+        return {**found, "host": max(0.0, total - sum(found.values())), "total": total}

@@ -1,0 +1,163 @@
+"""Every kernel of the decode step against its torch twin: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from sparse_rl.kernels import decode, twins
+from sparse_rl.kernels.sample import sample_and_record
+from sparse_rl.rollout.decode import RowState, decode_step
+from sparse_rl.rollout.sampling import Sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel allocates holds NaN until it is written."""
+    empty = torch.empty
+
+    def poison(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    monkeypatch.setattr(torch, "empty", poison)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poison(x.shape, dtype=x.dtype, device=x.device))
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(actual, expected, dtype):
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, size", [(1, 16), (3, 96), (5, 1536), (2, 3000)])
+def test_add_rms_norm(rows, size, dtype):
+    new, residual, weight = draw(rows, size, dtype=dtype), draw(rows, size, dtype=dtype, seed=1), draw(size, dtype=dtype)
+    for given in (None, new):
+        mine, theirs = residual.clone(), residual.clone()
+        close(decode.add_rms_norm(given, mine, weight, 1e-6), twins.add_rms_norm(given, theirs, weight, 1e-6), dtype)
+        close(mine, theirs, dtype)
+        if DEVICE == "cuda" or dtype == torch.float32:  # the interpreter cuts bf16 off instead of rounding
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, size", [(1, 16), (3, 1025), (4, 2816)])
+def test_silu_mul(rows, size, dtype):
+    gate_up = draw(rows, 2 * size, dtype=dtype) * 3
+    close(decode.silu_mul(gate_up), twins.silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("query_heads, heads, dim, ring", [(4, 2, 16, 3), (6, 2, 128, 8), (3, 3, 24, 0), (7, 1, 80, 1)])
+def test_store(query_heads, heads, dim, ring, rope, norms, dtype):
+    rows, total, capacity = 5, 7, 12
+    used = torch.tensor([0, 11, 5, 12, 3], device=DEVICE)  # row 3 is full: it waits
+    index = torch.tensor([0, 40, 5, 99, 7], device=DEVICE)
+    live = torch.tensor([True, True, True, False, False], device=DEVICE)
+    qkv = draw(rows, query_heads + 2 * heads, dim, dtype=dtype)  # heads of one buffer, as the fused projection leaves them
+    new = qkv.split([query_heads, heads, heads], 1)
+    turn = tuple(draw(rows, dim, dtype=dtype, seed=s) for s in (1, 2)) if rope else None
+    weights = (draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6) if norms else None
+    caches = []
+    for ops in (decode, twins):
+        cache = [draw(total, heads, capacity, dim, dtype=dtype, seed=s) for s in (5, 6)]
+        cache.append(torch.arange(total * heads * capacity, dtype=torch.int32, device=DEVICE).view(total, heads, capacity))
+        cache.append(draw(total, query_heads, ring, dim, dtype=dtype, seed=7) if ring else None)
+        query = ops.store(*new, *cache, used, index, live, turn, weights)
+        caches.append([query, *cache])
+    for mine, theirs in zip(*caches, strict=True):
+        if mine is not None:
+            close(mine, theirs, dtype)
+    assert torch.equal(caches[0][3], caches[1][3])
+    untouched = draw(total, heads, capacity, dim, dtype=dtype, seed=5)
+    assert torch.equal(caches[0][1][3:], untouched[3:])  # rows that do not run, and rows beyond
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("splits", [None, 1, 2, 5])
+@pytest.mark.parametrize(
+    "heads, group, dim, capacity", [(2, 2, 16, 70), (2, 6, 128, 129), (1, 7, 64, 33), (3, 1, 24, 200), (1, 20, 80, 64)]
+)
+def test_attend(heads, group, dim, capacity, splits, dtype):
+    rows = 6
+    lengths = torch.tensor([1, 2, capacity // 3, capacity // 2, capacity - 1, capacity], dtype=torch.int32, device=DEVICE)
+    query = draw(rows, heads * group, dim, dtype=dtype)
+    keys, values = draw(rows + 1, heads, capacity, dim, dtype=dtype, seed=1), draw(rows + 1, heads, capacity, dim, dtype=dtype, seed=2)
+    feed = torch.arange(capacity, dtype=torch.int32, device=DEVICE).expand(rows + 1, heads, -1).contiguous()
+    for row, length in enumerate(lengths.tolist()):  # what lies beyond a row's length must not be multiplied, not even by zero
+        keys[row, :, length:] = values[row, :, length:] = float("nan")
+    clean = [torch.nan_to_num(x) for x in (keys, values)]
+    for softcap, oldest in ((None, None), (2.0, None), (None, lengths.long() - 20)):
+        expected = twins.attend(query, *clean, lengths, 0.3, softcap, feed, oldest)
+        actual = decode.attend(query, keys, values, lengths, 0.3, softcap, feed, oldest, splits=splits, block=32)
+        close(actual, expected, dtype)
+
+
+def state_of(rows: int, new: int, seed: int = 0) -> RowState:
+    """Rows in all conditions: fresh, running, about to reach the limit, done, full."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, new, (rows,), generator=generator)
+    stream = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    used = torch.randint(0, 11, (rows,), generator=generator)
+    done = torch.rand(rows, generator=generator) < 0.2
+    fields = [torch.zeros(rows).long(), counts + 3, used, stream, counts, done, torch.zeros(rows, new).long(), torch.zeros(rows, new)]
+    return RowState(*[f.to(DEVICE) for f in fields], torch.zeros(1, device=DEVICE), torch.tensor([new - 1], device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("vocabulary", [61, 4096, 9000])
+def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatch):
+    rows, new, capacity = 40, 9, 10
+    logits = draw(rows, vocabulary, dtype=dtype) * 4
+    logits[0, : vocabulary - 1] = -torch.inf  # all mass on the last token
+    logits[1, 1:] = -torch.inf
+    stop_ids = torch.tensor([3, 7, vocabulary - 1], device=DEVICE)
+    mine, theirs = state_of(rows + 2, new), state_of(rows + 2, new)
+    sample_and_record(logits, mine, capacity, temperature, stop_ids)
+    monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
+    decode_step(logits, theirs, capacity, Sampling(new, temperature), stop_ids, None)
+    for name in ("token", "index", "used", "count", "done", "tokens"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
+    assert mine.done[:rows].sum() > state_of(rows + 2, new).done[:rows].sum()  # some stopped
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_logits_that_are_not_finite_end_the_row(bad, temperature):
+    state = state_of(4, 9)
+    state.done[:], state.used[:], state.count[:] = False, 0, 2
+    logits = draw(4, 5000)
+    logits[2, 4321] = bad
+    sample_and_record(logits, state, 10, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    assert state.logprobs[:, 2].isfinite().tolist() == [True, True, False, True]
+    assert state.done.tolist() == [False, False, True, False]
+
+
+def test_samples_follow_the_distribution():
+    """Over many streams the share of each token is its probability."""
+    rows, vocabulary = 400, 12
+    state = state_of(rows, 3)
+    state.done[:], state.used[:], state.count[:] = False, 0, 0
+    logits = draw(1, vocabulary).expand(rows, -1).contiguous()
+    sample_and_record(logits, state, 10, 1.0, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    share = torch.bincount(state.token.cpu(), minlength=vocabulary) / rows
+    expected = logits[0].softmax(-1).cpu()
+    assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / rows).sqrt() + 1e-3).all()
