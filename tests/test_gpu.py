@@ -1,6 +1,7 @@
 """The same equations on a CUDA device, and memory as the device itself counts it."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -8,12 +9,33 @@ from conftest import ARCHITECTURES, prompts_of, tiny
 from test_parity import NEW_TOKENS
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, token_logprobs
+from sparse_rl.rollout import capture
 
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu(name: str, dtype=torch.float32):
-    return copy.deepcopy(tiny(name)).to("cuda", dtype)
+SMALL = dict(
+    hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4, initializer_range=0.05
+)
+
+
+def on_gpu(name: str, dtype=torch.float32, **changes):
+    return copy.deepcopy(tiny(name, **changes)).to("cuda", dtype)
+
+
+def eagerly(monkeypatch):
+    """Decode launch by launch, through the model's own modules."""
+    monkeypatch.setattr(capture, "fusing_pays", lambda device: False)
+    monkeypatch.setattr(capture.Decoder, "capture", lambda self, width: setattr(self, "graphs", None))
+
+
+def mean_gap(model, trajectories, shadow: bool) -> float:
+    gaps = []
+    for t in trajectories:
+        with torch.no_grad():
+            gap = token_logprobs(model, t.tokens, t.trace if shadow else None).cpu() - t.sampler_logprobs
+        gaps.append(gap[t.num_prompt_tokens :].abs())
+    return torch.cat(gaps).mean().item()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -38,22 +60,90 @@ def test_shadow_view_equals_sampler(compressor, architecture):
         assert gap[t.num_prompt_tokens :].abs().max() < 1e-4
 
 
-def test_bf16_gap_is_at_the_noise_floor_of_dense_rollouts():
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "gemma2", "olmo2"])
+@pytest.mark.parametrize("compressor", ["rkv", "h2o", "dense"])
+def test_captured_steps_are_the_eager_ones(name, compressor, monkeypatch):
+    """Greedy, fp32: the same tokens, log-probs and evictions, whether fused, captured through the modules, or launched one by one."""
+    model = on_gpu(name, **(SMALL if name != "gemma2" else {}))
+
+    def rollout():
+        engine = Engine(model, compressor=compressor, budget=32, interval=16, rows=8)
+        done = engine.generate(prompts_of(*[12, 30, 7, 50, 64, 5, 20, 33]), sampling=Sampling(64, temperature=0.0))
+        return engine, done
+
+    engine, captured = rollout()
+    (decoder,) = engine.decoders.values()
+    assert decoder.graphs and (decoder.forward is not None) == (name in ("qwen2", "qwen3", "llama") and compressor != "h2o")
+    eagerly(monkeypatch)
+    engine, eager = rollout()
+    assert next(iter(engine.decoders.values())).graphs is None
+    for a, b in zip(captured, eager, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert torch.equal(a.trace.evicted_at, b.trace.evicted_at)
+        assert (a.sampler_logprobs - b.sampler_logprobs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_teacher_forced_logprobs_of_captured_samples(name):
+    model = on_gpu(name, **SMALL)
+    engine = Engine(model, budget=48, interval=16, rows=16)
+    for t in engine.generate(prompts_of(*[20] * 4, 90, 7), group_size=4, sampling=Sampling(200)):
+        with torch.no_grad():
+            gap = token_logprobs(model, t.tokens, t.trace).cpu() - t.sampler_logprobs
+        assert gap[t.num_prompt_tokens :].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name, changes", [("llama", {}), ("llama", SMALL), ("qwen2", SMALL), ("qwen3", SMALL)])
+def test_bf16_gap_is_at_the_noise_floor_of_dense_rollouts(name, changes):
     """In bf16 the shadow view differs from the sampler by what any two bf16 kernels differ by."""
-    model = on_gpu("llama", torch.bfloat16)
+    model = on_gpu(name, torch.bfloat16, **changes)
 
-    def mean_gap(compressor, shadow):
+    def rollout(compressor):
         engine = Engine(model, compressor=compressor, budget=32, interval=16, rows=16)
-        gaps = []
-        for t in engine.generate(prompts_of(*[20] * 16), group_size=4, sampling=Sampling(100)):
-            with torch.no_grad():
-                gap = token_logprobs(model, t.tokens, t.trace if shadow else None).cpu() - t.sampler_logprobs
-            gaps.append(gap[t.num_prompt_tokens :].abs())
-        return torch.cat(gaps).mean().item()
+        return engine.generate(prompts_of(*[20] * 16), group_size=4, sampling=Sampling(100))
 
-    noise = mean_gap("dense", shadow=False)
-    assert mean_gap("rkv", shadow=True) < 1.5 * noise
-    assert mean_gap("rkv", shadow=False) > 5 * noise
+    noise = mean_gap(model, rollout("dense"), shadow=False)
+    sparse = rollout("rkv")
+    assert mean_gap(model, sparse, shadow=True) < 1.5 * noise
+    assert mean_gap(model, sparse, shadow=False) > 3 * noise
+
+
+def test_after_an_update_nothing_is_captured_again():
+    model = on_gpu("llama", **SMALL)
+    engine = Engine(model, budget=32, interval=16, rows=8)
+    engine.generate(prompts_of(20), group_size=8, sampling=Sampling(60))
+    (decoder,) = engine.decoders.values()
+    graphs = dict(decoder.graphs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    trajectories = engine.generate(prompts_of(20), group_size=8, sampling=Sampling(40))  # fewer tokens: the same graphs serve
+    assert engine.decoders == {next(iter(engine.decoders)): decoder} and all(decoder.graphs[w] is g for w, g in graphs.items())
+    assert mean_gap(model, trajectories, shadow=True) < 1e-5
+    model.lm_head.weight.data = model.lm_head.weight.data * 0.5  # moved: captured anew
+    assert mean_gap(model, engine.generate(prompts_of(20), group_size=8, sampling=Sampling(40)), shadow=True) < 1e-5
+    assert decoder not in engine.decoders.values()
+
+
+def test_a_model_that_cannot_be_captured_runs_all_the_same(monkeypatch):
+    model = on_gpu("llama")
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output[0].sum().item() and None)
+    engine = Engine(model, budget=32, interval=16, rows=4)
+    engine.decoders.clear()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)  # not fused, so that the modules run
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        trajectories = engine.generate(prompts_of(20, 9), sampling=Sampling(60))
+    assert mean_gap(model, trajectories, shadow=True) < 1e-5
+
+
+def test_the_tail_of_a_batch_runs_narrow():
+    model = on_gpu("llama")
+    engine = Engine(model, compressor="window", budget=32, interval=16, rows=16)
+    stops = tuple(range(0, 61, 4))
+    done = engine.generate(prompts_of(*[9] * 16), sampling=Sampling(300, stop_ids=stops))
+    (decoder,) = engine.decoders.values()
+    assert len(decoder.graphs) > 1 and set(decoder.graphs) <= {16, 8, 4}
+    assert mean_gap(model, done, shadow=True) < 1e-5
 
 
 def test_device_memory_does_not_grow_with_the_response():
@@ -61,7 +151,7 @@ def test_device_memory_does_not_grow_with_the_response():
     grown = {}
     for new in (64, 2048):
         engine = Engine(model, compressor="rkv", budget=32, interval=16, rows=8)
-        engine.generate(prompts_of(10), sampling=Sampling(2))  # warm up
+        engine.generate(prompts_of(10), sampling=Sampling(new))  # warm up
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -71,6 +161,18 @@ def test_device_memory_does_not_grow_with_the_response():
         del engine
     records = 8 * (2048 - 64) * (8 + 4 + 3 * 2 * 2)  # rows x (token, log-prob, trace over 3 layers and 2 heads)
     assert grown[2048] - grown[64] < 2 * records
+
+
+def test_two_steps_of_training(tmp_path):
+    from sparse_rl.config import load_recipe
+    from sparse_rl.run import train
+
+    keys = {"run.steps": "2", "rollout.prompts": "8", "eval.every": "1", "eval.prompts": "16", "model.dtype": "bfloat16"}
+    trainer = train(load_recipe("tiny-sums", list(keys.items())), tmp_path / "run", show=False)
+    assert next(trainer.learner.model.parameters()).is_cuda
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["update/loss"] for line in lines if "update/loss" in line]
+    assert len(losses) == 2 and all(abs(loss) < 10 for loss in losses)
 
 
 def test_out_of_memory_is_explained():

@@ -61,52 +61,55 @@ def test_silu_mul(rows, size, dtype):
     close(decode.silu_mul(gate_up), twins.silu_mul(gate_up), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize("query_heads, heads, dim, ring", [(4, 2, 16, 3), (6, 2, 128, 8), (3, 3, 24, 0), (7, 1, 80, 1)])
-def test_store(query_heads, heads, dim, ring, rope, norms, dtype):
-    rows, total, capacity = 5, 7, 12
-    used = torch.tensor([0, 11, 5, 12, 3], device=DEVICE)  # row 3 is full: it waits
-    index = torch.tensor([0, 40, 5, 99, 7], device=DEVICE)
-    live = torch.tensor([True, True, True, False, False], device=DEVICE)
-    qkv = draw(rows, query_heads + 2 * heads, dim, dtype=dtype)  # heads of one buffer, as the fused projection leaves them
-    new = qkv.split([query_heads, heads, heads], 1)
-    turn = tuple(draw(rows, dim, dtype=dtype, seed=s) for s in (1, 2)) if rope else None
-    weights = (draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6) if norms else None
-    caches = []
-    for ops in (decode, twins):
-        cache = [draw(total, heads, capacity, dim, dtype=dtype, seed=s) for s in (5, 6)]
-        cache.append(torch.arange(total * heads * capacity, dtype=torch.int32, device=DEVICE).view(total, heads, capacity))
-        cache.append(draw(total, query_heads, ring, dim, dtype=dtype, seed=7) if ring else None)
-        query = ops.store(*new, *cache, used, index, live, turn, weights)
-        caches.append([query, *cache])
-    for mine, theirs in zip(*caches, strict=True):
-        if mine is not None:
-            close(mine, theirs, dtype)
-    assert torch.equal(caches[0][3], caches[1][3])
-    untouched = draw(total, heads, capacity, dim, dtype=dtype, seed=5)
-    assert torch.equal(caches[0][1][3:], untouched[3:])  # rows that do not run, and rows beyond
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_add_rms_norm_of_a_sum_in_parts(parts):
+    new, residual, weight = draw(parts, 3, 96), draw(3, 96, dtype=torch.bfloat16, seed=1), draw(96, dtype=torch.bfloat16)
+    mine, theirs = residual.clone(), residual.clone()
+    close(decode.add_rms_norm(new, mine, weight, 1e-6), twins.add_rms_norm(new, theirs, weight, 1e-6), torch.bfloat16)
+    close(mine, theirs, torch.bfloat16)
+
+
+def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
+    """(new token, cache) of 7 rows in 9; one is empty, one is full and waits, one has ended. Beyond a row's slots lie NaN."""
+    rows, total = 7, 9
+    used = torch.tensor([0, capacity - 1, capacity // 2, capacity, 1, capacity // 3, 2], device=DEVICE)
+    index = used * 3 + torch.tensor([0, 1, 40, 3, 2, 70, 1], device=DEVICE)
+    live = torch.tensor([True, True, True, False, True, True, False], device=DEVICE)
+    qkv = draw(rows, query_heads + 2 * heads, dim, dtype=dtype)  # heads of one buffer, as the joint projection leaves them
+    keys, values = (draw(total, heads, capacity, dim, dtype=dtype, seed=s) for s in (5, 6))
+    for row, length in enumerate(used.tolist()):
+        keys[row, :, length:] = values[row, :, length:] = float("nan")
+    feed = (torch.arange(capacity, dtype=torch.int32, device=DEVICE) * 3).expand(total, heads, -1).contiguous()
+    queries = draw(total, query_heads, ring, dim, dtype=dtype, seed=7) if ring else None
+    return qkv.split([query_heads, heads, heads], 1), [keys, values, feed, queries], (used, index, live)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("splits", [None, 1, 2, 5])
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("rope, norms", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
-    "heads, group, dim, capacity", [(2, 2, 16, 70), (2, 6, 128, 129), (1, 7, 64, 33), (3, 1, 24, 200), (1, 20, 80, 64)]
+    "heads, group, dim, ring, capacity", [(2, 2, 16, 3, 70), (2, 6, 128, 8, 65), (1, 7, 64, 0, 33), (3, 1, 24, 1, 100), (1, 20, 80, 5, 64)]
 )
-def test_attend(heads, group, dim, capacity, splits, dtype):
-    rows = 6
-    lengths = torch.tensor([1, 2, capacity // 3, capacity // 2, capacity - 1, capacity], dtype=torch.int32, device=DEVICE)
-    query = draw(rows, heads * group, dim, dtype=dtype)
-    keys, values = draw(rows + 1, heads, capacity, dim, dtype=dtype, seed=1), draw(rows + 1, heads, capacity, dim, dtype=dtype, seed=2)
-    feed = torch.arange(capacity, dtype=torch.int32, device=DEVICE).expand(rows + 1, heads, -1).contiguous()
-    for row, length in enumerate(lengths.tolist()):  # what lies beyond a row's length must not be multiplied, not even by zero
-        keys[row, :, length:] = values[row, :, length:] = float("nan")
-    clean = [torch.nan_to_num(x) for x in (keys, values)]
-    for softcap, oldest in ((None, None), (2.0, None), (None, lengths.long() - 20)):
-        expected = twins.attend(query, *clean, lengths, 0.3, softcap, feed, oldest)
-        actual = decode.attend(query, keys, values, lengths, 0.3, softcap, feed, oldest, splits=splits, block=32)
-        close(actual, expected, dtype)
+def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits, dtype):
+    turn = tuple(draw(7, dim, dtype=dtype, seed=s) for s in (1, 2)) if rope else None
+    weights = (draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6) if norms else None
+    for softcap, window in ((None, None), (2.0, None), (None, 20)) if splits is None else ((None, None),):
+        token, cache, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
+        mine = [None if x is None else x.clone() for x in cache]
+        actual = decode.store_and_attend(*token, *mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32)
+        live = row[2]
+        theirs = [None if x is None else x.clone() for x in cache]
+        twins.store(*token, *theirs, *row, turn, weights)
+        clean = [None if x is None else x.nan_to_num() for x in cache]
+        expected = twins.store_and_attend(*token, *clean, *row, 0.3, turn, weights, softcap, window)
+        close(actual[live], expected[live], dtype)
+        assert actual.isfinite().all()
+        for a, b, before in zip(mine, theirs, cache, strict=True):
+            if a is not None:
+                close(a.nan_to_num(), b.nan_to_num(), dtype)
+                assert torch.equal(a.isnan(), b.isnan())
+                assert torch.equal(a[[3, 6, 7, 8]].nan_to_num(), before[[3, 6, 7, 8]].nan_to_num())  # rows that do not run, and beyond
+                assert not torch.equal(a[2].nan_to_num(), before[2].nan_to_num())
 
 
 def state_of(rows: int, new: int, seed: int = 0) -> RowState:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .. import kernels
 from ..cache import SlotCache
 from ..errors import SparseRLError
+from ..kernels import twins
 from .core import attend, attend_causal, attend_with_probs, fold_mask
 
 
@@ -47,11 +48,6 @@ class Feed:
         if self.live is not None:
             return self.live[:, None, None, None]
         return None if self.ends is None else (self.index < self.ends[:, None])[:, None, :, None]
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """[B] slots to read while decoding. A row that is not fed reads one, and nobody reads what comes of it."""
-        return (self.slot[:, 0] * self.live + 1).to(torch.int32)
 
 
 def slots_attention(
@@ -88,18 +84,15 @@ def feed_and_attend(
     if feed.live is None:
         cache.append(layer, feed.slot, key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
+    elif query.is_cuda and cache.mass is None:
+        return decode_and_attend(cache, layer, query, key, value, feed, scaling, sliding_window, softcap)
     else:
-        store_live(cache, layer, query, key, value, feed)
+        twins.store(*token_of(cache, layer, query, key, value, feed))
+        if cache.mass is not None:
+            cache.open_mass(layer, feed.slot[:, 0], feed.live)
 
     if feed.first and sliding_window is None and softcap is None and cache.mass is None:
         return attend_causal(query, key, value, scaling)
-
-    if feed.live is not None and query.is_cuda and cache.mass is None:
-        oldest = None if sliding_window is None else feed.index[:, 0] - sliding_window
-        ops = kernels.on(query.device)
-        new = query[:, :, 0].contiguous()
-        out = ops.attend(new, cache.keys[layer], cache.values[layer], feed.lengths, scaling, softcap, cache.feed[layer], oldest)
-        return out.view(query.shape[0], 1, query.shape[1], -1)
 
     rows = query.shape[0]
     keys, values = cache.keys[layer, :rows, :, : feed.span], cache.values[layer, :rows, :, : feed.span]  # [B, H, S, D]
@@ -116,14 +109,20 @@ def feed_and_attend(
     return out
 
 
-def store_live(cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> None:
-    """Store one token per live row. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
-    new = (x[:, :, 0] for x in (query, key, value))
+def token_of(cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> tuple:
+    """One new token per row and where it goes, as the kernels take it. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
     ring = None if cache.queries is None else cache.queries[layer]
-    slot, index = feed.slot[:, 0], feed.index[:, 0]
-    kernels.on(query.device).store(*new, cache.keys[layer], cache.values[layer], cache.feed[layer], ring, slot, index, feed.live)
-    if cache.mass is not None:
-        cache.open_mass(layer, slot, feed.live)
+    where = cache.keys[layer], cache.values[layer], cache.feed[layer], ring
+    return query[:, :, 0], key[:, :, 0], value[:, :, 0], *where, feed.slot[:, 0], feed.index[:, 0], feed.live
+
+
+def decode_and_attend(
+    cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed, scaling, window, softcap
+) -> Tensor:
+    """As `feed_and_attend` for one token per row, in one kernel."""
+    new = token_of(cache, layer, query, key, value, feed)
+    out = kernels.on(query.device).store_and_attend(*new, scaling, softcap=softcap, sliding_window=window)
+    return out.view(query.shape[0], 1, query.shape[1], -1)
 
 
 def check_call(module, attention_mask, kwargs: dict, needed: object, name: str) -> None:

@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2E = 1.4426950408889634
-
 
 @triton.jit
-def _add_rms_norm(new, residual, weight, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(new, residual, weight, out, size, all_of_it, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < size
     x = tl.load(residual + row * size + i, mask=inside, other=0.0)
-    if ADD:
-        x = (x.to(tl.float32) + tl.load(new + row * size + i, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    if PARTS > 0:
+        added = tl.load(new + row * size + i, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(new + part * all_of_it + row * size + i, mask=inside, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(residual + row * size + i, x, mask=inside)
     wide = x.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(x.dtype)
@@ -32,18 +33,11 @@ def _add_rms_norm(new, residual, weight, out, size, eps, ADD: tl.constexpr, BLOC
 def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, size = residual.shape
     out = torch.empty_like(residual)
-    block = triton.next_power_of_2(size)
+    block, parts = triton.next_power_of_2(size), 0 if new is None else new.shape[0] if new.dim() == 3 else 1
     _add_rms_norm[(rows,)](
-        residual if new is None else new,
-        residual,
-        weight,
-        out,
-        size,
-        eps,
-        ADD=new is not None,
-        BLOCK=block,
+        residual if new is None else new, residual, weight, out, size, rows * size, eps, PARTS=parts, BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -67,108 +61,77 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _norm_and_rotate(x, weight, cos, sin, d, DIM: tl.constexpr, eps, NORM: tl.constexpr, ROPE: tl.constexpr):
-    """One head's query or key. x: where it lies; weight, cos, sin: where theirs begin. -> [D]"""
-    inside = d < DIM
-    here = tl.load(x + d, mask=inside, other=0.0)
+def _norm_and_rotate(
+    heads, here, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr
+):  # fmt: skip
+    """Queries or keys of some heads. heads [N, 1]: where each begins; here bool [N, D]; weight, cos, sin: where theirs begin. -> [N, D]"""
+    x = tl.load(heads + d[None, :], mask=here, other=0.0)
+    result = x
     if NORM:
-        wide = here.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
-        w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-        normed = (w * (wide * scale).to(here.dtype).to(tl.float32)).to(here.dtype)
-    else:
-        normed = here
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+        w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+        result = (w * (wide * scale).to(x.dtype).to(tl.float32)).to(x.dtype)
     if ROPE:
-        other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)  # the dimension it turns with
-        there = tl.load(x + other, mask=inside, other=0.0)
+        other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)  # the dimension each turns with
+        there = tl.load(heads + other[None, :], mask=here, other=0.0)
         if NORM:
-            w = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32)
-            there = (w * (there.to(tl.float32) * scale).to(here.dtype).to(tl.float32)).to(here.dtype)
-        turned = tl.where(d < DIM // 2, -there.to(tl.float32), there.to(tl.float32))
-        c = tl.load(cos + d, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + d, mask=inside, other=0.0).to(tl.float32)
-        a = (normed.to(tl.float32) * c).to(here.dtype)
-        b = (turned * s).to(here.dtype)
-        normed = (a.to(tl.float32) + b.to(tl.float32)).to(here.dtype)
-    return normed
+            w = tl.load(weight + other, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+            there = (w * (there.to(tl.float32) * scale).to(x.dtype).to(tl.float32)).to(x.dtype)
+        turned = tl.where((d < DIM // 2)[None, :], -there.to(tl.float32), there.to(tl.float32))
+        c = tl.load(cos + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+        a = (result.to(tl.float32) * c).to(x.dtype)
+        b = (turned * s).to(x.dtype)
+        result = (a.to(tl.float32) + b.to(tl.float32)).to(x.dtype)
+    return result
 
 
 @triton.jit
-def _store(
-    query, key, value, out, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight,
-    query_row, query_head, key_row, key_head, value_row, value_head, eps,
-    QUERY_HEADS: tl.constexpr, HEADS: tl.constexpr, CAPACITY, RING: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+def _store_and_attend(
+    query, key, value, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight, out, partial,
+    query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window, CAPACITY,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, RING: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    runs = tl.load(live + row) > 0
-    fed = tl.load(index + row)
-    if head < QUERY_HEADS:
-        x = _norm_and_rotate(
-            query + row * query_row + head * query_head, query_weight, cos + row * DIM, sin + row * DIM, d, DIM, eps, NORM, ROPE
-        )
-        tl.store(out + (row * QUERY_HEADS + head) * DIM + d, x, mask=d < DIM)
-        if RING > 0:  # noqa: SIM102 (one is known when the kernel is compiled, the other when it runs)
-            if runs:
-                tl.store(ring + ((row * QUERY_HEADS + head) * RING + fed % RING) * DIM + d, x, mask=d < DIM)
-    elif runs:
-        head = head - QUERY_HEADS
-        slot = (row * HEADS + head) * CAPACITY + tl.load(used + row)
-        x = _norm_and_rotate(key + row * key_row + head * key_head, key_weight, cos + row * DIM, sin + row * DIM, d, DIM, eps, NORM, ROPE)
-        tl.store(keys + slot * DIM + d, x, mask=d < DIM)
-        v = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
-        tl.store(values + slot * DIM + d, v, mask=d < DIM)
-        tl.store(feed + slot, fed.to(tl.int32))
+    """The query heads of one KV head over one part of a row's slots. Softmax in base 2, running maximum.
 
-
-def store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    feed: Tensor,
-    ring: Tensor | None,
-    used: Tensor,
-    index: Tensor,
-    live: Tensor,
-    rope: tuple[Tensor, Tensor] | None = None,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-) -> Tensor:
-    (rows, query_heads, dim), heads = query.shape, key.shape[1]
-    assert all(x.stride(-1) == 1 for x in (query, key, value)) and all(x.is_contiguous() for x in (keys, values, feed))
-    out = torch.empty(rows, query_heads, dim, dtype=query.dtype, device=query.device)
-    cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
-    query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
-    _store[(rows, query_heads + heads)](
-        query, key, value, out, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
-        cos, sin, query_weight, key_weight,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), eps,
-        QUERY_HEADS=query_heads, HEADS=heads, CAPACITY=keys.shape[2], RING=0 if ring is None else ring.shape[2], DIM=dim,
-        BLOCK=triton.next_power_of_2(dim), NORM=norms is not None, ROPE=rope is not None, num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _attend(
-    query, keys, values, feed, lengths, oldest, out, partial, scale, softcap, CAPACITY,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The query heads of one KV head over one part of a row's slots. Softmax in base 2, running maximum."""
+    The part that comes first also sees the new token, from registers, and writes it down.
+    """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
-    length = tl.load(lengths + row).to(tl.int32)
-    part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
-    start, stop = split * part, tl.minimum((split + 1) * part, length)
+    runs = tl.load(live + row).to(tl.int32)
+    fed, taken = tl.load(index + row), tl.load(used + row)
+    heads = head * GROUP + g  # query heads
+    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    place = query + row * query_row + heads[:, None] * query_head
+    q = _norm_and_rotate(place, real, d, query_weight, cos + row * DIM, sin + row * DIM, eps, DIM, NORM, ROPE)  # [G, D]
     first = (row * HEADS + head) * CAPACITY  # slot 0 of this row and head
-    heads = (row * HEADS + head) * GROUP + g  # query heads
-    q = tl.load(query + heads[:, None] * DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0)  # [G, D]
     top = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    if split == 0:
+        from_here = key + row * key_row + head * key_head + tl.zeros([1, 1], tl.int32)
+        here = (d < DIM)[None, :]
+        new_key = _norm_and_rotate(from_here, here, d, key_weight, cos + row * DIM, sin + row * DIM, eps, DIM, NORM, ROPE)  # [1, D]
+        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
+        new_logits = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        if SOFTCAP:
+            new_logits = (2.0 * tl.sigmoid(2.0 * new_logits / softcap) - 1.0) * softcap
+        top = new_logits * 1.4426950408889634
+        total = total + 1.0
+        acc = acc + new_value.to(tl.float32)[None, :]
+        if runs > 0:
+            there = (first + taken) * DIM
+            tl.store(keys + there + d[None, :], new_key, mask=here)
+            tl.store(values + there + d, new_value, mask=d < DIM)
+            tl.store(feed + first + taken, fed.to(tl.int32))
+            if RING > 0:
+                tl.store(ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real)
+    length = taken.to(tl.int32) * runs
+    part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    start, stop = split * part, tl.minimum((split + 1) * part, length)
     for s0 in range(start, stop, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         tile = (first + s)[:, None] * DIM + d[None, :]
@@ -181,7 +144,7 @@ def _attend(
         logits = logits * 1.4426950408889634
         visible = s < stop
         if SLIDES:
-            visible = visible & (tl.load(feed + first + s, mask=visible, other=0) > tl.load(oldest + row))
+            visible = visible & (fed - tl.load(feed + first + s, mask=visible, other=0) < window)
         logits = tl.where(visible[None, :], logits, -float("inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing visible yet
@@ -190,14 +153,14 @@ def _attend(
         total = total * shrink + tl.sum(probs, 1)
         acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         top = higher
-    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    mine = row * HEADS * GROUP + heads
     if SPLITS == 1:
-        tl.store(out + heads[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+        tl.store(out + mine[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
     else:
-        place = (heads * SPLITS + split) * (DIM + 2)  # [D] unnormalised, then maximum and total
-        tl.store(partial + place[:, None] + d[None, :], acc, mask=real)
-        tl.store(partial + place + DIM, top, mask=g < GROUP)
-        tl.store(partial + place + DIM + 1, total, mask=g < GROUP)
+        at = (mine * SPLITS + split) * (DIM + 2)  # [D] unnormalised, then maximum and total
+        tl.store(partial + at[:, None] + d[None, :], acc, mask=real)
+        tl.store(partial + at + DIM, top, mask=g < GROUP)
+        tl.store(partial + at + DIM + 1, total, mask=g < GROUP)
 
 
 @triton.jit
@@ -219,31 +182,44 @@ def splits_for(programs: int, capacity: int, processors: int) -> int:
     return max(1, min(triton.cdiv(2 * processors, programs), capacity // 128, 32))
 
 
-def attend(
+def store_and_attend(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     keys: Tensor,
     values: Tensor,
-    lengths: Tensor,
+    feed: Tensor,
+    ring: Tensor | None,
+    used: Tensor,
+    index: Tensor,
+    live: Tensor,
     scaling: float,
+    rope: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
-    feed: Tensor | None = None,
-    oldest: Tensor | None = None,
+    sliding_window: int | None = None,
     splits: int | None = None,
     block: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Tensor:
     (rows, query_heads, dim), (heads, capacity) = query.shape, keys.shape[1:3]
-    assert query.is_contiguous() and keys.is_contiguous() and values.is_contiguous() and values.shape == keys.shape
+    assert all(x.stride(-1) == 1 for x in (query, key, value)) and values.shape == keys.shape
+    assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())
     splits = splits or splits_for(rows * heads, capacity, _processors(query.device))
     out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
-    partial = None if splits == 1 else torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
+    partial = torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device) if splits > 1 else out
+    cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
+    query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
     group, dim_block = query_heads // heads, max(16, triton.next_power_of_2(dim))
-    _attend[(rows, heads, splits)](
-        query, keys, values, lengths if feed is None else feed, lengths, lengths if oldest is None else oldest,
-        out, out if partial is None else partial, scaling, softcap or 1.0, capacity,
-        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_BLOCK=dim_block,
-        SPLITS=splits, BLOCK=block, SOFTCAP=softcap is not None, SLIDES=oldest is not None,
+    _store_and_attend[(rows, heads, splits)](
+        query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
+        cos, sin, query_weight, key_weight, out, partial,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        eps, scaling, softcap or 1.0, sliding_window or 0, capacity,
+        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), RING=0 if ring is None else ring.shape[2],
+        DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block, NORM=norms is not None, ROPE=rope is not None,
+        SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:

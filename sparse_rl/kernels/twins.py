@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 
 def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += new, in place; its RMS norm. new, residual [B, N]; weight [N] -> [B, N]"""
+    """residual += new, in place; its RMS norm. residual [B, N]; new [B, N] or the parts of a sum, fp32 [S, B, N]; weight [N] -> [B, N]"""
     if new is not None:
-        residual += new
+        residual += new.sum(0).to(residual.dtype) if new.dim() == 3 else new
     wide = residual.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(residual.dtype)
 
@@ -54,28 +54,35 @@ def store(
     return query
 
 
-def attend(
+def store_and_attend(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     keys: Tensor,
     values: Tensor,
-    lengths: Tensor,
+    feed: Tensor,
+    ring: Tensor | None,
+    used: Tensor,
+    index: Tensor,
+    live: Tensor,
     scaling: float,
+    rope: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
-    feed: Tensor | None = None,
-    oldest: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
-    """Every row's query over its first `lengths` slots; with `oldest`, only slots of feed index above it (a sliding window).
-
-    query [B, Hq, D]; a layer's keys, values [R, H, C, D], feed [R, H, C]; lengths, oldest [B] -> [B, Hq * D]
-    """
-    rows, heads, used = query.shape[0], keys.shape[1], int(lengths.max())
-    keys, values = keys[:rows, :, :used].float(), values[:rows, :, :used].float()
+    """`store`, then the new queries over what every live row holds; what comes of the other rows means nothing. -> [B, Hq * D]"""
+    query = store(query, key, value, keys, values, feed, ring, used, index, live, rope, norms)
+    lengths = used * live + 1
+    rows, heads, longest = query.shape[0], keys.shape[1], int(lengths.max())
+    keys, values = keys[:rows, :, :longest].float(), values[:rows, :, :longest].float()
     logits = query.float().unflatten(1, (heads, -1)) @ keys.transpose(-1, -2) * scaling  # [B, H, G, S]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    visible = (torch.arange(used, device=query.device) < lengths[:, None])[:, None, None]
-    if oldest is not None:
-        visible = visible & (feed[:rows, :, None, :used] > oldest[:, None, None, None])
+    visible = (torch.arange(longest, device=query.device) < lengths[:, None])[:, None, None]
+    if sliding_window is not None:
+        distance = index[:, None, None] - feed[:rows, :, :longest]
+        visible = visible & (distance < sliding_window)[:, :, None]
     out = logits.masked_fill(~visible, -torch.inf).softmax(-1) @ values
     return out.flatten(1).to(query.dtype)
 

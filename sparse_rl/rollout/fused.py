@@ -1,11 +1,11 @@
 """The decode step of the Llama family with fused kernels: the weights and the rounding of the Hugging Face modules, fewer launches.
 
     x = embed(token)
-    for each layer:  norm, [q k v], rotate + store, attend over slots, out, add + norm, [gate up], silu * up, down, add
+    for each layer:  norm, [q k v], rotate + store + attend over slots, out, add + norm, [gate up], silu * up, down, add
     logits = head(norm(x))
 
 For one new token per row the modules of transformers launch about forty kernels per layer, most of which read and write a few
-kilobytes; here it is nine. Only what is known to compute exactly this is taken (`FusedForward.fits`); any other architecture, an adapter,
+kilobytes; here it is eight. Only what is known to compute exactly this is taken (`FusedForward.fits`); any other architecture, an adapter,
 a quantised layer or a module with hooks runs through its own modules, captured all the same.
 
 The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in memory once, and
@@ -37,6 +37,22 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def in_parts(self, x: Tensor) -> Tensor:
+        """The product, or where its tiles are too few to fill the chip the parts of a sum over the inner dimension: fp32 [S, B, out].
+
+        What adds the result to the residual adds the parts on the way, in fp32.
+        """
+        parts = parts_for(len(x), *self.weight.shape) if x.is_cuda and self.bias is None and x.dtype != torch.float32 else 1
+        if parts == 1:
+            return self(x)
+        weight = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)  # [S, in / S, out]
+        return torch.bmm(x.unflatten(1, (parts, -1)).transpose(0, 1), weight, out_dtype=torch.float32)
+
+
+def parts_for(rows: int, out: int, inner: int) -> int:
+    """How many parts to cut a product's inner dimension into."""
+    return 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,6 @@ class FusedForward:
         """live bool [B] -> logits [B, V]"""
         ops, cache, shape = self.ops, self.cache, self.cache.shape
         used, index = state.used[:width], state.index[:width]
-        lengths = (used * live + 1).to(torch.int32)
         residual = self.embed(state.token[:width])  # [B, N]
         rope = tuple(x[:, 0] for x in self.rotary(residual, index[:, None]))  # cos, sin [B, D]
         x = ops.add_rms_norm(None, residual, self.layers[0].before.weight, self.layers[0].before.variance_epsilon)
@@ -98,11 +113,11 @@ class FusedForward:
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
             query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
             ring = None if cache.queries is None else cache.queries[i]
-            keys, values = cache.keys[i], cache.values[i]
-            query = ops.store(query, key, value, keys, values, cache.feed[i], ring, used, index, live, rope, layer.norms)
-            x = layer.out(ops.attend(query, keys, values, lengths, layer.scaling))
+            into = cache.keys[i], cache.values[i], cache.feed[i], ring
+            x = ops.store_and_attend(query, key, value, *into, used, index, live, layer.scaling, rope, layer.norms)
+            x = layer.out(x)
             x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
             norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
             x = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
         return F.linear(x, self.head.weight, self.head.bias)

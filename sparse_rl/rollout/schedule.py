@@ -177,6 +177,7 @@ class Rollout:
     def round(self) -> int:
         """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
         least, most = self.engine.poll
+        least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait: half a round on average
         until_full = self.cache.capacity - max(row.used for row in self.running.values())
         shortest = min(row.fed - len(row.waiting.prompt) for row in self.running.values())
         until_end = self.sampling.max_new_tokens - 1 - shortest

@@ -1,0 +1,158 @@
+"""How fast rollouts are: random weights of a given shape, whole rollouts timed end to end, and one decode step against the memory's speed.
+
+sparse-rl bench rollout --model-shape qwen2.5-1.5b --rows 256 --budget 512 --interval 128 --prompt 256 --new 3840 --json
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+
+from .errors import SparseRLError, whole
+from .rollout import Engine, Sampling
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rollout to be timed: `rows` prompts of `prompt` tokens each, all at once, `new` tokens each, none stops early."""
+
+    model_shape: str = "qwen2.5-1.5b"
+    compressor: str = "rkv"
+    budget: int = 512
+    interval: int = 128
+    rows: int = 256
+    prompt: int = 256
+    new: int = 3840
+    repeats: int = 3
+    peer: str | None = None
+    peer_new: int = 128  # new tokens of the peer, whose time per token grows with their number
+
+    def __post_init__(self):
+        whole(rows=self.rows, prompt=self.prompt, new=self.new, repeats=self.repeats, peer_new=self.peer_new)
+        if self.peer not in (None, "transformers"):
+            raise SparseRLError(f"there is no peer {self.peer!r}; `transformers` is the one that is known.")
+
+
+def bench_rollout(setting: Setting, model: nn.Module) -> dict:
+    """Medians over the repeats, after a short rollout that compiles and captures."""
+    device = next(model.parameters()).device
+    evicts = setting.compressor != "dense"
+    engine = Engine(
+        model,
+        compressor=setting.compressor,
+        budget=setting.budget,
+        interval=setting.interval,
+        rows=setting.rows,
+        max_tokens=None if evicts else setting.prompt + setting.new,
+    )
+    sampling = Sampling(max_new_tokens=setting.new, stop_ids=())
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, engine.shape.vocabulary, (setting.rows, setting.prompt), generator=generator).tolist()
+    warm = min(setting.new, engine.cache.capacity - setting.prompt + 2 if evicts else 8)  # up to and beyond the first eviction
+    engine._allocate_state(engine.plan(setting.prompt, setting.new))  # so that the captured step stays valid
+    engine.generate(prompts, sampling=replace(sampling, max_new_tokens=max(1, warm)))
+    _reset_peak(device)
+    runs = []
+    for seed in range(setting.repeats):
+        start = time.perf_counter()
+        trajectories = engine.generate(prompts, sampling=sampling, seed=seed)
+        seconds = time.perf_counter() - start
+        assert all(len(t.response_tokens) == setting.new for t in trajectories)
+        runs.append({**engine.seconds, "total": seconds})
+    middle = sorted(runs, key=lambda run: run["total"])[len(runs) // 2]
+    tokens, total = setting.rows * setting.new, middle["total"]
+    result = {
+        **asdict(setting),
+        "tokens_per_s": tokens / total,
+        "seconds": total,
+        "seconds_all": [run["total"] for run in runs],
+        "share": {name: middle[name] / total for name in middle if name != "total"},
+        "ms_per_step": 1000 * middle["decode"] / engine.steps,
+        "steps": engine.steps,
+        "kv_bytes": engine.cache.nbytes,
+        "kv_bytes_planned": engine.plan(setting.prompt, setting.new).cache_bytes,
+        "kv_bytes_dense": engine.plan(setting.prompt, setting.new).dense_row_bytes * setting.rows,
+        "trace_bytes": sum(t.trace.nbytes for t in trajectories),
+        "planned_bytes": engine.plan(setting.prompt, setting.new).total_bytes,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        result |= bench_step(engine, sampling)
+    if setting.peer:
+        result["peer_tokens_per_s"] = transformers_tokens_per_s(model, prompts, setting.peer_new)
+        result["ratio"] = result["tokens_per_s"] / result["peer_tokens_per_s"]
+    return result
+
+
+def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
+    """One decode step of all rows with every slot in use, against the time the memory needs for weights and slots alone."""
+    from .attention import use_attention
+    from .models import evaluating
+    from .rollout.schedule import stop_ids_of
+
+    cache, state = engine.cache, engine.state
+    weight_bytes = sum(p.nbytes for p in engine.model.parameters())
+    slot_bytes = cache.rows * cache.capacity * cache.shape.kv_bytes_per_token
+    bandwidth = copy_bandwidth(engine.device)
+    floor = 1000 * (weight_bytes + slot_bytes) / bandwidth
+    with torch.no_grad(), evaluating(engine.model), use_attention(engine.model, "slots"):
+        decoder = engine.decoder(sampling, stop_ids_of(engine.model, sampling))
+        state.begin(sampling.max_new_tokens)
+
+        def full_step() -> float:
+            state.done.fill_(False)
+            state.used.fill_(cache.capacity - 1)
+            state.count.zero_()
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            decoder.run(cache.rows, 1, cache.capacity)
+            after.record()
+            after.synchronize()
+            return before.elapsed_time(after)
+
+        times = [full_step() for _ in range(repeats + 5)][5:]
+        state.done.fill_(True)
+    step = statistics.median(times)
+    return {"full_step_ms": step, "floor_ms": floor, "of_floor": floor / step, "copy_bytes_per_s": bandwidth}
+
+
+def copy_bandwidth(device: torch.device, size: int = 2**31) -> float:
+    """Bytes per second, read and written, of a large copy."""
+    source, target = (torch.empty(size, dtype=torch.int8, device=device) for _ in range(2))
+    times = []
+    for _ in range(10):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        target.copy_(source)
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after) / 1000)
+    return 2 * size / statistics.median(times)
+
+
+def transformers_tokens_per_s(model: nn.Module, prompts: list[list[int]], new: int) -> float:
+    """`model.generate` on the same prompts, sampling, with its own dynamic cache."""
+    ids = torch.tensor(prompts, device=next(model.parameters()).device)
+    seconds = []
+    for count in (4, new):  # the first one warms up
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
+        _wait(ids.device)
+        seconds.append(time.perf_counter() - start)
+    return len(prompts) * new / seconds[-1]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
