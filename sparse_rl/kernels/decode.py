@@ -97,7 +97,7 @@ def _store_and_attend(
 ):  # fmt: skip
     """The query heads of one KV head over one part of a row's slots. Softmax in base 2, running maximum.
 
-    The part that comes first also sees the new token, from registers, and writes it down.
+    One part also sees the new token, from registers, and writes it down.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
@@ -111,24 +111,6 @@ def _store_and_attend(
     top = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    if split == 0:
-        from_here = key + row * key_row + head * key_head + tl.zeros([1, 1], tl.int32)
-        here = (d < DIM)[None, :]
-        new_key = _norm_and_rotate(from_here, here, d, key_weight, cos + row * DIM, sin + row * DIM, eps, DIM, NORM, ROPE)  # [1, D]
-        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
-        new_logits = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
-        if SOFTCAP:
-            new_logits = (2.0 * tl.sigmoid(2.0 * new_logits / softcap) - 1.0) * softcap
-        top = new_logits * 1.4426950408889634
-        total = total + 1.0
-        acc = acc + new_value.to(tl.float32)[None, :]
-        if runs > 0:
-            there = (first + taken) * DIM
-            tl.store(keys + there + d[None, :], new_key, mask=here)
-            tl.store(values + there + d, new_value, mask=d < DIM)
-            tl.store(feed + first + taken, fed.to(tl.int32))
-            if RING > 0:
-                tl.store(ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real)
     length = taken.to(tl.int32) * runs
     part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
     start, stop = split * part, tl.minimum((split + 1) * part, length)
@@ -153,6 +135,27 @@ def _store_and_attend(
         total = total * shrink + tl.sum(probs, 1)
         acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         top = higher
+    if split == 0:  # last, so that the slots are on their way as early as can be
+        from_here = key + row * key_row + head * key_head + tl.zeros([1, 1], tl.int32)
+        here = (d < DIM)[None, :]
+        new_key = _norm_and_rotate(from_here, here, d, key_weight, cos + row * DIM, sin + row * DIM, eps, DIM, NORM, ROPE)  # [1, D]
+        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
+        new_logits = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        if SOFTCAP:
+            new_logits = (2.0 * tl.sigmoid(2.0 * new_logits / softcap) - 1.0) * softcap
+        new_logits = new_logits * 1.4426950408889634
+        new_top = tl.maximum(top, new_logits)
+        old_share, new_prob = tl.exp2(top - new_top), tl.exp2(new_logits - new_top)
+        total = total * old_share + new_prob
+        acc = acc * old_share[:, None] + new_prob[:, None] * new_value.to(tl.float32)[None, :]
+        top = new_top
+        if runs > 0:
+            there = (first + taken) * DIM
+            tl.store(keys + there + d[None, :], new_key, mask=here)
+            tl.store(values + there + d, new_value, mask=d < DIM)
+            tl.store(feed + first + taken, fed.to(tl.int32))
+            if RING > 0:
+                tl.store(ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real)
     mine = row * HEADS * GROUP + heads
     if SPLITS == 1:
         tl.store(out + mine[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -199,8 +202,8 @@ def store_and_attend(
     softcap: float | None = None,
     sliding_window: int | None = None,
     splits: int | None = None,
-    block: int = 64,
-    num_warps: int = 4,
+    block: int = 32,
+    num_warps: int = 2,
     num_stages: int = 3,
 ) -> Tensor:
     (rows, query_heads, dim), (heads, capacity) = query.shape, keys.shape[1:3]

@@ -51,8 +51,9 @@ class Product:
 
 
 def parts_for(rows: int, out: int, inner: int) -> int:
-    """How many parts to cut a product's inner dimension into."""
-    return 1
+    """How many parts to cut a product's inner dimension into: measured on one H200, where 128 tiles of 128 x 128 fill the chip."""
+    tiles = -(-rows // 128) * -(-out // 128)
+    return next((s for s in (4, 2) if inner >= 4096 and inner % (8 * s) == 0 and s * tiles <= 128), 1)
 
 
 @dataclass(frozen=True)
