@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from .errors import SparseRLError, whole
+from .models import evaluating, load_model
+from .plan import size
 from .rollout import Engine, Sampling
 
 
@@ -37,6 +39,12 @@ class Setting:
             raise SparseRLError(f"there is no peer {self.peer!r}; `transformers` is the one that is known.")
 
 
+def measure(setting: Setting, dtype: str | None = None, device: str | None = None) -> dict:
+    """`bench_rollout` of a model with random weights, made here."""
+    name = setting.model_shape if setting.model_shape == "tiny" else f"random:{setting.model_shape}"
+    return bench_rollout(setting, load_model(name, dtype, device)[0])
+
+
 def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     """Medians over the repeats, after a short rollout that compiles and captures."""
     device = next(model.parameters()).device
@@ -53,7 +61,7 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, engine.shape.vocabulary, (setting.rows, setting.prompt), generator=generator).tolist()
     warm = min(setting.new, engine.cache.capacity - setting.prompt + 2 if evicts else 8)  # up to and beyond the first eviction
-    engine._allocate_state(engine.plan(setting.prompt, setting.new))  # so that the captured step stays valid
+    engine.reserve(setting.prompt, setting.new)  # so that what is captured while warming up serves the timed runs
     engine.generate(prompts, sampling=replace(sampling, max_new_tokens=max(1, warm)))
     _reset_peak(device)
     runs = []
@@ -63,6 +71,7 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
         seconds = time.perf_counter() - start
         assert all(len(t.response_tokens) == setting.new for t in trajectories)
         runs.append({**engine.seconds, "total": seconds})
+    plan = engine.plan(setting.prompt, setting.new)
     middle = sorted(runs, key=lambda run: run["total"])[len(runs) // 2]
     tokens, total = setting.rows * setting.new, middle["total"]
     result = {
@@ -74,10 +83,10 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
         "ms_per_step": 1000 * middle["decode"] / engine.steps,
         "steps": engine.steps,
         "kv_bytes": engine.cache.nbytes,
-        "kv_bytes_planned": engine.plan(setting.prompt, setting.new).cache_bytes,
-        "kv_bytes_dense": engine.plan(setting.prompt, setting.new).dense_row_bytes * setting.rows,
+        "kv_bytes_planned": plan.cache_bytes,
+        "kv_bytes_dense": plan.dense_row_bytes * setting.rows,
         "trace_bytes": sum(t.trace.nbytes for t in trajectories),
-        "planned_bytes": engine.plan(setting.prompt, setting.new).total_bytes,
+        "planned_bytes": plan.total_bytes,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -90,10 +99,33 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     return result
 
 
+def summary(result: dict) -> str:
+    """For people."""
+    share = ", ".join(f"{name} {value:.1%}" for name, value in result["share"].items())
+    cache = f"{size(result['kv_bytes'])}, planned {size(result['kv_bytes_planned'])}; dense rows {size(result['kv_bytes_dense'])}"
+    lines = [
+        f"{result['model_shape']} (random weights) on {result['machine']}, torch {result['torch']}: {result['rows']} rows, "
+        f"prompts of {result['prompt']}, {result['new']} new tokens, {result['compressor']}",
+        f"  tokens/s, end to end    {result['tokens_per_s']:,.0f}  ({result['seconds']:.2f} s, median of {result['repeats']})",
+        f"  time per decode step    {result['ms_per_step']:.2f} ms over {result['steps']} steps",
+        f"  where the time went     {share}",
+        f"  KV cache                {cache}",
+    ]
+    if "of_floor" in result:
+        lines.append(
+            f"  a step with full rows   {result['full_step_ms']:.2f} ms, {result['of_floor']:.0%} of what the memory's speed allows "
+            f"({result['floor_ms']:.2f} ms at {result['copy_bytes_per_s'] / 1e12:.2f} TB/s)"
+        )
+        lines.append(f"  peak memory             {size(result['peak_bytes'])}, planned {size(result['planned_bytes'])}")
+    if "ratio" in result:
+        peer = f"{result['peer_tokens_per_s']:,.0f} tokens/s over {result['peer_new']} new tokens"
+        lines.append(f"  model.generate          {peer}: {result['ratio']:.2f}x")
+    return "\n".join(lines)
+
+
 def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
     """One decode step of all rows with every slot in use, against the time the memory needs for weights and slots alone."""
     from .attention import use_attention
-    from .models import evaluating
     from .rollout.schedule import stop_ids_of
 
     cache, state = engine.cache, engine.state

@@ -159,6 +159,6 @@ def test_where_the_time_went():
     engine.generate(prompts_of(5, 9), sampling=Sampling(50))
     assert engine.steps == 49
     spent = engine.seconds
-    assert set(spent) == {"prefill", "decode", "evict", "collect", "host", "total"}
+    assert set(spent) == {"prefill", "decode", "evict", "collect", "trace", "host", "total"}
     assert all(value >= 0 for value in spent.values())
     assert sum(v for k, v in spent.items() if k != "total") == pytest.approx(spent["total"])

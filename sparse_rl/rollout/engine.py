@@ -96,6 +96,13 @@ class Engine:
             on_gpu=self.device.type == "cuda",
         )
 
+    def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Allocate now what a call of that size will take, so that smaller calls before it leave nothing to be made anew."""
+        plan = self.plan(prompt_tokens, new_tokens)
+        self._allocate_rows(self.compressor.capacity(prompt_tokens, new_tokens), plan)
+        self._allocate_scratch(plan)
+        self._allocate_state(plan)
+
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
         longest = max(len(t.tokens) for t in trajectories)
@@ -125,9 +132,7 @@ class Engine:
         finished: list[Trajectory] = []
         try:
             plan = self.plan(longest, sampling.max_new_tokens)
-            self._allocate_rows(self.compressor.capacity(longest, sampling.max_new_tokens), plan)
-            self._allocate_scratch(plan)
-            self._allocate_state(plan)
+            self.reserve(longest, sampling.max_new_tokens)
             with (
                 torch.no_grad(),
                 evaluating(self.model),

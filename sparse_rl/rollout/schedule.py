@@ -210,8 +210,7 @@ class Rollout:
         done, count = self.look()
         ended = [row for row in self.running if done[row]]
         for part in [ended[i : i + _TOGETHER] for i in range(0, len(ended), _TOGETHER)]:
-            with self.phases("collect"):
-                collected = self.collect(part, [count[row] for row in part])
+            collected = self.collect(part, [count[row] for row in part])
             for row, trajectory in zip(part, collected, strict=True):
                 with uninterrupted():  # a trajectory is either still running or delivered, never in between
                     del self.running[row]
@@ -237,9 +236,11 @@ class Rollout:
         """The trajectories of rows that are done."""
         sequences = [self.running[row] for row in rows]
         prompts = [torch.tensor(sequence.waiting.prompt) for sequence in sequences]
-        responses, logprobs = self.state.tokens[rows, : max(counts)].cpu(), self.state.logprobs[rows, : max(counts)].cpu()
-        stopped = torch.isin(responses, self.stop_ids.cpu())
-        traces = self.state.traces_of(rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
+        with self.phases("collect"):
+            responses, logprobs = self.state.tokens[rows, : max(counts)].cpu(), self.state.logprobs[rows, : max(counts)].cpu()
+            stopped = torch.isin(responses, self.stop_ids.cpu())
+        with self.phases("trace"):
+            traces = self.state.traces_of(rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
         return [
             Trajectory(
                 tokens=torch.cat([prompts[i], responses[i, :count]]),

@@ -1,0 +1,184 @@
+"""The rollout tables of docs/results.md and the picture docs/rollout.png, on one GPU with random weights of public shapes.
+
+    python benchmarks/rollout_gpu.py --out runs/bench             # everything, about ten minutes on one H200
+    python benchmarks/rollout_gpu.py --out runs/bench --only steps,noise
+    python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture from what is there
+
+Every measurement is one line of results.jsonl the moment it is made; one that is there is not made again.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from sparse_rl import Engine, Sampling, token_logprobs
+from sparse_rl.bench import Setting, bench_rollout, bench_step
+from sparse_rl.models import load_model
+
+BASE = Setting()  # Qwen2.5-1.5B, R-KV 512 + 128, 256 rows, prompts of 256, 3,840 new tokens
+PARTS = {
+    "short": [replace(BASE, new=512, repeats=3, peer="transformers")],
+    "goal-1.5b": [replace(BASE, rows=rows, repeats=1) for rows in (256, 512, 1024)],
+    "length": [replace(BASE, new=new, repeats=1) for new in (1024, 2048, 16384)],
+    "rows": [replace(BASE, rows=rows, new=512, repeats=1) for rows in (16, 64, 512, 1024)],
+    "shapes": [replace(BASE, model_shape=f"qwen2.5-{name}", new=512, repeats=1) for name in ("0.5b", "3b", "7b")],
+    "goal-7b": [replace(BASE, model_shape="qwen2.5-7b", rows=1024, repeats=1)],
+}
+STEPS = [
+    *[replace(BASE, rows=rows) for rows in (16, 32, 64, 128, 256, 512, 1024)],
+    *[replace(BASE, budget=budget) for budget in (128, 256, 1024, 2048)],
+    replace(BASE, compressor="dense", new=3840),
+]
+SHAPE_STEPS = [replace(BASE, model_shape=f"qwen2.5-{name}") for name in ("0.5b", "3b", "7b")]
+
+
+class Models:
+    """One at a time: they are made when first asked for."""
+
+    def __init__(self):
+        self.name, self.model = None, None
+
+    def __call__(self, name: str):
+        if name != self.name:
+            self.model = None
+            torch.cuda.empty_cache()
+            self.name, self.model = name, load_model(f"random:{name}", device="cuda")[0]
+        return self.model
+
+
+def step(setting: Setting, model) -> dict:
+    """One decode step alone, after a rollout short enough to capture it."""
+    dense = setting.compressor == "dense"
+    engine = Engine(
+        model,
+        setting.compressor,
+        setting.budget,
+        setting.interval,
+        setting.rows,
+        max_tokens=setting.prompt + setting.new if dense else None,
+    )
+    sampling = Sampling(max_new_tokens=4, stop_ids=())
+    engine.generate([[1] * 8] * setting.rows, sampling=sampling)
+    return {**asdict(setting), "slots": engine.cache.capacity, **bench_step(engine, sampling)}
+
+
+def noise(model, new: int = 512) -> dict:
+    """Mean |gap|: of dense rollouts against a dense forward, of sparse ones against the shadow view, and against a dense forward."""
+    found = {}
+    for name, compressor, shadow in (("dense", "dense", False), ("shadow", "rkv", True), ("uncorrected", "rkv", False)):
+        engine = Engine(model, compressor, budget=128, interval=64, rows=16, max_tokens=256 + new if compressor == "dense" else None)
+        prompts = torch.randint(1, 150000, (16, 128), generator=torch.Generator().manual_seed(1)).tolist()
+        gaps = []
+        for t in engine.generate(prompts, sampling=Sampling(new, stop_ids=())):
+            with torch.no_grad():
+                gap = token_logprobs(model, t.tokens, t.trace if shadow else None).cpu() - t.sampler_logprobs
+            gaps.append(gap[t.num_prompt_tokens :].abs())
+        found[name] = torch.cat(gaps).mean().item()
+    return found
+
+
+def run(out: Path, only: list[str]) -> None:
+    path = out / "results.jsonl"
+    known = {line["key"] for line in read(path)}
+    models = Models()
+
+    def record(key: str, make) -> None:
+        if key not in known:
+            result = {"key": key, **make()}
+            with path.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(
+                key,
+                {k: round(v, 4) for k, v in result.items() if k in ("tokens_per_s", "full_step_ms", "of_floor", "ms_per_step")},
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+
+    for part in only:
+        if part == "noise":
+            record("noise qwen2.5-1.5b", lambda: noise(models(BASE.model_shape)))
+        elif part in ("steps", "shape-steps"):
+            for setting in STEPS if part == "steps" else SHAPE_STEPS:
+                record(f"step {name(setting)}", lambda s=setting: step(s, models(s.model_shape)))
+        else:
+            for setting in PARTS[part]:
+                record(f"rollout {name(setting)} new {setting.new}", lambda s=setting: bench_rollout(s, models(s.model_shape)))
+
+
+def name(setting: Setting) -> str:
+    return f"{setting.model_shape} {setting.compressor} {setting.budget}+{setting.interval} rows {setting.rows}"
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tables(lines: list[dict]) -> str:
+    text = ["| rollout | tokens/s | s | ms / step | prefill | decode | evict | trace | host | KV | peak / planned |", "|" + "---|" * 11]
+    for r in (r for r in lines if r["key"].startswith("rollout")):
+        share = {k: f"{100 * v:.1f} %" for k, v in r["share"].items()}
+        what = f"{r['model_shape']}, {r['rows']} rows, {r['new']:,} new"
+        peak = f"{r['peak_bytes'] / 2**30:.1f} / {r['planned_bytes'] / 2**30:.1f} GiB"
+        parts = " | ".join(share.get(k, "0") for k in ("prefill", "decode", "evict", "trace", "host"))
+        kv = f"{r['kv_bytes'] / 2**30:.2f} GiB"
+        text.append(f"| {what} | {r['tokens_per_s']:,.0f} | {r['seconds']:.2f} | {r['ms_per_step']:.2f} | {parts} | {kv} | {peak} |")
+    text += ["", "| one step | slots | ms | floor, ms | of the floor | tokens/s |", "|" + "---|" * 6]
+    for r in (r for r in lines if r["key"].startswith("step")):
+        what = f"{r['model_shape']}, {r['compressor']}, {r['rows']} rows"
+        speed = r["rows"] / r["full_step_ms"] * 1000
+        text.append(f"| {what} | {r['slots']:,} | {r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%} | {speed:,.0f} |")
+    text += [f"noise: {r}" for r in lines if r["key"].startswith("noise")]
+    text += [f"transformers: {r['peer_tokens_per_s']:,.0f} tokens/s" for r in lines if "peer_tokens_per_s" in r]
+    return "\n".join(text)
+
+
+def plot(lines: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    vllm = {512: 29.3, 3840: 22.9}  # thousand tokens/s, Qwen2.5-1.5B, 256 requests, vLLM 0.24 on the same kind of GPU (docs/results.md)
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    steps = [r for r in lines if r["key"].startswith("step") and r["model_shape"] == BASE.model_shape and r["compressor"] == "rkv"]
+    by_rows = sorted((r["rows"], r["rows"] / r["full_step_ms"], r["rows"] / r["floor_ms"]) for r in steps if r["budget"] == BASE.budget)
+    left.plot([r for r, *_ in by_rows], [s for _, s, _ in by_rows], "o-", label="measured")
+    left.plot([r for r, *_ in by_rows], [f for *_, f in by_rows], ":", color="grey", label="at the memory's speed")
+    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="thousand tokens/s", title="one step, 512 + 128 slots")
+    left.legend(frameon=False)
+    by_slots = sorted((r["slots"], r["full_step_ms"], r["floor_ms"]) for r in steps if r["rows"] == BASE.rows)
+    middle.plot([s for s, *_ in by_slots], [m for _, m, _ in by_slots], "o-", label="measured")
+    middle.plot([s for s, *_ in by_slots], [f for *_, f in by_slots], ":", color="grey", label="at the memory's speed")
+    middle.set(xlabel="slots of a row", ylabel="ms per step", title="256 rows", ylim=(0, None))
+    middle.legend(frameon=False)
+    rollouts = [r for r in lines if r["key"].startswith("rollout") and r["model_shape"] == BASE.model_shape and r["rows"] == BASE.rows]
+    by_length = sorted((r["new"], r["tokens_per_s"] / 1000) for r in rollouts)
+    right.plot(*zip(*by_length, strict=True), "o-", label="R-KV 512 + 128")
+    right.plot(list(vllm), list(vllm.values()), "s--", color="tab:red", label="vLLM 0.24, dense")
+    right.set(xscale="log", xlabel="new tokens", ylabel="thousand tokens/s", title="whole rollouts, 256 rows", ylim=(0, None))
+    right.legend(frameon=False)
+    figure.suptitle("Qwen2.5-1.5B shape, bf16, one NVIDIA H200")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parts = [*PARTS, "steps", "shape-steps", "noise"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")
+    parser.add_argument("--plot", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if not arguments.plot:
+        run(arguments.out, arguments.only.split(","))
+    lines = read(arguments.out / "results.jsonl")
+    print(tables(lines))
+    if any(line["key"].startswith("step") for line in lines) and any(line["key"].startswith("rollout") for line in lines):
+        plot(lines, arguments.out / "rollout.png")
+
+
+if __name__ == "__main__":
+    main()
