@@ -139,8 +139,7 @@ def test_a_model_that_cannot_be_captured_runs_all_the_same(monkeypatch):
 def test_the_tail_of_a_batch_runs_narrow():
     model = on_gpu("llama")
     engine = Engine(model, compressor="window", budget=32, interval=16, rows=16)
-    stops = tuple(range(0, 61, 4))
-    done = engine.generate(prompts_of(*[9] * 16), sampling=Sampling(300, stop_ids=stops))
+    done = engine.generate(prompts_of(*[9] * 16), sampling=Sampling(300, stop_ids=(3,)))
     (decoder,) = engine.decoders.values()
     assert len(decoder.graphs) > 1 and set(decoder.graphs) <= {16, 8, 4}
     assert mean_gap(model, done, shadow=True) < 1e-5

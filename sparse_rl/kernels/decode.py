@@ -61,11 +61,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _norm_and_rotate(
-    heads, here, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr
-):  # fmt: skip
-    """Queries or keys of some heads. heads [N, 1]: where each begins; here bool [N, D]; weight, cos, sin: where theirs begin. -> [N, D]"""
-    x = tl.load(heads + d[None, :], mask=here, other=0.0)
+def _partner(d, DIM: tl.constexpr):
+    """The dimension that each one is rotated with."""
+    return tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+
+
+@triton.jit
+def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """Queries or keys of some heads. x, there [N, D]: their values and those of each one's partner; weight begins there; cos, sin [D]"""
     result = x
     if NORM:
         wide = x.to(tl.float32)
@@ -73,16 +76,12 @@ def _norm_and_rotate(
         w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
         result = (w * (wide * scale).to(x.dtype).to(tl.float32)).to(x.dtype)
     if ROPE:
-        other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)  # the dimension each turns with
-        there = tl.load(heads + other[None, :], mask=here, other=0.0)
         if NORM:
-            w = tl.load(weight + other, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+            w = tl.load(weight + _partner(d, DIM), mask=d < DIM, other=0.0).to(tl.float32)[None, :]
             there = (w * (there.to(tl.float32) * scale).to(x.dtype).to(tl.float32)).to(x.dtype)
         turned = tl.where((d < DIM // 2)[None, :], -there.to(tl.float32), there.to(tl.float32))
-        c = tl.load(cos + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-        s = tl.load(sin + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-        a = (result.to(tl.float32) * c).to(x.dtype)
-        b = (turned * s).to(x.dtype)
+        a = (result.to(tl.float32) * cos.to(tl.float32)[None, :]).to(x.dtype)
+        b = (turned * sin.to(tl.float32)[None, :]).to(x.dtype)
         result = (a.to(tl.float32) + b.to(tl.float32)).to(x.dtype)
     return result
 
@@ -106,7 +105,23 @@ def _store_and_attend(
     heads = head * GROUP + g  # query heads
     real = (g < GROUP)[:, None] & (d < DIM)[None, :]
     place = query + row * query_row + heads[:, None] * query_head
-    q = _norm_and_rotate(place, real, d, query_weight, cos + row * DIM, sin + row * DIM, eps, DIM, NORM, ROPE)  # [G, D]
+    other = _partner(d, DIM)
+    here = (d < DIM)[None, :]
+    new_key = tl.load(
+        key + row * key_row + head * key_head + d[None, :], mask=here, other=0.0
+    )  # [1, D]; on its way while the slots are read
+    new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
+    q = tl.load(place + d[None, :], mask=real, other=0.0)
+    if ROPE:
+        c = tl.load(cos + row * DIM + d, mask=d < DIM, other=0.0)
+        s = tl.load(sin + row * DIM + d, mask=d < DIM, other=0.0)
+        key_there = tl.load(key + row * key_row + head * key_head + other[None, :], mask=here, other=0.0)
+        q = _norm_and_rotate(
+            q, tl.load(place + other[None, :], mask=real, other=0.0), d, query_weight, c, s, eps, DIM, NORM, ROPE
+        )  # [G, D]
+    else:
+        c, s, key_there = new_value, new_value, new_key  # not read
+        q = _norm_and_rotate(q, q, d, query_weight, c, s, eps, DIM, NORM, ROPE)
     first = (row * HEADS + head) * CAPACITY  # slot 0 of this row and head
     top = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
@@ -114,19 +129,19 @@ def _store_and_attend(
     length = taken.to(tl.int32) * runs
     part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
     start, stop = split * part, tl.minimum((split + 1) * part, length)
-    for s0 in range(start, stop, BLOCK):
-        s = s0 + tl.arange(0, BLOCK)
-        tile = (first + s)[:, None] * DIM + d[None, :]
-        inside = (s < stop)[:, None] & (d < DIM)[None, :]
+    for begin in range(start, stop, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        tile = (first + slot)[:, None] * DIM + d[None, :]
+        inside = (slot < stop)[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + tile, mask=inside, other=0.0)  # [S, D]
         v = tl.load(values + tile, mask=inside, other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [G, S]
         if SOFTCAP:
             logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
         logits = logits * 1.4426950408889634
-        visible = s < stop
+        visible = slot < stop
         if SLIDES:
-            visible = visible & (fed - tl.load(feed + first + s, mask=visible, other=0) < window)
+            visible = visible & (fed - tl.load(feed + first + slot, mask=visible, other=0) < window)
         logits = tl.where(visible[None, :], logits, -float("inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing visible yet
@@ -136,10 +151,7 @@ def _store_and_attend(
         acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         top = higher
     if split == 0:  # last, so that the slots are on their way as early as can be
-        from_here = key + row * key_row + head * key_head + tl.zeros([1, 1], tl.int32)
-        here = (d < DIM)[None, :]
-        new_key = _norm_and_rotate(from_here, here, d, key_weight, cos + row * DIM, sin + row * DIM, eps, DIM, NORM, ROPE)  # [1, D]
-        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
+        new_key = _norm_and_rotate(new_key, key_there, d, key_weight, c, s, eps, DIM, NORM, ROPE)
         new_logits = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
         if SOFTCAP:
             new_logits = (2.0 * tl.sigmoid(2.0 * new_logits / softcap) - 1.0) * softcap

@@ -16,7 +16,7 @@ _CHUNK = 4096
 
 
 @triton.jit
-def _summarise(logits, tops, sums, bests, size, inverse_temperature, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+def _summarise(logits, tops, sums, bests, size, inverse_temperature, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * size + i, mask=i < size, other=-float("inf")).to(tl.float32) * inverse_temperature
@@ -24,7 +24,8 @@ def _summarise(logits, tops, sums, bests, size, inverse_temperature, CHUNKS: tl.
     safe = tl.where(top == -float("inf"), 0.0, top)
     tl.store(tops + row * CHUNKS + chunk, top)
     tl.store(sums + row * CHUNKS + chunk, tl.sum(tl.exp(x - safe), 0))
-    tl.store(bests + row * CHUNKS + chunk, chunk * CHUNK + tl.argmax(x, 0))
+    if GREEDY:
+        tl.store(bests + row * CHUNKS + chunk, chunk * CHUNK + tl.argmax(x, 0))
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def sample_and_record(logits: Tensor, state, capacity: int, temperature: float, 
     tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     bests = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     inverse = 1.0 / temperature if temperature > 0 else 1.0
-    _summarise[(rows, chunks)](logits, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, num_warps=8)
+    _summarise[(rows, chunks)](logits, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, GREEDY=temperature == 0, num_warps=4)
     _pick[(rows,)](
         logits, tops, sums, bests, size, inverse, capacity,
         state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit, stop_ids,
