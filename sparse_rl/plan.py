@@ -6,6 +6,7 @@ estimate from above, and 5 % of the memory is left to the allocator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,13 +35,17 @@ class Plan:
     weight_bytes: int
     row_bytes: int  # one row of the cache: keys, values, feed indices, and what the compressor records
     kv_bytes_per_token: int  # keys and values alone, in any cache
-    prefill_rows: int  # prompts prefilled together
-    scratch_bytes: int  # where they are, before they are forked
+    slot_bytes: int  # the part of it that every slot takes
+    most_prefill_rows: int  # prompts prefilled together, where there are as many rows
+    prefill_chunk: int  # prompt tokens fed at a time
+    scratch_row_bytes: int  # where a prompt is before it is forked
     trace_row_bytes: int
     token_row_bytes: int  # sampled tokens and their log-probs
-    working_row_bytes: int  # estimate
-    working_bytes: int  # estimate, whatever the rows
-    bytes_per_slot: int  # the part of a row that grows with its capacity
+    sampling_row_bytes: int  # estimate: logits, and on a CPU their softmax and sum
+    prefill_token_bytes: int  # estimate: activations
+    eviction_slot_bytes: int  # estimate: one layer gathered, compacted, scored
+    eviction_bytes: int  # estimate: at most that much is copied at a time
+    other_bytes: int  # estimate, whatever the rows: scores of an eviction, first tokens, attention that is written out
 
     @property
     def cache_bytes(self) -> int:
@@ -52,31 +57,50 @@ class Plan:
         return (self.prompt_tokens + self.new_tokens) * self.kv_bytes_per_token
 
     @property
-    def fixed_bytes(self) -> int:
-        return self.weight_bytes + self.scratch_bytes + self.working_bytes
+    def prefill_rows(self) -> int:
+        return min(self.rows, self.most_prefill_rows)
 
     @property
-    def bytes_per_row(self) -> int:
-        return self.row_bytes + self.trace_row_bytes + self.token_row_bytes + self.working_row_bytes
+    def scratch_bytes(self) -> int:
+        return self.prefill_rows * self.scratch_row_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Trace, tokens and log-probs of all rows."""
+        return self.rows * (self.trace_row_bytes + self.token_row_bytes)
+
+    @property
+    def working_bytes(self) -> int:
+        """An estimate from above: prefill, sampling and eviction as if at the same time."""
+        prefill = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens) * self.prefill_token_bytes
+        together = min(self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
+        a_row = self.sampling_row_bytes + self.capacity * self.eviction_slot_bytes
+        return prefill + self.other_bytes + together + self.rows * a_row
 
     @property
     def total_bytes(self) -> int:
-        return self.fixed_bytes + self.rows * self.bytes_per_row
+        return self.weight_bytes + self.cache_bytes + self.scratch_bytes + self.record_bytes + self.working_bytes
+
+    def with_rows(self, rows: int) -> Plan:
+        return replace(self, rows=rows)
+
+    def with_capacity(self, capacity: int) -> Plan:
+        return replace(self, capacity=capacity, row_bytes=self.row_bytes + (capacity - self.capacity) * self.slot_bytes)
 
     def rows_that_fit(self, memory: int) -> int:
-        return max(0, int(memory * (1 - _ALLOCATOR_SHARE) - self.fixed_bytes) // self.bytes_per_row)
+        return _largest(lambda rows: self.with_rows(rows).total_bytes, memory)
 
     def dense_rows_that_fit(self, memory: int) -> int:
-        per_row = self.dense_row_bytes + self.token_row_bytes + self.working_row_bytes
-        return max(0, int(memory * (1 - _ALLOCATOR_SHARE) - self.fixed_bytes) // per_row)
+        """As many, had every row the keys and values of a whole sequence, and nothing to evict."""
+        dense = replace(self, row_bytes=self.dense_row_bytes, trace_row_bytes=0, eviction_slot_bytes=0, eviction_bytes=0)
+        return dense.rows_that_fit(memory)
 
     def largest_that_fits(self, memory: int) -> str:
         """A sentence naming the largest setting that fits."""
         rows = self.rows_that_fit(memory)
         if rows >= 1:
             return f"At this capacity use rows={rows}."
-        other_bytes = self.fixed_bytes + self.bytes_per_row - self.capacity * self.bytes_per_slot
-        capacity = int(memory * (1 - _ALLOCATOR_SHARE) - other_bytes) // self.bytes_per_slot
+        capacity = _largest(lambda slots: self.with_rows(1).with_capacity(slots).total_bytes, memory)
         if self.evicts and capacity > self.interval:
             return f"Not even one row fits: with rows=1, use budget={capacity - self.interval}."
         if not self.evicts and capacity > 1:
@@ -95,7 +119,7 @@ class Plan:
             (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
             ("trace per row", size(self.trace_row_bytes)),
             (f"trace, {self.rows} rows", size(self.rows * self.trace_row_bytes)),
-            ("working set (estimate)", size(self.working_bytes + self.rows * self.working_row_bytes)),
+            ("working set (estimate)", size(self.working_bytes)),
             ("total", size(self.total_bytes)),
         ]
         if memory is not None:
@@ -129,14 +153,11 @@ def make_plan(
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
     tokens = prompt_tokens + new_tokens
-    eviction_slot = 3 * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0  # one layer gathered, compacted, scored
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
-    prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, rows, on_gpu)
-    chunk = min(prefill_chunk, prefill_rows * prompt_tokens)
-    prefill = chunk * (6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize
-    all_rows = rows * capacity * cache.kv_bytes_per_token
-    scoring = 3 * 4 * BLOCK_ELEMENTS + min(all_rows, chunk_bytes("cuda" if on_gpu else "cpu")) if compressor.evicts else 0
-    attention = 8 * shape.query_heads * chunk * prompt_tokens if compressor.uses_mass else 0
+    prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
+    attention = 8 * shape.query_heads * min(prefill_chunk, prefill_rows * prompt_tokens) * prompt_tokens if compressor.uses_mass else 0
+    sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # a row's logits in fp32, softmax, sum
+    first = 64 * sampled + prefill_rows * shape.vocabulary * shape.dtype.itemsize  # first tokens are sampled in torch, 64 rows at a time
     return Plan(
         compressor=compressor.name,
         evicts=compressor.evicts,
@@ -149,15 +170,30 @@ def make_plan(
         weight_bytes=weight_bytes,
         row_bytes=cache.row_bytes(capacity),
         kv_bytes_per_token=cache.kv_bytes_per_token,
-        prefill_rows=prefill_rows,
-        scratch_bytes=prefill_rows * cache.row_bytes(prompt_tokens),
+        slot_bytes=cache.slot_bytes,
+        most_prefill_rows=prefill_rows,
+        prefill_chunk=prefill_chunk,
+        scratch_row_bytes=cache.row_bytes(prompt_tokens),
         trace_row_bytes=shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         token_row_bytes=new_tokens * (8 + 4),
-        working_row_bytes=shape.vocabulary * (shape.dtype.itemsize + 4 + 4 + 8 + 8)
-        + capacity * eviction_slot,  # logits, their softmax and sum
-        working_bytes=prefill + scoring + attention,
-        bytes_per_slot=cache.slot_bytes + eviction_slot,
+        sampling_row_bytes=shape.vocabulary * shape.dtype.itemsize + (0 if on_gpu else sampled),
+        prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize,
+        eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0,
+        eviction_bytes=chunk_bytes("cuda" if on_gpu else "cpu") if compressor.evicts else 0,
+        other_bytes=(3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0) + attention + (first if on_gpu else 0),
     )
+
+
+def _largest(total_bytes: Callable[[int], int], memory: int) -> int:
+    """The largest number whose plan fits, with some left to the allocator; 0 if none does."""
+    limit = memory * (1 - _ALLOCATOR_SHARE)
+    low, high = 0, 1
+    while total_bytes(high) <= limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total_bytes(middle) <= limit else (low, middle)
+    return low
 
 
 def default_prefill_chunk(on_gpu: bool) -> int:
@@ -165,9 +201,9 @@ def default_prefill_chunk(on_gpu: bool) -> int:
     return 16384 if on_gpu else 512
 
 
-def default_prefill_rows(chunk: int, prompt_tokens: int, rows: int, on_gpu: bool) -> int:
-    """Prompts they belong to. On a CPU these go one at a time, so that what they round to does not depend on their company."""
-    return max(1, min(rows, chunk // prompt_tokens)) if on_gpu else 1
+def default_prefill_rows(chunk: int, prompt_tokens: int, on_gpu: bool) -> int:
+    """Prompts they belong to, at most. On a CPU these go one at a time, so that what they round to does not depend on their company."""
+    return max(1, chunk // prompt_tokens) if on_gpu else 1
 
 
 @dataclass(frozen=True)
@@ -183,15 +219,8 @@ class TrainingPlan:
     @property
     def total_bytes(self) -> int:
         plan = self.rollout
-        sampling = plan.working_bytes + plan.rows * plan.working_row_bytes
-        return (
-            plan.weight_bytes
-            + plan.scratch_bytes
-            + plan.rows * (plan.bytes_per_row - plan.working_row_bytes)
-            + self.optimizer_bytes
-            + self.reference_bytes
-            + max(sampling, self.update_bytes, self.eval_bytes)
-        )
+        held = plan.total_bytes - plan.working_bytes
+        return held + self.optimizer_bytes + self.reference_bytes + max(plan.working_bytes, self.update_bytes, self.eval_bytes)
 
     def text(self, memory: int | None = None) -> str:
         plan = self.rollout

@@ -201,3 +201,32 @@ def test_training_mistakes_get_a_sentence(tmp_path):
         done = run(*args, *(["--out", tmp_path / "out"] if "--out" not in args else []))
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, (args, done.stderr)
         assert not (tmp_path / "out").exists()
+
+
+def test_bench_rollout():
+    options = [
+        "--model-shape",
+        "tiny",
+        "--rows",
+        "4",
+        "--budget",
+        "24",
+        "--interval",
+        "8",
+        "--prompt",
+        "10",
+        "--new",
+        "40",
+        "--device",
+        "cpu",
+    ]
+    result = json.loads(run("bench", "rollout", *options, "--repeats", "2", "--peer", "transformers", "--peer-new", "4", "--json").stdout)
+    assert result["steps"] == 39 and len(result["seconds_all"]) == 2
+    assert result["tokens_per_s"] == pytest.approx(4 * 40 / result["seconds"])
+    assert result["kv_bytes"] == result["kv_bytes_planned"] < result["kv_bytes_dense"]
+    assert sum(result["share"].values()) == pytest.approx(1, abs=0.05)
+    assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["peer_tokens_per_s"])
+    assert "tokens/s, end to end" in run("bench", "rollout", *options, "--repeats", "1", "--compressor", "dense").stdout
+    for wrong, message in (("--peer", "there is no peer 'qwen9'"), ("--model-shape", "no model 'qwen9'"), ("--rows", "qwen9")):
+        refused = run("bench", "rollout", wrong, "qwen9")
+        assert refused.returncode > 0 and message in refused.stderr and "Traceback" not in refused.stderr

@@ -198,8 +198,12 @@ def test_versions_and_stop_lists(llama):
 
 def test_the_plans_total_is_the_sum_of_its_parts(llama):
     plan = Engine(llama, budget=32, interval=16, rows=3).plan(70, 10)
-    per_row = plan.row_bytes + plan.trace_row_bytes + plan.token_row_bytes + plan.working_row_bytes
+    per_row = plan.row_bytes + plan.trace_row_bytes + plan.token_row_bytes
     assert plan.total_bytes == plan.weight_bytes + plan.scratch_bytes + plan.working_bytes + 3 * per_row
+    more = Engine(llama, budget=32, interval=16, rows=5).plan(70, 10)
+    assert plan.with_rows(5) == more
+    wider = Engine(llama, budget=40, interval=16, rows=5).plan(70, 10)
+    assert more.with_capacity(56).total_bytes == wider.total_bytes
 
 
 def test_rows_drain_and_refill_in_order(llama):

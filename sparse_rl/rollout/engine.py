@@ -249,7 +249,7 @@ class Engine:
         if self.state is None or not self.state.fits(tokens, plan.new_tokens):
             self.state = None
             self.decoders.clear()
-            self._require(plan.rows * (plan.trace_row_bytes + plan.token_row_bytes), plan)
+            self._require(plan.record_bytes, plan)
             self.state = RowState.empty(self.cache, tokens, plan.new_tokens)
 
     def _require(self, needed: int, plan: Plan) -> None:
