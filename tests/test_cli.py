@@ -227,6 +227,6 @@ def test_bench_rollout():
     assert sum(result["share"].values()) == pytest.approx(1, abs=0.05)
     assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["peer_tokens_per_s"])
     assert "tokens/s, end to end" in run("bench", "rollout", *options, "--repeats", "1", "--compressor", "dense").stdout
-    for wrong, message in (("--peer", "there is no peer 'qwen9'"), ("--model-shape", "no model 'qwen9'"), ("--rows", "qwen9")):
+    for wrong, message in (("--peer", "there is no peer 'qwen9'"), ("--model-shape", "no model 'qwen9'"), ("--rows", "Invalid value")):
         refused = run("bench", "rollout", wrong, "qwen9")
         assert refused.returncode > 0 and message in refused.stderr and "Traceback" not in refused.stderr
