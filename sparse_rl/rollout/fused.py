@@ -146,7 +146,7 @@ class FusedForward:
         _, heads, capacity, dim = keys.shape
         slot = dim * keys.element_size()
         slots = min(capacity, self.ahead["slots"] // (2 * width * heads * slot))
-        if slots == 0 or slot % 16:
+        if slots == 0 or slot % 16 or heads > 64:
             return None
         return Fetch((keys, values), heads * capacity * slot, heads, capacity * slot, slots * slot)
 
