@@ -11,36 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .twins import Fetch
-
-_NOTHING = Fetch((), 0, 0, 0, 0)
-
 
 @triton.jit
-def _fetch(first, second, place, row_bytes, piece_bytes, size, PIECES: tl.constexpr, THREADS: tl.constexpr):
-    """Ask for the pieces of two regions that belong to a program: they come into the L2 cache, and nobody waits for them."""
-    i = tl.arange(0, THREADS)
-    base = tl.where(i < PIECES, first.to(tl.int64), second.to(tl.int64))
-    piece = tl.where(i < PIECES, i, i - PIECES)
-    address = base + place * row_bytes + piece.to(tl.int64) * piece_bytes
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [address, tl.zeros([THREADS], tl.int32) + size, (i < 2 * PIECES).to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _add_rms_norm(
-    new, residual, weight, out, size, all_of_it, eps, fetch_first, fetch_second, fetch_row, fetch_piece, fetch_size,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
+def _add_rms_norm(new, residual, weight, out, size, all_of_it, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    if PIECES > 0:
-        _fetch(fetch_first, fetch_second, row, fetch_row, fetch_piece, fetch_size, PIECES, THREADS)
     i = tl.arange(0, BLOCK)
     inside = i < size
     x = tl.load(residual + row * size + i, mask=inside, other=0.0)
@@ -56,17 +30,13 @@ def _add_rms_norm(
     tl.store(out + row * size + i, (w.to(tl.float32) * normed.to(tl.float32)).to(x.dtype), mask=inside)
 
 
-def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float, fetch: Fetch | None = None) -> Tensor:
+def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, size = residual.shape
-    fetch = fetch or _NOTHING
-    regions = fetch.regions or (residual, residual)
-    num_warps = 4 if size <= 2048 else 8
     out = torch.empty_like(residual)
     block, parts = triton.next_power_of_2(size), 0 if new is None else new.shape[0] if new.dim() == 3 else 1
     _add_rms_norm[(rows,)](
-        residual if new is None else new, residual, weight, out, size, rows * size, eps,
-        *regions, fetch.row_bytes, fetch.piece_bytes, fetch.size, PARTS=parts, BLOCK=block, PIECES=fetch.pieces, THREADS=32 * num_warps,
-        num_warps=num_warps,
+        residual if new is None else new, residual, weight, out, size, rows * size, eps, PARTS=parts, BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
@@ -120,7 +90,6 @@ def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM
 def _store_and_attend(
     query, key, value, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight, out, partial,
     query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window, CAPACITY,
-    fetch_first, fetch_second, fetch_row, fetch_piece, fetch_size, PIECES: tl.constexpr, THREADS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, RING: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -199,9 +168,6 @@ def _store_and_attend(
             tl.store(feed + first + taken, fed.to(tl.int32))
             if RING > 0:
                 tl.store(ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real)
-    if PIECES > 0:  # noqa: SIM102
-        if split == 0:
-            _fetch(fetch_first, fetch_second, row * HEADS + head, fetch_row, fetch_piece, fetch_size, PIECES, THREADS)
     mine = row * HEADS * GROUP + heads
     if SPLITS == 1:
         tl.store(out + mine[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -247,7 +213,6 @@ def store_and_attend(
     norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    fetch: Fetch | None = None,
     splits: int | None = None,
     block: int = 32,
     num_warps: int = 2,
@@ -257,7 +222,6 @@ def store_and_attend(
     assert all(x.stride(-1) == 1 for x in (query, key, value)) and values.shape == keys.shape
     assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())
     splits = splits or splits_for(rows * heads, capacity, _processors(query.device))
-    fetch = fetch or _NOTHING
     out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
     partial = torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device) if splits > 1 else out
     cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
@@ -268,7 +232,6 @@ def store_and_attend(
         cos, sin, query_weight, key_weight, out, partial,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         eps, scaling, softcap or 1.0, sliding_window or 0, capacity,
-        *(fetch.regions or (out, out)), fetch.row_bytes, fetch.piece_bytes, fetch.size, PIECES=fetch.pieces, THREADS=32 * num_warps,
         HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), RING=0 if ring is None else ring.shape[2],
         DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block, NORM=norms is not None, ROPE=rope is not None,
         SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,

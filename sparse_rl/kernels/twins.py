@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass(frozen=True)
-class Fetch:
-    """What will be read soon: a hint, without which everything is the same but later. Bytes; all multiples of 16."""
-
-    regions: tuple[Tensor, ...]  # two, cut alike
-    row_bytes: int  # from what one program asks for to what the next one does
-    pieces: int  # that a program asks for in each region
-    piece_bytes: int  # from one to the next
-    size: int  # of each
-
-
-def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float, fetch: Fetch | None = None) -> Tensor:
+def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += new, in place; its RMS norm. residual [B, N]; new [B, N] or the parts of a sum, fp32 [S, B, N]; weight [N] -> [B, N]"""
     if new is not None:
         residual += new.sum(0).to(residual.dtype) if new.dim() == 3 else new
@@ -83,7 +70,6 @@ def store_and_attend(
     norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    fetch: Fetch | None = None,
 ) -> Tensor:
     """`store`, then the new queries over what every live row holds; what comes of the other rows means nothing. -> [B, Hq * D]"""
     query = store(query, key, value, keys, values, feed, ring, used, index, live, rope, norms)

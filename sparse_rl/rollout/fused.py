@@ -22,10 +22,8 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..cache import SlotCache
-from ..kernels.twins import Fetch
 from .decode import RowState
 
-AHEAD = {"slots": 0.4, "weights": 0.4}  # shares of the L2 cache for what is asked for ahead of its use
 _FAMILY = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 _STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others look at the sequence's length, on the host
 
@@ -81,7 +79,6 @@ class FusedForward:
         for i, layer in enumerate(self.layers):
             cache.scaling[i] = layer.scaling
         self.ops = kernels.on(cache.keys.device)
-        self.ahead = {name: int(share * _cache_bytes(cache.keys.device)) for name, share in AHEAD.items()}
 
     @staticmethod
     def fits(model: nn.Module, cache: SlotCache) -> bool:
@@ -112,58 +109,19 @@ class FusedForward:
         used, index = state.used[:width], state.index[:width]
         residual = self.embed(state.token[:width])  # [B, N]
         rope = tuple(x[:, 0] for x in self.rotary(residual, index[:, None]))  # cos, sin [B, D]
-        norm = self.layers[0].before
-        x = ops.add_rms_norm(None, residual, norm.weight, norm.variance_epsilon, self.slots_of(0, width))
+        x = ops.add_rms_norm(None, residual, self.layers[0].before.weight, self.layers[0].before.variance_epsilon)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
             query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
             ring = None if cache.queries is None else cache.queries[i]
             into = cache.keys[i], cache.values[i], cache.feed[i], ring
-            x = ops.store_and_attend(
-                query,
-                key,
-                value,
-                *into,
-                used,
-                index,
-                live,
-                layer.scaling,
-                rope,
-                layer.norms,
-                fetch=self.weights(layer.gate_up, width * shape.heads),
-            )
+            x = ops.store_and_attend(query, key, value, *into, used, index, live, layer.scaling, rope, layer.norms)
             x = layer.out(x)
-            x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon, self.weights(layer.down, width))
+            x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
-            last = i + 1 == len(self.layers)
-            norm = self.norm if last else self.layers[i + 1].before
-            x = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon, None if last else self.slots_of(i + 1, width))
+            norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
+            x = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
         return F.linear(x, self.head.weight, self.head.bias)
-
-    def slots_of(self, layer: int, width: int) -> Fetch | None:
-        """The first slots of every row and head: fetched while the product before the attention leaves the memory idle."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        _, heads, capacity, dim = keys.shape
-        slot = dim * keys.element_size()
-        slots = min(capacity, self.ahead["slots"] // (2 * width * heads * slot))
-        if slots == 0 or slot % 16 or heads > 64:
-            return None
-        return Fetch((keys, values), heads * capacity * slot, heads, capacity * slot, slots * slot)
-
-    def weights(self, product: Product, programs: int) -> Fetch | None:
-        """The first part of a product's weights, a piece for each of the programs of a kernel that runs well before it."""
-        share = min(product.weight.nbytes, self.ahead["weights"]) // programs // 32 * 16  # two regions: the two halves of the part
-        if share == 0:
-            return None
-        flat = product.weight.view(-1)
-        return Fetch((flat, flat[programs * share // flat.element_size() :]), share, 1, 0, share)
-
-
-def _cache_bytes(device: torch.device) -> int:
-    """The size of the L2 cache, where there is an instruction that fills it ahead of use; else 0."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def _layer(layer: nn.Module) -> Layer:
