@@ -1,7 +1,7 @@
 """The rollout tables of docs/results.md and the picture docs/rollout.png, on one GPU with random weights of public shapes.
 
     python benchmarks/rollout_gpu.py --out runs/bench             # everything, about ten minutes on one H200
-    python benchmarks/rollout_gpu.py --out runs/bench --only steps,noise
+    python benchmarks/rollout_gpu.py --out runs/bench --only noise,steps
     python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture from what is there
 
 Every measurement is one line of results.jsonl the moment it is made; one that is there is not made again.
@@ -19,20 +19,29 @@ from sparse_rl.bench import Setting, bench_rollout, bench_step
 from sparse_rl.models import load_model
 
 BASE = Setting()  # Qwen2.5-1.5B, R-KV 512 + 128, 256 rows, prompts of 256, 3,840 new tokens
+
+
+def of(name: str, **changes) -> Setting:
+    return replace(BASE, model_shape=f"qwen2.5-{name}", **{"repeats": 1, **changes})
+
+
+# Rollouts and single steps, by model, so that each is made once.
 PARTS = {
-    "short": [replace(BASE, new=512, repeats=3, peer="transformers")],
-    "goal-1.5b": [replace(BASE, rows=rows, repeats=1) for rows in (256, 512, 1024)],
-    "length": [replace(BASE, new=new, repeats=1) for new in (1024, 2048, 16384)],
-    "rows": [replace(BASE, rows=rows, new=512, repeats=1) for rows in (16, 64, 512, 1024)],
-    "shapes": [replace(BASE, model_shape=f"qwen2.5-{name}", new=512, repeats=1) for name in ("0.5b", "3b", "7b")],
-    "goal-7b": [replace(BASE, model_shape="qwen2.5-7b", rows=1024, repeats=1)],
+    "short": {"rollouts": [of("1.5b", new=512, repeats=3, peer="transformers")]},
+    "goal-1.5b": {"rollouts": [of("1.5b"), of("1.5b", rows=1024)]},
+    "length": {"rollouts": [of("1.5b", new=1024), of("1.5b", new=2048), of("1.5b", new=16384)]},
+    "rows": {"rollouts": [of("1.5b", rows=rows, new=512) for rows in (16, 64, 512, 1024)]},
+    "steps": {
+        "steps": [
+            *[of("1.5b", rows=rows) for rows in (16, 32, 64, 128, 256, 512, 1024)],
+            *[of("1.5b", budget=budget) for budget in (128, 256, 1024, 2048)],
+            of("1.5b", compressor="dense"),
+        ]
+    },
+    "0.5b": {"rollouts": [of("0.5b", new=512)], "steps": [of("0.5b")]},
+    "3b": {"rollouts": [of("3b", new=512)], "steps": [of("3b")]},
+    "7b": {"rollouts": [of("7b", new=512), of("7b", rows=1024)], "steps": [of("7b"), of("7b", rows=1024)]},
 }
-STEPS = [
-    *[replace(BASE, rows=rows) for rows in (16, 32, 64, 128, 256, 512, 1024)],
-    *[replace(BASE, budget=budget) for budget in (128, 256, 1024, 2048)],
-    replace(BASE, compressor="dense", new=3840),
-]
-SHAPE_STEPS = [replace(BASE, model_shape=f"qwen2.5-{name}") for name in ("0.5b", "3b", "7b")]
 
 
 class Models:
@@ -100,12 +109,11 @@ def run(out: Path, only: list[str]) -> None:
     for part in only:
         if part == "noise":
             record("noise qwen2.5-1.5b", lambda: noise(models(BASE.model_shape)))
-        elif part in ("steps", "shape-steps"):
-            for setting in STEPS if part == "steps" else SHAPE_STEPS:
-                record(f"step {name(setting)}", lambda s=setting: step(s, models(s.model_shape)))
-        else:
-            for setting in PARTS[part]:
-                record(f"rollout {name(setting)} new {setting.new}", lambda s=setting: bench_rollout(s, models(s.model_shape)))
+            continue
+        for setting in PARTS[part].get("steps", []):
+            record(f"step {name(setting)}", lambda s=setting: step(s, models(s.model_shape)))
+        for setting in PARTS[part].get("rollouts", []):
+            record(f"rollout {name(setting)} new {setting.new}", lambda s=setting: bench_rollout(s, models(s.model_shape)))
 
 
 def name(setting: Setting) -> str:
@@ -165,7 +173,7 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parts = [*PARTS, "steps", "shape-steps", "noise"]
+    parts = ["noise", *PARTS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")
