@@ -60,9 +60,11 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     sampling = Sampling(max_new_tokens=setting.new, stop_ids=())
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, engine.shape.vocabulary, (setting.rows, setting.prompt), generator=generator).tolist()
-    warm = min(setting.new, engine.cache.capacity - setting.prompt + 2 if evicts else 8)  # up to and beyond the first eviction
+    capacity = engine.cache.capacity
+    until_full = capacity - setting.prompt if setting.prompt < capacity else setting.interval
+    warm = min(setting.new, until_full + 2 if evicts else 8)  # up to and beyond the first eviction while decoding
     engine.reserve(setting.prompt, setting.new)  # so that what is captured while warming up serves the timed runs
-    engine.generate(prompts, sampling=replace(sampling, max_new_tokens=max(1, warm)))
+    engine.generate(prompts, sampling=replace(sampling, max_new_tokens=warm))
     _reset_peak(device)
     runs = []
     for seed in range(setting.repeats):
@@ -80,7 +82,7 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
         "seconds": total,
         "seconds_all": [run["total"] for run in runs],
         "share": {name: middle[name] / total for name in middle if name != "total"},
-        "ms_per_step": 1000 * middle["decode"] / engine.steps,
+        "ms_per_step": 1000 * middle.get("decode", 0.0) / max(1, engine.steps),
         "steps": engine.steps,
         "kv_bytes": engine.cache.nbytes,
         "kv_bytes_planned": plan.cache_bytes,

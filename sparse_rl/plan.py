@@ -73,7 +73,7 @@ class Plan:
     def working_bytes(self) -> int:
         """An estimate from above: prefill, sampling and eviction as if at the same time."""
         prefill = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens) * self.prefill_token_bytes
-        together = min(self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
+        together = min(3 * self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
         a_row = self.sampling_row_bytes + self.capacity * self.eviction_slot_bytes
         return prefill + self.other_bytes + together + self.rows * a_row
 
@@ -179,7 +179,7 @@ def make_plan(
         sampling_row_bytes=shape.vocabulary * shape.dtype.itemsize + (0 if on_gpu else sampled),
         prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize,
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0,
-        eviction_bytes=chunk_bytes("cuda" if on_gpu else "cpu") if compressor.evicts else 0,
+        eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if compressor.evicts else 0,
         other_bytes=(3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0) + attention + (first if on_gpu else 0),
     )
 

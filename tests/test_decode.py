@@ -6,11 +6,18 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, prompts_of, tiny
 
-from sparse_rl import COMPRESSORS, Engine, Sampling, token_logprobs
+from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.rollout import capture
 from sparse_rl.rollout.fused import FusedForward, side_by_side
 
-FUSED = {"qwen2": {}, "qwen3": {}, "llama": {}, "mistral": {"sliding_window": None}}
+FUSED = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "llama-biased": ("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "llama-yarn": ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64))),
+    "mistral": ("mistral", dict(sliding_window=None, head_dim=16)),
+}
 
 
 def fuse_everywhere(monkeypatch):
@@ -36,10 +43,16 @@ def rollout(model, compressor="rkv", prompts=(5, 40, 17, 9), group=2, new=60, st
     return engine.generate(prompts_of(*prompts), group, Sampling(new, stop_ids=stop_ids))
 
 
+def _fresh(name, changes):
+    """`tiny` keeps models by their changes, which must then be hashable."""
+    return tiny.__wrapped__(name, **changes)
+
+
 @pytest.mark.parametrize("name", list(FUSED))
 @pytest.mark.parametrize("compressor", ["rkv", "window", "dense"])
 def test_the_fused_forward_is_the_modules_forward(name, compressor, monkeypatch):
-    model = tiny(name, **FUSED[name])
+    name, changes = FUSED[name]
+    model = tiny(name, **changes) if "rope_parameters" not in changes else _fresh(name, changes)
     expected = rollout(model, compressor)
     taken = fuse_everywhere(monkeypatch)
     same(rollout(copy.deepcopy(model), compressor, poll=(2, 5)), expected)
@@ -52,15 +65,59 @@ def test_only_architectures_it_is_right_for_are_fused(name):
     assert FusedForward.fits(engine.model, engine.cache) == (name in ("qwen2", "qwen3", "llama"))
 
 
-def test_what_is_no_plain_linear_layer_is_not_fused():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(copy.deepcopy(tiny("llama")), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+def _gelu(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def _adapters(model):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["o_proj"]), model)
+
+
+def _shared(model):
+    model.model.layers[1].self_attn.q_proj.weight = model.model.layers[0].self_attn.q_proj.weight
+
+
+def _flat_buffer(model):
+    weights = [layer.self_attn.k_proj.weight for layer in model.model.layers]
+    flat = torch.cat([w.data.flatten() for w in weights])
+    for w, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+        w.data = part.view_as(w)
+
+
+CHANGED = {
+    "hook on a layer": lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
+    "hook before a projection": lambda model: model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_: None),
+    "hook on the head": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "hook on the norm": lambda model: model.model.norm.register_forward_hook(lambda *_: None),
+    "another forward": lambda model: setattr(model.model.layers[0].mlp.down_proj, "forward", lambda x: x),
+    "another activation": _gelu,
+    "adapters": _adapters,
+    "a class of the same name": lambda model: setattr(model, "__class__", type("LlamaForCausalLM", (type(model),), {})),
+    "shared weights": _shared,
+    "weights in a flat buffer": _flat_buffer,
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGED))
+def test_a_model_that_was_changed_is_not_fused(change):
+    if change == "adapters":
+        pytest.importorskip("peft")
+    model = copy.deepcopy(tiny("llama"))
     engine = Engine(model, budget=20, interval=12, rows=2)
+    assert FusedForward.fits(model, engine.cache)
+    CHANGED[change](model)
     assert not FusedForward.fits(model, engine.cache)
-    assert not FusedForward.fits(model.base_model.model, engine.cache)
-    hooked = copy.deepcopy(tiny("llama"))
-    hooked.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
-    assert not FusedForward.fits(hooked, engine.cache)
+
+
+@pytest.mark.parametrize("changes", [dict(hidden_act="gelu"), dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))])
+def test_a_config_that_computes_something_else_is_not_fused(changes):
+    model = _fresh("llama", changes)
+    assert not FusedForward.fits(model, Engine(model, budget=20, interval=12, rows=2).cache)
+
+
+def test_what_only_the_modules_record_is_not_fused():
     h2o = Engine(tiny("llama"), compressor="h2o", budget=20, interval=12, rows=2)
     assert not FusedForward.fits(h2o.model, h2o.cache)
 
@@ -104,23 +161,91 @@ def test_after_an_update_the_fused_forward_uses_the_new_weights(monkeypatch):
     assert gap[9:].abs().max() < 1e-4
 
 
-def test_moved_weights_are_noticed():
+def test_what_a_captured_step_took_for_granted_is_noticed():
     model = copy.deepcopy(tiny("llama"))
     at = capture.addresses(model)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
-    assert capture.addresses(model) == at
-    model.lm_head.weight.data = model.lm_head.weight.data.clone()
-    assert capture.addresses(model) != at
+    model.train()
+    assert capture.addresses(model) == at  # an update in place needs no new capture
+    for change in (
+        lambda: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
+        lambda: setattr(model.model.layers[1].self_attn, "scaling", 0.5),
+        lambda: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
+        lambda: model.model.layers[1].register_forward_hook(lambda *_: None),
+        lambda: setattr(model.model.norm, "forward", lambda x: x),
+    ):
+        change()
+        assert capture.addresses(model) != at
+        at = capture.addresses(model)
 
 
-def test_switched_adapters_are_noticed():
+def test_switched_scaled_and_merged_adapters_are_noticed():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(copy.deepcopy(tiny("llama")), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     at = capture.addresses(model)
     with model.disable_adapter():
         assert capture.addresses(model) != at
     assert capture.addresses(model) == at
+    adapted = next(m for m in model.modules() if hasattr(m, "scale_layer"))
+    adapted.scale_layer(3.0)
+    assert capture.addresses(model) != at
+    at = capture.addresses(model)
+    model.merge_adapter()
+    assert capture.addresses(model) != at
+
+
+def test_one_engine_serves_calls_of_any_size_and_sampling(monkeypatch):
+    """As on a GPU, where records and decoders are kept between calls."""
+    fuse_everywhere(monkeypatch)
+    model = copy.deepcopy(tiny("llama"))
+    kept = Engine(model, budget=20, interval=12, rows=4, poll=(2, 5))
+    kept.keeps_state = True
+    calls = [
+        (9, 40, {}),
+        (50, 10, {}),
+        (9, 20, {"temperature": 0.0}),
+        (9, 20, {"top_k": 3}),
+        (9, 20, {"top_p": 0.5}),
+        (9, 20, {"stop_ids": (3, 5)}),
+    ]
+    calls += [(9, 25, {"temperature": t}) for t in (0.5, 0.6, 0.7)] + calls[:2] + [(9, 41, {}), (60, 41, {})]
+    decoders = []
+    for prompt, new, how in calls:
+        sampling = Sampling(new, **{"stop_ids": (), **how})
+        expected = Engine(model, budget=20, interval=12, rows=4).generate(prompts_of(prompt), 3, sampling)
+        same(kept.generate(prompts_of(prompt), 3, sampling), expected)
+        assert len(kept.decoders) <= 4
+        decoders.append(list(kept.decoders.values())[-1])
+    assert decoders[1] is decoders[0]  # a longer prompt needs no new capture, only more room for the trace
+    with torch.no_grad():
+        model.lm_head.weight.data = model.lm_head.weight.data * 1.5  # moved, and another
+    expected = Engine(model, budget=20, interval=12, rows=4).generate(prompts_of(9), 3, Sampling(20))
+    same(kept.generate(prompts_of(9), 3, Sampling(20)), expected)
+    assert len(kept.decoders) == 1
+
+
+def test_a_trace_kept_wide_gives_narrow_ones():
+    engine = Engine(tiny("llama"), budget=20, interval=12, rows=4)
+    expected = engine.generate(prompts_of(9, 40), 2, Sampling(50))
+    engine.keeps_state = True
+    engine.reserve(65000, 600)
+    assert engine.state.trace.dtype == torch.int32
+    wide = engine.generate(prompts_of(9, 40), 2, Sampling(50))
+    same(wide, expected, tolerance=1e-9)
+    assert wide[0].trace.evicted_at.dtype == torch.uint16
+
+
+def test_a_logprob_that_is_not_finite_ends_the_row():
+    engine = Engine(tiny("llama"), budget=20, interval=12, rows=4)
+    engine.reserve(5, 10)
+    state = engine.state
+    state.begin(10)
+    rows = torch.arange(4)
+    state.start(rows, rows, rows + 1, rows)
+    logprobs = torch.tensor([-1.0, float("nan"), -float("inf"), -2.0])
+    state.record(slice(0, 4), rows, logprobs, torch.tensor([], dtype=torch.int64), torch.tensor([True, True, True, False]))
+    assert state.done.tolist() == [False, True, True, False] and state.count.tolist() == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("compressor", list(COMPRESSORS))
@@ -129,6 +254,26 @@ def test_rounds_of_many_steps_change_nothing(compressor, poll):
     """Rows that fill up within a round wait for its end; what they sample is the same to the bit."""
     model = tiny("llama")
     same(rollout(model, compressor, poll=poll), rollout(model, compressor), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("compressor", [name for name in COMPRESSORS if name != "dense"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_that_wait_sample_what_they_would_have(compressor, fused, monkeypatch):
+    """Long intervals and prompts of many lengths: rows fill up in the middle of rounds."""
+    model, prompts, sampling = tiny("llama"), prompts_of(3, 11, 18, 26, 35, 41), Sampling(180, stop_ids=(3,))
+
+    def generate(**options):
+        engine = Engine(copy.deepcopy(model), compressor=compressor, budget=20, interval=64, rows=4, **options)
+        return engine.generate(prompts, 2, sampling), engine.waited
+
+    expected, waited = generate()
+    assert waited == 0
+    if fused:
+        fuse_everywhere(monkeypatch)
+    actual, waited = generate(poll=(4, 7))
+    assert waited > 0
+    if not (fused and compressor == "knorm"):  # rounding decides between equal norms
+        same(actual, expected, tolerance=1e-4 if fused else 1e-9)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
@@ -152,6 +297,23 @@ def test_prompts_prefilled_together_are_prompts(compressor, chunk):
         with torch.no_grad():
             gap = token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs
         assert gap[t.num_prompt_tokens :].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(prefill_chunk=0), "prefill_chunk"),
+        (dict(prefill_rows=0), "prefill_rows"),
+        (dict(prefill_rows=1.5), "prefill_rows"),
+        (dict(poll=3), "two whole numbers"),
+        (dict(poll=()), "two whole numbers"),
+        (dict(poll=(0, 4)), "poll"),
+        (dict(poll=(5, 2)), "poll"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(SparseRLError, match=message):
+        Engine(tiny("llama"), budget=20, interval=12, **options)
 
 
 def test_where_the_time_went():

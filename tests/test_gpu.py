@@ -93,7 +93,9 @@ def test_teacher_forced_logprobs_of_captured_samples(name):
         assert gap[t.num_prompt_tokens :].abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name, changes", [("llama", {}), ("llama", SMALL), ("qwen2", SMALL), ("qwen3", SMALL)])
+@pytest.mark.parametrize(
+    "name, changes", [("llama", {}), ("llama", SMALL), ("qwen2", SMALL), ("qwen3", SMALL), ("llama", SMALL | dict(intermediate_size=4096))]
+)
 def test_bf16_gap_is_at_the_noise_floor_of_dense_rollouts(name, changes):
     """In bf16 the shadow view differs from the sampler by what any two bf16 kernels differ by."""
     model = on_gpu(name, torch.bfloat16, **changes)
@@ -106,6 +108,25 @@ def test_bf16_gap_is_at_the_noise_floor_of_dense_rollouts(name, changes):
     sparse = rollout("rkv")
     assert mean_gap(model, sparse, shadow=True) < 1.5 * noise
     assert mean_gap(model, sparse, shadow=False) > 3 * noise
+
+
+def test_a_product_in_parts_is_the_product():
+    from sparse_rl.rollout.fused import parts_for, side_by_side
+
+    linear = torch.nn.Linear(8192, 256, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(100, 8192, device="cuda", dtype=torch.bfloat16)
+    parts = side_by_side(linear).in_parts(x)
+    assert parts.shape == (parts_for(100, 256, 8192), 100, 256) and len(parts) > 1 and parts.dtype == torch.float32
+    expected = x.double() @ linear.weight.double().T
+    assert ((parts.double().sum(0) - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_rows_that_wait():
+    model = on_gpu("llama", **SMALL)
+    engine = Engine(model, budget=32, interval=128, rows=8)
+    trajectories = engine.generate(prompts_of(3, 11, 18, 26, 35, 41, 60, 77), group_size=2, sampling=Sampling(400))
+    assert engine.waited > 0
+    assert mean_gap(model, trajectories, shadow=True) < 1e-5
 
 
 def test_after_an_update_nothing_is_captured_again():
@@ -129,8 +150,6 @@ def test_a_model_that_cannot_be_captured_runs_all_the_same(monkeypatch):
     model = on_gpu("llama")
     model.model.layers[1].register_forward_hook(lambda module, args, output: output[0].sum().item() and None)
     engine = Engine(model, budget=32, interval=16, rows=4)
-    engine.decoders.clear()
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)  # not fused, so that the modules run
     with pytest.warns(UserWarning, match="cannot be captured"):
         trajectories = engine.generate(prompts_of(20, 9), sampling=Sampling(60))
     assert mean_gap(model, trajectories, shadow=True) < 1e-5

@@ -144,11 +144,14 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_logits_that_are_not_finite_end_the_row(bad, temperature):
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_logits_that_are_not_finite_end_the_row(bad, temperature, whole_row):
     state = state_of(4, 9)
     state.done[:], state.used[:], state.count[:] = False, 0, 2
     logits = draw(4, 5000)
     logits[2, 4321] = bad
+    if whole_row:
+        logits[2] = bad
     sample_and_record(logits, state, 10, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE))
     assert state.logprobs[:, 2].isfinite().tolist() == [True, True, False, True]
     assert state.done.tolist() == [False, False, True, False]

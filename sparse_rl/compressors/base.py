@@ -37,8 +37,9 @@ class CacheView:
         """fp32 logits of the last (at most) `last` queries over all slots. -> [B, H, G, W', S]"""
         queries = self.queries[:, :, -last:].float()  # [B, H * G, W', D]
         heads = self.keys.shape[1]
-        queries = queries.unflatten(1, (heads, queries.shape[1] // heads))  # [B, H, G, W', D]
-        logits = queries @ self.keys.float()[:, :, None].transpose(-1, -2) * self.scaling
+        count = queries.shape[2]
+        queries = queries.unflatten(1, (heads, queries.shape[1] // heads)).flatten(2, 3)  # [B, H, G * W', D]: keys are not repeated
+        logits = (queries @ self.keys.float().transpose(-1, -2) * self.scaling).unflatten(2, (-1, count))
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if self.unreachable is not None:
@@ -55,6 +56,7 @@ class Compressor:
     num_queries: int = 0  # how many of the last queries `score` reads
     uses_mass: bool = False  # whether `score` reads the accumulated attention
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
+    copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     evicts: bool = True
     protect_prompt: bool = False
 

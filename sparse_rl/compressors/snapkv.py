@@ -11,7 +11,7 @@ from .base import CacheView, ScoreCompressor, register
 
 def strongest_logits(view: CacheView, window: int) -> Tensor:
     """Of the last `window` queries over all slots; the strongest query head speaks for its group. -> fp32 [B, H, W, S]"""
-    if view.keys.is_cuda and kernels.has_triton() and view.unreachable is None:
+    if view.keys.is_cuda and kernels.has_triton() and view.unreachable is None and window <= 64:
         from ..kernels.evict import observed_logits
 
         return observed_logits(view.queries[:, :, -window:], view.keys, view.scaling, view.softcap)
@@ -31,6 +31,7 @@ class SnapKV(ScoreCompressor):
     name = "snapkv"
     uses_values = False
     window = 8
+    copies = 1.0
 
     def __init__(self, *, pool: int = 7, **options):
         super().__init__(**options)

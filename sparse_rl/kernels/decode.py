@@ -227,6 +227,7 @@ def store_and_attend(
     cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
     query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
     group, dim_block = query_heads // heads, max(16, triton.next_power_of_2(dim))
+    num_stages = num_stages if dim_block * query.element_size() <= 1024 else 1  # wide heads would not fit into shared memory
     _store_and_attend[(rows, heads, splits)](
         query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
         cos, sin, query_weight, key_weight, out, partial,

@@ -56,7 +56,8 @@ def _pick(
     total = tl.sum(weight, 0)
     drawn = tl.load(count + row)
     if GREEDY:
-        chosen = tl.minimum(tl.load(bests + row * CHUNKS + tl.argmax(top, 0)).to(tl.int32), size - 1)
+        best = tl.load(bests + row * CHUNKS + tl.minimum(tl.argmax(top, 0), CHUNKS - 1)).to(tl.int32)
+        chosen = tl.maximum(tl.minimum(best, size - 1), 0)  # NaN may have led anywhere
     else:
         point = _uniform(tl.load(stream + row), drawn) * total
         below = tl.cumsum(weight, 0) <= point

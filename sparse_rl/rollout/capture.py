@@ -1,7 +1,7 @@
 """Running decode steps: one by one on the CPU, on a GPU by replaying one captured CUDA graph per row count.
 
 A graph holds addresses. Everything it reads or writes lives as long as it does: cache and row state belong to the engine, weights are the
-model's own and are updated in place, so an update needs no new capture. When something does move, `Decoder.stale` says so.
+model's own and are updated in place, so an update needs no new capture. When something has changed, `Decoder.stale` says so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Decoder:
     def __init__(self, model: nn.Module, cache: SlotCache, state: RowState, sampling: Sampling, stop_ids: Tensor, waits: bool):
         """`waits`: several steps may run between two looks, so rows that are full must be left alone."""
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
-        self.waits = waits or cache.keys.is_cuda
         fused = fusing_pays(cache.keys.device) and FusedForward.fits(model, cache)
+        self.waits = waits or fused or cache.keys.is_cuda
         self.forward = FusedForward(model, cache) if fused else None  # before the addresses are read: weights may move once
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if cache.keys.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if cache.keys.is_cuda else None
@@ -88,7 +88,19 @@ def fusing_pays(device: torch.device) -> bool:
 
 
 def addresses(model: nn.Module) -> tuple:
-    """Where a model's tensors lie and which adapters are on: what a captured graph took for granted."""
+    """What a captured graph took for granted: where tensors lie, every module's plain settings (adapters, scales), hooks."""
     tensors = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
-    adapted = (m for m in model.modules() if isinstance(getattr(type(m), "active_adapters", None), property))
-    return tensors, tuple((m.disable_adapters, tuple(m.active_adapters)) for m in adapted)
+    settings = tuple(_settings(module) for module in model.modules())
+    return tensors, settings
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _settings(module: nn.Module) -> tuple:
+    found = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), vars(module).get("forward")]
+    for name, value in vars(module).items():
+        items = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else [value]
+        if name != "training" and all(isinstance(x, _PLAIN) for item in items for x in (item if isinstance(item, tuple) else (item,))):
+            found.append((name, tuple(items)))
+    return tuple(found)

@@ -40,12 +40,11 @@ class RowState:
     @classmethod
     def empty(cls, cache: SlotCache, tokens: int, new: int) -> RowState:
         rows, device = cache.rows, cache.keys.device
-        wide = trace_dtype(tokens) == torch.int32
-        trace = torch.empty(rows, cache.shape.layers, cache.shape.heads, tokens, dtype=torch.int32 if wide else torch.int16, device=device)
         zeros = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)]
         done = torch.ones(rows, dtype=torch.bool, device=device)
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
-        return cls(*zeros, done, record, record.float(), trace, torch.full((1,), new, dtype=torch.int64, device=device))
+        limit = torch.full((1,), new, dtype=torch.int64, device=device)
+        return cls(*zeros, done, record, record.float(), empty_trace(cache, tokens), limit)
 
     @property
     def never(self) -> int:
@@ -55,10 +54,6 @@ class RowState:
     @property
     def by_row(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__dataclass_fields__ if name != "limit"]
-
-    def fits(self, tokens: int, new: int) -> bool:
-        """Whether a call of that size can be recorded here."""
-        return self.tokens.shape[1] >= new and self.trace.shape[3] >= tokens
 
     def begin(self, new: int) -> None:
         """A new call: every row is idle."""
@@ -92,13 +87,19 @@ class RowState:
         self.token[rows] = torch.where(live, tokens, self.token[rows])
         self.count[rows] += live
         self.index[rows] += live
-        ended = torch.isin(tokens, stop_ids) | (self.count[rows] >= self.limit) | ~logprobs.isfinite()
+        ended = (tokens[:, None] == stop_ids).any(1) | (self.count[rows] >= self.limit) | ~logprobs.isfinite()
         self.done[rows] |= live & ended
 
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """Copies on the CPU (the rows will be reused) of as many tokens as each trajectory has."""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
         return [_as_trace(copied[i, :, :, :n]) for i, n in enumerate(tokens)]
+
+
+def empty_trace(cache: SlotCache, tokens: int) -> Tensor:
+    """[R, L, H, T], to be filled; uint16 as int16 bits, which every operation knows."""
+    dtype = torch.int32 if trace_dtype(tokens) == torch.int32 else torch.int16
+    return torch.empty(cache.rows, cache.shape.layers, cache.shape.heads, tokens, dtype=dtype, device=cache.keys.device)
 
 
 def _as_trace(evicted_at: Tensor) -> Trace:

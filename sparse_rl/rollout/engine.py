@@ -24,11 +24,12 @@ from ..models import ModelShape, check_model, evaluating
 from ..plan import Plan, available_memory, cache_shape, default_prefill_chunk, is_out_of_memory, make_plan, size
 from ..records import Trajectory
 from .capture import Decoder
-from .decode import RowState
+from .decode import RowState, empty_trace
 from .progress import ProgressBar
 from .sampling import Sampling
 from .schedule import Rollout
 
+_DECODERS = 4  # kept with their graphs, one for each way of sampling
 _USUAL_RESPONSE = 4096  # new tokens assumed when memory runs out before the first call has said how many
 
 
@@ -51,9 +52,13 @@ class Engine:
         between two looks at the device. By default 512, 1 and (1, 1) on a CPU; 16,384, as many as that holds, and (8, 16) on a GPU.
         """
         on_gpu = next(model.parameters()).is_cuda
-        prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
-        self.poll = poll or ((8, 16) if on_gpu else (1, 1))
-        whole(rows=rows, prefill_chunk=prefill_chunk, least_poll=self.poll[0], most_poll=self.poll[1])
+        prefill_chunk = default_prefill_chunk(on_gpu) if prefill_chunk is None else prefill_chunk
+        self.poll = ((8, 16) if on_gpu else (1, 1)) if poll is None else poll
+        whole(rows=rows, prefill_chunk=prefill_chunk, prefill_rows=1 if prefill_rows is None else prefill_rows)
+        if not (isinstance(self.poll, tuple) and len(self.poll) == 2):
+            raise SparseRLError(f"poll is {poll!r}; it must be two whole numbers, the least and the most steps between two looks.")
+        whole(**{"poll[0]": self.poll[0]})
+        whole(at_least=self.poll[0], **{"poll[1]": self.poll[1]})
         if max_tokens is not None:
             whole(at_least=2, max_tokens=max_tokens)
         check_model(model)
@@ -70,6 +75,8 @@ class Engine:
         self.decoders: dict[tuple, Decoder] = {}  # by what a captured step has built in
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
+        self.waited = 0  # of all rows together: steps in which one was full and waited for the end of a round
+        self.keeps_state = on_gpu  # captured steps hold the addresses of what rows write down
         if self.compressor.evicts:
             capacity = self.compressor.capacity(0, 0)
             new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
@@ -149,7 +156,7 @@ class Engine:
                 try:
                     rollout = Rollout(self, prompts, group_size, sampling, seed)
                     rollout.run(deliver, bar)
-                    self.seconds, self.steps = rollout.phases.seconds(), rollout.num_steps
+                    self.seconds, self.steps, self.waited = rollout.phases.seconds(), rollout.num_steps, rollout.num_waits
                 except BaseException:
                     self._clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
                     raise
@@ -165,19 +172,21 @@ class Engine:
             explained.trajectories = _in_order(finished)
             raise explained from error
         finally:
-            if self.device.type != "cuda":
-                self.state = None  # only captured steps need it to stay where it is
+            if not self.keeps_state:
+                self.state = None
                 self.decoders.clear()
         return _in_order(finished)
 
     def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
         """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved since."""
         settings = (sampling.temperature, sampling.top_k, sampling.top_p, tuple(stop_ids.tolist()))
-        known = self.decoders.get(settings)
-        if known is None or known.cache is not self.cache or known.state is not self.state or known.stale:
-            known = Decoder(self.model, self.cache, self.state, sampling, stop_ids, waits=self.poll[1] > 1)
-            self.decoders[settings] = known
-        return known
+        if any(known.stale for known in self.decoders.values()):
+            self.decoders.clear()  # all of them hold what has moved or changed
+        if settings not in self.decoders:
+            while len(self.decoders) >= _DECODERS:
+                self.decoders.pop(next(iter(self.decoders)))
+            self.decoders[settings] = Decoder(self.model, self.cache, self.state, sampling, stop_ids, waits=self.poll[1] > 1)
+        return self.decoders[settings]
 
     def _clear(self) -> None:
         for cache in (self.cache, self.scratch):
@@ -224,7 +233,7 @@ class Engine:
     def _allocate_rows(self, capacity: int, plan: Plan) -> None:
         """The cache, once and for all."""
         if self.cache is not None and not self.compressor.evicts and self.max_tokens is None and capacity > self.cache.capacity:
-            self.cache = None  # dense rows are as long as the longest call so far
+            self.cache = self.state = None  # dense rows are as long as the longest call so far
             self.decoders.clear()
             plan = replace(plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity))
         if self.cache is None:
@@ -244,13 +253,20 @@ class Engine:
             self.scratch = SlotCache(cache_shape(self.shape, self.compressor), plan.prefill_rows, plan.prompt_tokens, self.device)
 
     def _allocate_state(self, plan: Plan) -> None:
-        """Where rows write down what they sample. It stays between calls on a GPU: captured steps hold its address."""
-        tokens = plan.prompt_tokens + plan.new_tokens
-        if self.state is None or not self.state.fits(tokens, plan.new_tokens):
+        """Where rows write down what they sample: as large as the largest call so far. A captured step knows all of it but the trace."""
+        tokens, new = plan.prompt_tokens + plan.new_tokens, plan.new_tokens
+        if self.state is None or self.state.tokens.shape[1] < new:
+            tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
             self.state = None
             self.decoders.clear()
             self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(self.cache, tokens, plan.new_tokens)
+            self.state = RowState.empty(self.cache, tokens, new)
+        elif self.state.trace.shape[3] < tokens:
+            state, self.state = self.state, None
+            state.trace = None
+            self._require(plan.rows * plan.trace_row_bytes, plan)
+            state.trace = empty_trace(self.cache, tokens)
+            self.state = state
 
     def _require(self, needed: int, plan: Plan) -> None:
         free = available_memory(self.device)
@@ -259,6 +275,7 @@ class Engine:
 
     def _out_of_memory(self, plan: Plan, why: str) -> OutOfMemory:
         held = sum(p.nbytes for p in self.model.parameters()) + sum(c.nbytes for c in (self.cache, self.scratch) if c)
+        held += sum(t.nbytes for t in self.state.by_row if t is not None) if self.state else 0
         memory = available_memory(self.device) + held
         return OutOfMemory(f"out of memory ({why.splitlines()[0]}).\n{plan.text(memory)}\n{plan.largest_that_fits(memory)}")
 

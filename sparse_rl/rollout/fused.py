@@ -9,7 +9,8 @@ kilobytes; here it is eight. Only what is known to compute exactly this is taken
 a quantised layer or a module with hooks runs through its own modules, captured all the same.
 
 The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in memory once, and
-every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and loaded as ever.
+every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and loaded as ever. (A `state_dict`
+taken before the first rollout no longer follows the model after it: take it again.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from .. import kernels
 from ..cache import SlotCache
 from .decode import RowState
 
-_FAMILY = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
 _STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others look at the sequence's length, on the host
 
 
@@ -83,24 +83,20 @@ class FusedForward:
     @staticmethod
     def fits(model: nn.Module, cache: SlotCache) -> bool:
         """Whether the model is known to compute exactly this, and the compressor asks for nothing that only the modules' path records."""
-        if type(model).__name__ not in _FAMILY or cache.mass is not None:
+        if cache.mass is not None or not is_plain(model):
             return False
-        config = model.config
+        config, layers = model.config, model.model.layers
         rope = getattr(config, "rope_parameters", None) or {}
-        plain = all(
-            type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks
-            for layer in model.model.layers
-            for m in (*_projections(layer), layer.mlp.down_proj, layer.self_attn.o_proj)
-        )
-        slides = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in model.model.layers)
+        slides = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers)
         slides = slides or (config.model_type == "mistral" and config.sliding_window is not None)
+        joint = [p for layer in layers for group in _joint(layer) for p in group]
         return (
-            plain
-            and not slides
+            not slides
             and config.hidden_act == "silu"
             and rope.get("rope_type") in _STEADY_ROPES
             and rope.get("partial_rotary_factor", 1.0) == 1.0
-            and type(model.lm_head) is nn.Linear
+            and len({id(p) for p in joint}) == len({p.data_ptr() for p in joint}) == len(joint)  # none is shared
+            and all(_may_move(group) for layer in layers for group in _joint(layer))
         )
 
     def __call__(self, state: RowState, width: int, live: Tensor) -> Tensor:
@@ -146,6 +142,29 @@ def _projections(layer: nn.Module) -> list[nn.Module]:
     return [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
 
 
+def _joint(layer: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of a layer that are to lie side by side."""
+    *qkv, gate, up = _projections(layer)
+    groups = [[linear.weight for linear in linears] for linears in (qkv, (gate, up))]
+    biases = [[linear.bias for linear in linears if linear.bias is not None] for linears in (qkv, (gate, up))]
+    return groups + [group for group in biases if group]
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether this is one of the family as transformers makes it: modules of the same types, nothing hooked, patched or wrapped."""
+    import transformers
+
+    family = {getattr(transformers, f"{name}ForCausalLM") for name in ("Llama", "Qwen2", "Qwen3", "Mistral")}
+    if type(model) not in family:
+        return False
+    with torch.device("meta"):
+        fresh = type(model)(model.config)
+    if [(name, type(m)) for name, m in model.named_modules()] != [(name, type(m)) for name, m in fresh.named_modules()]:
+        return False
+    touched = any(m._forward_hooks or m._forward_pre_hooks or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
+    return not touched and all(type(p) is nn.Parameter for p in model.parameters())
+
+
 @torch.no_grad()
 def side_by_side(*linears: nn.Linear) -> Product:
     """Lay the weights of linear layers side by side in memory, unless they lie so already; their parameters become views."""
@@ -154,16 +173,28 @@ def side_by_side(*linears: nn.Linear) -> Product:
     return Product(weight, None if biases[0] is None else _joined(biases))
 
 
+def _adjacent(parameters: list[nn.Parameter]) -> bool:
+    """Whether they lie side by side already."""
+    first = parameters[0]
+    end = first.data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and parameter.is_contiguous() and parameter.data_ptr() == end):
+            return False
+        end += parameter.nbytes
+    return True
+
+
+def _may_move(parameters: list[nn.Parameter]) -> bool:
+    """A parameter that is a part of something else, such as an optimizer's flat buffer, must stay where it is."""
+    return _adjacent(parameters) or all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
+
+
 def _joined(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor of all rows of the parameters, of which each is a view from now on."""
     first = parameters[0].data
-    end, adjacent = first.data_ptr(), True
-    for parameter in parameters:
-        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        adjacent &= same and parameter.is_contiguous() and parameter.data_ptr() == end
-        end += parameter.nbytes
     rows = [len(p) for p in parameters]
-    if adjacent:
+    if _adjacent(parameters):
         return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
     joined = torch.cat([p.data for p in parameters])
     for parameter, part in zip(parameters, joined.split(rows), strict=True):

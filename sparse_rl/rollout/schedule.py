@@ -8,7 +8,7 @@
 
 The host looks once a round, every step on a CPU and every 8 to 16 steps on a GPU: it knows how many slots each row uses without asking, and
 a row that fills up within a round waits for its end. A sequence's tokens, log-probs and evictions depend on its own prefix and random
-stream alone, never on the rows beside it.
+stream alone, never on the rows beside it: to the bit on a CPU, on a GPU as far as matrix products round alike at every row count.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Rollout:
         self.running: dict[int, Row] = {}
         self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last look
         self.num_tokens = self.num_steps = 0  # sampled; decode steps run
+        self.num_waits = 0  # steps in which a row was full, over all rows
 
     def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
         """Hand every trajectory to `deliver` the moment it is known to be finished."""
@@ -173,6 +174,7 @@ class Rollout:
             row.used += advanced
             row.fed += advanced
             self.num_tokens += advanced
+            self.num_waits += steps - advanced
 
     def round(self) -> int:
         """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
