@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cache import SlotCache
 from ..plan import is_out_of_memory
 from .decode import RowState, decode_step, forward_modules
-from .fused import FusedForward
+from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
 
 
@@ -98,7 +98,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _settings(module: nn.Module) -> tuple:
-    found = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), vars(module).get("forward")]
+    found = [*changing_hooks(module), vars(module).get("forward")]
     for name, value in vars(module).items():
         items = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else [value]
         if name != "training" and all(isinstance(x, _PLAIN) for item in items for x in (item if isinstance(item, tuple) else (item,))):

@@ -161,8 +161,14 @@ def is_plain(model: nn.Module) -> bool:
         fresh = type(model)(model.config)
     if [(name, type(m)) for name, m in model.named_modules()] != [(name, type(m)) for name, m in fresh.named_modules()]:
         return False
-    touched = any(m._forward_hooks or m._forward_pre_hooks or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
+    touched = any(changing_hooks(m) or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
     return not touched and all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def changing_hooks(module: nn.Module) -> list:
+    """A module's hooks, but for those that transformers leaves behind when hidden states were asked for: they only look on."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
 
 
 @torch.no_grad()
