@@ -95,12 +95,15 @@ def addresses(model: nn.Module) -> tuple:
 
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = vars(nn.Module()).keys()  # training, and what torch keeps for itself
 
 
 def _settings(module: nn.Module) -> tuple:
     found = [*changing_hooks(module), vars(module).get("forward")]
     for name, value in vars(module).items():
         items = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else [value]
-        if name != "training" and all(isinstance(x, _PLAIN) for item in items for x in (item if isinstance(item, tuple) else (item,))):
+        if name not in _OF_EVERY_MODULE and all(
+            isinstance(x, _PLAIN) for item in items for x in (item if isinstance(item, tuple) else (item,))
+        ):
             found.append((name, tuple(items)))
     return tuple(found)
