@@ -4,8 +4,8 @@
     for each layer:  norm, [q k v], rotate + store + attend over slots, out, add + norm, [gate up], silu * up, down, add
     logits = head(norm(x))
 
-For one new token per row the modules of transformers launch about forty kernels per layer, most of which read and write a few
-kilobytes; here it is eight. Only what is known to compute exactly this is taken (`FusedForward.fits`); any other architecture, an adapter,
+For one new token per row the modules of transformers launch several times as many kernels, most of which read and write a few kilobytes.
+Only what is known to compute exactly this is taken (`FusedForward.fits`); any other architecture, an adapter,
 a quantised layer or a module with hooks runs through its own modules, captured all the same.
 
 The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in memory once, and
