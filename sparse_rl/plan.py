@@ -45,7 +45,10 @@ class Plan:
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted, scored
     eviction_bytes: int  # estimate: at most that much is copied at a time
-    other_bytes: int  # estimate, whatever the rows: scores of an eviction, first tokens, attention that is written out
+    prompt_logits_bytes: int  # after a prompt that waits in the scratch
+    attention_token_bytes: int  # estimate: attention of a prompt's token that is written out
+    scoring_bytes: int  # estimate: scores of an eviction, whatever the rows
+    first_row_bytes: int  # estimate: a first token, sampled in torch; at most 64 rows at a time
 
     @property
     def cache_bytes(self) -> int:
@@ -72,10 +75,12 @@ class Plan:
     @property
     def working_bytes(self) -> int:
         """An estimate from above: prefill, sampling and eviction as if at the same time."""
-        prefill = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens) * self.prefill_token_bytes
+        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens)
+        prefill = tokens * (self.prefill_token_bytes + self.attention_token_bytes) + self.prefill_rows * self.prompt_logits_bytes
         together = min(3 * self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
         a_row = self.sampling_row_bytes + self.capacity * self.eviction_slot_bytes
-        return prefill + self.other_bytes + together + self.rows * a_row
+        first = min(self.rows, 64) * self.first_row_bytes
+        return prefill + first + self.scoring_bytes + together + self.rows * a_row
 
     @property
     def total_bytes(self) -> int:
@@ -92,7 +97,8 @@ class Plan:
 
     def dense_rows_that_fit(self, memory: int) -> int:
         """As many, had every row the keys and values of a whole sequence, and nothing to evict."""
-        dense = replace(self, row_bytes=self.dense_row_bytes, trace_row_bytes=0, eviction_slot_bytes=0, eviction_bytes=0)
+        nothing = dict.fromkeys(("trace_row_bytes", "eviction_slot_bytes", "eviction_bytes", "scoring_bytes", "attention_token_bytes"), 0)
+        dense = replace(self, row_bytes=self.dense_row_bytes, **nothing)
         return dense.rows_that_fit(memory)
 
     def largest_that_fits(self, memory: int) -> str:
@@ -103,7 +109,7 @@ class Plan:
         capacity = _largest(lambda slots: self.with_rows(1).with_capacity(slots).total_bytes, memory)
         if self.evicts and capacity > self.interval:
             return f"Not even one row fits: with rows=1, use budget={capacity - self.interval}."
-        if not self.evicts and capacity > 1:
+        if not self.evicts and capacity > self.prompt_tokens:
             return f"Not even one row fits: with rows=1 there is room for {capacity} tokens; generate less, or use a compressor."
         return f"The weights and the working set leave nothing of {size(memory)}: use a smaller model, dtype or prompt."
 
@@ -155,9 +161,7 @@ def make_plan(
     tokens = prompt_tokens + new_tokens
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
-    attention = 8 * shape.query_heads * min(prefill_chunk, prefill_rows * prompt_tokens) * prompt_tokens if compressor.uses_mass else 0
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # a row's logits in fp32, softmax, sum
-    first = 64 * sampled + prefill_rows * shape.vocabulary * shape.dtype.itemsize  # first tokens are sampled in torch, 64 rows at a time
     return Plan(
         compressor=compressor.name,
         evicts=compressor.evicts,
@@ -180,7 +184,10 @@ def make_plan(
         prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize,
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if compressor.evicts else 0,
-        other_bytes=(3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0) + attention + (first if on_gpu else 0),
+        prompt_logits_bytes=shape.vocabulary * shape.dtype.itemsize if on_gpu else 0,
+        attention_token_bytes=8 * shape.query_heads * prompt_tokens if compressor.uses_mass else 0,
+        scoring_bytes=3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0,
+        first_row_bytes=sampled if on_gpu else 0,
     )
 
 

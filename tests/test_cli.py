@@ -165,6 +165,13 @@ def test_plan_grows_with_rows_and_budget():
     budget = int(sentence.rsplit("use budget=", 1)[1].rstrip("."))
     assert plan(1, budget).rows_that_fit(memory) == 1 and plan(1, budget + 1).rows_that_fit(memory) == 0
     assert "smaller model" in plan(1, 512).largest_that_fits(2**30)
+    dense, h2o = (
+        make_plan(shape, make(name).bind(512, 128), rows=8, prompt_tokens=9000, new_tokens=100, weight_bytes=3 * 2**30)
+        for name in ("dense", "h2o")
+    )
+    assert h2o.dense_rows_that_fit(memory) == pytest.approx(dense.rows_that_fit(memory), abs=1)
+    short = make_plan(shape, make("rkv").bind(512, 128), rows=64, prompt_tokens=1, new_tokens=100, weight_bytes=3 * 2**30)
+    assert short.rows_that_fit(8 * 2**30) > 50
 
 
 def test_lists_and_plans_for_training(tmp_path):

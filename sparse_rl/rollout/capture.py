@@ -1,7 +1,7 @@
 """Running decode steps: one by one on the CPU, on a GPU by replaying one captured CUDA graph per row count.
 
 A graph holds addresses. Everything it reads or writes lives as long as it does: cache and row state belong to the engine, weights are the
-model's own and are updated in place, so an update needs no new capture. When something has changed, `Decoder.stale` says so.
+model's own and are updated in place, so an update needs no new capture. When something has changed, `addresses` differ.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ class Decoder:
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if cache.keys.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if cache.keys.is_cuda else None
         self.addresses = addresses(model)
-
-    @property
-    def stale(self) -> bool:
-        return self.addresses != addresses(self.model)
 
     def run(self, width: int, steps: int, span: int) -> None:
         """`steps` tokens for each of the first `width` rows that runs. span: slots to read, where a kernel does not know it itself."""

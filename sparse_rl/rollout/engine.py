@@ -23,7 +23,7 @@ from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLE
 from ..models import ModelShape, check_model, evaluating
 from ..plan import Plan, available_memory, cache_shape, default_prefill_chunk, is_out_of_memory, make_plan, size
 from ..records import Trajectory
-from .capture import Decoder
+from .capture import Decoder, addresses
 from .decode import RowState, empty_trace
 from .progress import ProgressBar
 from .sampling import Sampling
@@ -180,8 +180,9 @@ class Engine:
     def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
         """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved since."""
         settings = (sampling.temperature, sampling.top_k, sampling.top_p, tuple(stop_ids.tolist()))
-        if any(known.stale for known in self.decoders.values()):
-            self.decoders.clear()  # all of them hold what has moved or changed
+        now = addresses(self.model) if self.decoders else None
+        if any(known.addresses != now for known in self.decoders.values()):
+            self.decoders.clear()  # they hold what has moved or changed since
         if settings not in self.decoders:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
@@ -246,9 +247,10 @@ class Engine:
             )
 
     def _allocate_scratch(self, plan: Plan) -> None:
-        """Rows for the longest prompts, made anew when a longer one comes."""
-        if self.scratch is None or self.scratch.capacity < plan.prompt_tokens:
-            self.scratch = None
+        """Rows for the longest prompts, made anew when longer ones come, or more of them go together."""
+        known = self.scratch
+        if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
+            self.scratch = known = None
             self._require(plan.scratch_bytes, plan)
             self.scratch = SlotCache(cache_shape(self.shape, self.compressor), plan.prefill_rows, plan.prompt_tokens, self.device)
 

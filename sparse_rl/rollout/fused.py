@@ -25,6 +25,7 @@ from .. import kernels
 from ..cache import SlotCache
 from .decode import RowState
 
+_HARMLESS_HOOKS = {"output_capturing_hook", "make_inputs_require_grads"}
 _STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others look at the sequence's length, on the host
 
 
@@ -157,8 +158,11 @@ def is_plain(model: nn.Module) -> bool:
     family = {getattr(transformers, f"{name}ForCausalLM") for name in ("Llama", "Qwen2", "Qwen3", "Mistral")}
     if type(model) not in family:
         return False
-    with torch.device("meta"):
-        fresh = type(model)(model.config)
+    try:
+        with torch.device("meta"):
+            fresh = type(model)(model.config)
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError):
+        return False  # a config that was changed until it describes no model
     if [(name, type(m)) for name, m in model.named_modules()] != [(name, type(m)) for name, m in fresh.named_modules()]:
         return False
     touched = any(changing_hooks(m) or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
@@ -166,9 +170,16 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def changing_hooks(module: nn.Module) -> list:
-    """A module's hooks, but for those that transformers leaves behind when hidden states were asked for: they only look on."""
+    """A module's hooks, but for two of transformers' own that change no value.
+
+    One records hidden states when they are asked for, one marks embeddings for gradient checkpointing.
+    """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
+    return [hook for hook in hooks if not (_is_transformers(hook) and hook.__qualname__.split(".")[-1] in _HARMLESS_HOOKS)]
+
+
+def _is_transformers(function) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("transformers.") and hasattr(function, "__qualname__")
 
 
 @torch.no_grad()
