@@ -169,7 +169,7 @@ def test_plan_grows_with_rows_and_budget():
         make_plan(shape, make(name).bind(512, 128), rows=8, prompt_tokens=9000, new_tokens=100, weight_bytes=3 * 2**30)
         for name in ("dense", "h2o")
     )
-    assert h2o.dense_rows_that_fit(memory) == pytest.approx(dense.rows_that_fit(memory), abs=1)
+    assert h2o.dense_rows_that_fit(memory) == pytest.approx(dense.rows_that_fit(memory), rel=0.02)  # ours hold feed indices and traces too
     short = make_plan(shape, make("rkv").bind(512, 128), rows=64, prompt_tokens=1, new_tokens=100, weight_bytes=3 * 2**30)
     assert short.rows_that_fit(8 * 2**30) > 50
 
