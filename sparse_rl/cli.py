@@ -259,13 +259,17 @@ def _tasks() -> list[tuple[str, ...]]:
 def _presets() -> list[tuple[str, ...]]:
     from dataclasses import fields
 
-    from .learn.correct import PRESETS, Correction
+    from .learn.method import METHODS, Method
 
-    def parts(how: Correction) -> str:
+    def parts(method: Method) -> str:
+        how = method.correction
         changed = {f.name: getattr(how, f.name) for f in fields(how) if getattr(how, f.name) != f.default}
-        return ", ".join(f"{name} {value}" for name, value in changed.items()) or "old log-probs recomputed, nothing corrected"
+        said = [f"{name} {value}" for name, value in changed.items()]
+        said += ["the learner replays what the sampler saw"] if method.view == "shadow" else []
+        said += [f"distillation {method.distill}"] if method.distill else []
+        return ", ".join(said) or "old log-probs recomputed, nothing corrected"
 
-    return [(name, parts(how)) for name, how in PRESETS.items()]
+    return [(name, parts(method)) for name, method in METHODS.items()]
 
 
 def _recipes() -> list[tuple[str, ...]]:

@@ -24,8 +24,9 @@ from typing import Any
 from .errors import SparseRLError, nearest, whole
 from .keys import key
 from .learn.advantage import ESTIMATORS
-from .learn.correct import Correction, correction
+from .learn.correct import Correction, changed
 from .learn.loss import Loss
+from .learn.method import Method, method
 from .learn.optimizer import OptimizerSettings
 
 
@@ -70,7 +71,10 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class LearnSettings:
-    method: str = key("a correction preset: naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released", "sparse-rl")
+    method: str = key("naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay", "sparse-rl")
+    view: str | None = key("how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None)
+    distill: str | None = key("with the shadow view, distillation: a, b or c; null: the method's (smd: a)", None)
+    distill_weight: float = key("lambda, what distillation is multiplied with", 0.1)
     correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
     advantage: str = key("grpo, dr-grpo or rloo", "grpo")
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
@@ -87,11 +91,15 @@ class LearnSettings:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.advantage not in ESTIMATORS:
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
+        if not 0 <= self.distill_weight < math.inf:
+            raise SparseRLError(f"learn.distill_weight is {self.distill_weight}; it must be a number from 0.")
         self.how()
 
-    def how(self) -> Correction:
+    def how(self) -> Method:
         parts = {n: _convert(v, _types(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()}
-        return correction(self.method, **parts)
+        chosen = {name: value for name in ("view", "distill") if (value := getattr(self, name)) is not None}
+        preset = method(self.method)
+        return method(self.method, correction=changed(preset.correction, **parts), **chosen)
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ class Recipe:
             )
         if self.rollout.group_size < 2:
             raise SparseRLError("rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2.")
-        how = self.learn.how()
+        how = self.learn.how().correction
         if self.learn.refill and how.reject_below is None and how.reject_outside is None:
             raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
         if self.loss.renormalise and self.loss.mean == "token-mean":

@@ -62,7 +62,8 @@ class Rollout:
 class Trainer:
     def __init__(self, recipe: Recipe, folder: Path, show: bool = True):
         self.recipe, self.folder = recipe, folder
-        self.how = recipe.learn.how()
+        self.method = recipe.learn.how()
+        self.how = self.method.correction
         loss = recipe.loss
         self.loss = dataclasses.replace(loss, constant=loss.constant or recipe.rollout.max_new_tokens)
         self.task = tasks.make(recipe.task.name, **recipe.task.options)
@@ -85,6 +86,9 @@ class Trainer:
             temperature=recipe.rollout.temperature,
             clip_kl=self.how.clip_kl,
             max_skipped=recipe.run.max_skipped,
+            view=self.method.view,
+            distill=self.method.distill,
+            distill_weight=recipe.learn.distill_weight,
         )
         self.engine = Engine(
             self.model,
@@ -122,7 +126,8 @@ class Trainer:
                     with uninterrupted():  # the weights and the log move together
                         self.updating = True
                         with clock.stage("update"):
-                            batches = weigh(rollout.scored.rows(rollout.chosen), advantages, self.how, self.loss, recipe.learn.minibatches)
+                            chosen = rollout.scored.rows(rollout.chosen)
+                            batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches, self.method.view)
                             metrics |= average([self.learner.step(batch) for batch in batches])
                         self.engine.version = self.learner.version
                         self.step, self.updating = self.step + 1, False
@@ -181,7 +186,8 @@ class Trainer:
             self._tell(self.task)
         with clock.stage("score"):
             reference = self.reference() if self.reference else None
-            scored = score(self.model, collate(trajectories), recipe.learn.micro_batch_tokens, recipe.rollout.temperature, reference)
+            learn, temperature = recipe.learn, recipe.rollout.temperature
+            scored = score(self.model, collate(trajectories), learn.micro_batch_tokens, temperature, reference, self.method.view)
         return Rollout(asked, trajectories, texts, grades, scored, torch.arange(len(trajectories)))
 
     def advantages(self, rollout: Rollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -229,6 +235,7 @@ class Trainer:
         tokens = sum(len(t.response_tokens) for t in rollout.trajectories)
         timing["rollout/tokens_per_s"] = tokens / timing["time/rollout"]
         timing["cache/bytes/allocated"] = float(self.engine.cache.nbytes + self.engine.scratch.nbytes)
+        timing["trace/bytes/total"] = float(sum(t.trace.nbytes for t in rollout.trajectories))
         timing["cache/bytes_saved/frac"] = self.engine.kv_bytes_saved(rollout.trajectories)
         if torch.cuda.is_available():
             timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())

@@ -32,12 +32,12 @@ def test_overrides_by_full_name_or_last_part():
     recipe = make_recipe(SMALL, pairs)
     assert (recipe.rollout.budget, recipe.optimizer.lr, recipe.learn.method, recipe.task.options) == (38, 1e-5, "tis", {"count": 7})
     assert (recipe.run.steps, recipe.warmup.steps, recipe.run.trackers) == (3, 9, ["wandb"])
-    how = recipe.learn.how()
+    how = recipe.learn.how().correction
     assert how.cap == 3.0 and how.mask_outside == (0.1, 10.0) and how.reject_below is None
 
 
 def test_a_part_can_be_switched_off():
-    assert make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.how().cap is None
+    assert make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.how().correction.cap is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_part_can_be_switched_off():
         ({**SMALL, "optimizer": {"lr": "fast"}}, "optimizer.lr is 'fast'; it must be a number"),
         ({**SMALL, "optimizer": {"lr": float("nan")}}, "optimizer.lr is nan"),
         ({**SMALL, "optimizer": {"betas": [0.9]}}, r"optimizer.betas is \[0.9\]; it must be a list of 2 numbers"),
-        ({**SMALL, "learn": {"method": "sparserl"}}, "no correction 'sparserl'; did you mean 'sparse-rl'"),
+        ({**SMALL, "learn": {"method": "sparserl"}}, "no method 'sparserl'; did you mean 'sparse-rl'"),
         ({**SMALL, "learn": {"correction": {"capp": 1}}}, "no part 'capp'; did you mean 'cap'"),
         ({**SMALL, "learn": {"correction": {"cap": "big"}}}, "learn.correction.cap is 'big'"),
         ({**SMALL, "learn": {"advantage": "grop"}}, "did you mean 'grpo'"),

@@ -74,13 +74,13 @@ def test_public_names_exist():
 
 def test_the_recipes_page_lists_every_key_and_preset():
     from sparse_rl.config import table_of_keys
-    from sparse_rl.learn.correct import PRESETS
+    from sparse_rl.learn.method import METHODS
 
     page = (ROOT / "docs/recipes.md").read_text()
     table = page[page.index("<!-- keys -->") : page.index("<!-- /keys -->")].splitlines()[3:]
     expected = ["| `{}` | `{}` | {} |".format(key, default, text.replace("|", "\\|")) for key, default, text in table_of_keys()]
     assert table == expected
-    for preset in PRESETS:
+    for preset in METHODS:
         assert f"`{preset}`" in page
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..cache import Trace
 from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, correct
 from .loss import Loss, token_scale
-from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks
+from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks, pad_traces
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Sampled:
     lengths: Tensor  # int64 [N]: prompt + response
     mask: Tensor  # bool [N, T]: response tokens
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
+    traces: tuple[Trace, ...]  # [N]: what each query could see
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Scored:
         return self.old_logprobs - self.sampled.sampler_logprobs
 
     def rows(self, index: Tensor) -> Scored:
-        return replace(_rows(self, index), sampled=_rows(self.sampled, index))
+        traces = tuple(self.sampled.traces[i] for i in index.tolist())
+        return replace(_rows(self, index), sampled=replace(_rows(self.sampled, index), traces=traces))
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Batch:
     weights: Tensor  # fp32 [N, T]: w
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
+    traces: tuple[Trace, ...] | None = None  # [N], for the shadow view
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Sampled:
@@ -73,7 +77,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Sampled:
     place = torch.arange(shape[1])
     prompts = torch.tensor([t.num_prompt_tokens for t in trajectories])
     mask = (place >= prompts[:, None]) & (place < lengths[:, None])
-    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0))
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), tuple(t.trace for t in trajectories))
 
 
 def join(first: Scored, second: Scored) -> Scored:
@@ -85,23 +89,31 @@ def join(first: Scored, second: Scored) -> Scored:
             return None if a is None else torch.cat([a, b])
         return torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b)])
 
-    sampled = Sampled(*(both(getattr(first.sampled, n), getattr(second.sampled, n)) for n in Sampled.__dataclass_fields__))
+    tensors = [n for n in Sampled.__dataclass_fields__ if n != "traces"]
+    sampled = Sampled(
+        *(both(getattr(first.sampled, n), getattr(second.sampled, n)) for n in tensors), first.sampled.traces + second.sampled.traces
+    )
     rest = [both(getattr(first, n), getattr(second, n)) for n in ("old_logprobs", "entropies", "reference_logprobs")]
     return Scored(sampled, *rest)
 
 
 @torch.no_grad()
 def score(
-    model: nn.Module, sampled: Sampled, micro_batch_tokens: int, temperature: float = 1.0, reference: AbstractContextManager | None = None
+    model: nn.Module,
+    sampled: Sampled,
+    micro_batch_tokens: int,
+    temperature: float = 1.0,
+    reference: AbstractContextManager | None = None,
+    view: str = "dense",
 ) -> Scored:
-    """Teacher-forced old log-probs in the dense view. `reference`: a context inside which its value is the reference model."""
+    """Teacher-forced old log-probs in a view. `reference`: a context whose value is the reference model, seen in the same view."""
     device = next(model.parameters()).device
     old, entropies = torch.zeros_like(sampled.sampler_logprobs), torch.zeros_like(sampled.sampler_logprobs)
     micro_batches = pack(sampled.lengths, micro_batch_tokens)
     with evaluating(model):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
-            states = hidden_states(model, tokens.to(device))
+            states = hidden_states(model, tokens.to(device), evicted_at(model, sampled, rows, view))
             values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
             for whole, part in zip((old, entropies), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
@@ -111,7 +123,8 @@ def score(
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
-            references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature).cpu()
+            seen = evicted_at(model, sampled, rows, view)
+            references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature, seen).cpu()
     return Scored(sampled, old, entropies, references)
 
 
@@ -124,7 +137,7 @@ def corrected(scored: Scored, how: Correction) -> Corrected:
     return correct(old_for(scored, how) - scored.sampled.sampler_logprobs, scored.sampled.mask, how)
 
 
-def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
+def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int, view: str = "dense") -> list[Batch]:
     """One batch per optimizer step, trajectories in the order given. advantages [N]"""
     batches = []
     for rows in torch.arange(len(advantages)).tensor_split(minibatches):
@@ -141,9 +154,18 @@ def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minib
                 weights=fixed.weights,
                 scale=token_scale(fixed.mask, fixed.accepted, loss),
                 response_tokens=int(sampled.mask.sum()),
+                traces=sampled.traces if view == "shadow" else None,
             )
         )
     return batches
+
+
+def evicted_at(model: nn.Module, record: Sampled | Batch, rows: Tensor, view: str) -> Tensor | None:
+    """The traces of some rows side by side, on the model's device: int32 [B, L, H, T]. None for the dense view."""
+    if view != "shadow":
+        return None
+    items = [(record.tokens[i, : record.lengths[i]], record.traces[i]) for i in rows.tolist()]
+    return pad_traces(model, items).to(next(model.parameters()).device)
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:

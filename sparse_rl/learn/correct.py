@@ -63,11 +63,15 @@ def correction(preset: str, **parts) -> Correction:
     """A preset, with parts of it changed."""
     if preset not in PRESETS:
         raise SparseRLError(f"there is no correction {preset!r}; {nearest(preset, PRESETS)}")
+    return changed(PRESETS[preset], **parts)
+
+
+def changed(how: Correction, **parts) -> Correction:
     unknown = set(parts) - set(Correction.__dataclass_fields__)
     if unknown:
         name = sorted(unknown)[0]
         raise SparseRLError(f"a correction has no part {name!r}; {nearest(name, Correction.__dataclass_fields__)}")
-    return replace(PRESETS[preset], **parts)
+    return replace(how, **parts)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..errors import SparseRLError
-from .batch import Batch, pack
+from .batch import Batch, evicted_at, pack
+from .distill import distillation
 from .loss import Loss, policy_loss
 from .optimizer import MasterAdamW, OptimizerSettings
-from .score import batch_logprobs
+from .score import hidden_states, logprobs_of
 
 
 class Learner:
@@ -31,9 +32,13 @@ class Learner:
         temperature: float = 1.0,
         clip_kl: float | None = None,
         max_skipped: int = 5,
+        view: str = "dense",
+        distill: str | None = None,
+        distill_weight: float = 0.1,
     ):
         self.model, self.loss = model, loss
         self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = micro_batch_tokens, temperature, clip_kl, max_skipped
+        self.view, self.distill, self.distill_weight = view, distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
         self.version = 0  # optimizer steps behind the weights
         self.skipped = 0  # steps in a row that were skipped for non-finite numbers
@@ -45,12 +50,12 @@ class Learner:
     def step(self, batch: Batch) -> dict[str, float]:
         """Forward, loss, backward, clip, update. Returns metrics."""
         moves = batch.mask.any(1)
-        if self.loss.beta == 0:
+        if self.loss.beta == 0 and self.distill is None:
             moves &= batch.advantages != 0
         active = moves.nonzero()[:, 0]
         if not len(active):
             return {"update/empty/count": 1.0}
-        sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0}
+        sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
         with learning(self.model):
             for rows in pack(batch.lengths[active], self.micro_batch_tokens):
                 for name, value in self._backward(batch, active[rows]).items():
@@ -72,6 +77,8 @@ class Learner:
         }
         if self.loss.beta > 0:
             metrics["update/kl/mean"] = sums["kl"] / max(sums["tokens"], 1)
+        if self.distill is not None:
+            metrics["update/distill/mean"] = sums["distill"] / max(sums["tokens"], 1)
         return metrics
 
     def _backward(self, batch: Batch, rows: torch.Tensor) -> dict[str, float]:
@@ -81,19 +88,24 @@ class Learner:
         def cut(tensor):
             return None if tensor is None else tensor[rows, :width].to(self.device)
 
-        mask = cut(batch.mask)
-        logprobs = batch_logprobs(self.model, cut(batch.tokens), mask, self.temperature)
+        tokens, mask, scale = cut(batch.tokens), cut(batch.mask), cut(batch.scale)
+        states = hidden_states(self.model, tokens, evicted_at(self.model, batch, rows, self.view))
+        logprobs = logprobs_of(self.model, states, tokens, mask, self.temperature)
         loss, sums = policy_loss(
             logprobs,
             cut(batch.old_logprobs),
             batch.advantages[rows].to(self.device),
             mask,
             cut(batch.weights),
-            cut(batch.scale),
+            scale,
             self.loss,
             cut(batch.reference_logprobs),
             self.clip_kl,
         )
+        if self.distill is not None:
+            gap = distillation(self.model, tokens, mask, states, self.distill, self.temperature or 1.0)
+            loss = loss + self.distill_weight * (scale * gap).sum()
+            sums["distill"] = gap.detach().sum()
         loss.backward()
         return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}
 

@@ -44,9 +44,13 @@ def batch_logprobs(model: nn.Module, tokens: Tensor, asked: Tensor, temperature:
 
     tokens int64 [B, T] and everything else on the model's device; evicted_at int32 [B, L, H, T] for the shadow view.
     """
-    states = hidden_states(model, tokens, evicted_at)
+    return logprobs_of(model, hidden_states(model, tokens, evicted_at), tokens, asked, temperature)
+
+
+def logprobs_of(model: nn.Module, states, tokens: Tensor, asked: Tensor, temperature: float = 1.0) -> Tensor:
+    """`batch_logprobs` from hidden states that are there already."""
     values = over_chunks(model, states, asked, chosen_logprobs(temperature or 1.0), tokens[asked])
-    return torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device).masked_scatter(asked, values)
+    return values.new_zeros(tokens.shape).masked_scatter(asked, values)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, evicted_at: Tensor | None = None):
