@@ -24,7 +24,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"rkv 46": ("rkv", 46), "rkv 38": ("rkv", 38), "rkv 32": ("rkv", 32), "snapkv 46": ("snapkv", 46), "snapkv 38": ("snapkv", 38)}
-METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released")
+DENSE = ("dense", "shuffled")  # on a dense cache, the second a control
+METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released", "shadow")
 STARTS = ("tiny-sums", "second")
 SECOND_SEED = 2
 
@@ -33,8 +34,8 @@ def jobs(seeds: int, methods: tuple[str, ...], settings: tuple[str, ...]) -> lis
     """(seed, warm start, method, setting), seed by seed so that what is there is balanced."""
     everything = []
     for seed, start in itertools.product(range(seeds), STARTS):
-        everything += [(seed, start, "dense", "dense"), (seed, start, "shuffled", "dense")]
-        everything += [(seed, start, method, setting) for setting in settings for method in methods]
+        everything += [(seed, start, method, "dense") for method in DENSE if method in methods]
+        everything += [(seed, start, method, setting) for setting in settings for method in methods if method not in DENSE]
     return everything
 
 
@@ -112,7 +113,7 @@ def table(rows: list[dict]) -> str:
         lines.append(f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start | | | | | |")
         dense = [r for r in here if r["method"] == "dense"]
         shown = "; ".join(f"{s} {interval([r['under'][s] for r in dense])}" for s in SETTINGS) if dense else ""
-        for method in ("dense", "shuffled"):
+        for method in DENSE:
             group = [r for r in here if r["method"] == method]
             if group:
                 values = [final(r, "dense") for r in group]
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=",".join((*DENSE, *METHODS)))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument("--table", action="store_true")
