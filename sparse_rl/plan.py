@@ -246,14 +246,29 @@ class TrainingPlan:
 
 
 def make_training_plan(
-    rollout: Plan, shape: ModelShape, *, trained: int, micro_batch_tokens: int, checkpointing: bool, reference: bool, evaluates: bool
+    rollout: Plan,
+    shape: ModelShape,
+    *,
+    trained: int,
+    micro_batch_tokens: int,
+    checkpointing: bool,
+    reference: bool,
+    evaluates: bool,
+    shadow: bool = False,
+    distills: bool = False,
 ) -> TrainingPlan:
-    """`trained`: parameters that are trained; `micro_batch_tokens` may be less than one trajectory, which then goes alone."""
+    """`trained`: parameters that are trained; `micro_batch_tokens` may be less than one trajectory, which then goes alone.
+
+    `shadow`: attention under a trace, whose mask is made layer by layer; `distills`: the other view goes through the model too.
+    """
     item = shape.dtype.itemsize
     tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
     layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
     kept = tokens * shape.hidden * item
+    longest = rollout.prompt_tokens + rollout.new_tokens
+    mask = tokens // longest * shape.query_heads * longest**2 * (1 + item) if shadow else 0  # booleans, and as the kernel adds them
     activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
+    activations = (2 if distills else 1) * activations + (mask if checkpointing else shape.layers * mask)
     head = HEAD_CHUNK * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     return TrainingPlan(

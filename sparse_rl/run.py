@@ -90,6 +90,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
         checkpointing=recipe.model.gradient_checkpointing,
         reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
+        shadow=recipe.learn.how().view == "shadow",
+        distills=recipe.learn.how().distill is not None,
     )
 
 
