@@ -9,9 +9,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from sparse_rl.cache import LayerSlots
 from sparse_rl.kernels import decode, twins
 from sparse_rl.kernels.sample import sample_and_record
-from sparse_rl.rollout.decode import RowState, decode_step
+from sparse_rl.rollout.decode import RowState, sample_next
 from sparse_rl.rollout.sampling import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,7 +82,7 @@ def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
         keys[row, :, length:] = values[row, :, length:] = float("nan")
     feed = (torch.arange(capacity, dtype=torch.int32, device=DEVICE) * 3).expand(total, heads, -1).contiguous()
     queries = draw(total, query_heads, ring, dim, dtype=dtype, seed=7) if ring else None
-    return qkv.split([query_heads, heads, heads], 1), [keys, values, feed, queries], (used, index, live)
+    return qkv.split([query_heads, heads, heads], 1), LayerSlots(keys, values, feed, queries), (used, index, live)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -95,13 +96,13 @@ def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits
     weights = (draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6) if norms else None
     for softcap, window in ((None, None), (2.0, None), (None, 20)) if splits is None else ((None, None),):
         token, cache, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
-        mine = [None if x is None else x.clone() for x in cache]
-        actual = decode.store_and_attend(*token, *mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32)
+        mine = LayerSlots(*[None if x is None else x.clone() for x in cache])
+        actual = decode.store_and_attend(*token, mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32)
         live = row[2]
-        theirs = [None if x is None else x.clone() for x in cache]
-        twins.store(*token, *theirs, *row, turn, weights)
-        clean = [None if x is None else x.nan_to_num() for x in cache]
-        expected = twins.store_and_attend(*token, *clean, *row, 0.3, turn, weights, softcap, window)
+        theirs = LayerSlots(*[None if x is None else x.clone() for x in cache])
+        twins.store(*token, theirs, *row, turn, weights)
+        clean = LayerSlots(*[None if x is None else x.nan_to_num() for x in cache])
+        expected = twins.store_and_attend(*token, clean, *row, 0.3, turn, weights, softcap, window)
         close(actual[live], expected[live], dtype)
         assert actual.isfinite().all()
         for a, b, before in zip(mine, theirs, cache, strict=True):
@@ -135,7 +136,7 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
     mine, theirs = state_of(rows + 2, new), state_of(rows + 2, new)
     sample_and_record(logits, mine, capacity, temperature, stop_ids)
     monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
-    decode_step(logits, theirs, capacity, Sampling(new, temperature), stop_ids, None)
+    sample_next(logits, theirs, capacity, Sampling(new, temperature), stop_ids, None)
     for name in ("token", "index", "used", "count", "done", "tokens"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)

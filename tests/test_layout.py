@@ -11,7 +11,7 @@ PACKAGE = Path(sparse_rl.__file__).parent
 LEAVES = {"errors", "streams", "keys"}  # anyone may import these
 MAY_IMPORT = {
     "cache": set(),
-    "kernels": set(),
+    "kernels": {"cache"},
     "attention": {"cache", "kernels"},
     "compressors": {"cache", "kernels"},
     "records": {"cache"},

@@ -111,9 +111,7 @@ def feed_and_attend(
 
 def token_of(cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> tuple:
     """One new token per row and where it goes, as the kernels take it. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
-    ring = None if cache.queries is None else cache.queries[layer]
-    where = cache.keys[layer], cache.values[layer], cache.feed[layer], ring
-    return query[:, :, 0], key[:, :, 0], value[:, :, 0], *where, feed.slot[:, 0], feed.index[:, 0], feed.live
+    return query[:, :, 0], key[:, :, 0], value[:, :, 0], cache.layer(layer), feed.slot[:, 0], feed.index[:, 0], feed.live
 
 
 def decode_and_attend(

@@ -1,4 +1,4 @@
-from .slots import CacheShape, SlotCache
+from .slots import CacheShape, LayerSlots, SlotCache
 from .trace import NEVER, Trace
 
-__all__ = ["NEVER", "CacheShape", "SlotCache", "Trace"]
+__all__ = ["NEVER", "CacheShape", "LayerSlots", "SlotCache", "Trace"]

@@ -10,6 +10,7 @@ Left out on purpose: paging, block tables, reference counts. A budget makes rows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,15 @@ class CacheShape:
         return capacity * self.slot_bytes + queries
 
 
+class LayerSlots(NamedTuple):
+    """One layer's part of a cache, as kernels take it."""
+
+    keys: Tensor  # [R, H, C, D]
+    values: Tensor  # [R, H, C, D]
+    feed: Tensor  # int32 [R, H, C]
+    ring: Tensor | None  # [R, Hq, W, D] recent queries
+
+
 class SlotCache:
     """`rows` rows of `capacity` slots. L layers, R rows, H KV heads, C capacity, D head dim, W recorded queries."""
 
@@ -82,6 +92,9 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
+
+    def layer(self, layer: int) -> LayerSlots:
+        return LayerSlots(self.keys[layer], self.values[layer], self.feed[layer], None if self.queries is None else self.queries[layer])
 
     def place(self, slot: Tensor, index: Tensor) -> None:
         """Open slots for the tokens about to be fed to the first B rows. slot, index [B, T]"""

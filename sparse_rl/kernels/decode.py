@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache import LayerSlots
+
 
 @triton.jit
 def _add_rms_norm(new, residual, weight, out, size, all_of_it, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
@@ -201,10 +203,7 @@ def store_and_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    feed: Tensor,
-    ring: Tensor | None,
+    slots: LayerSlots,
     used: Tensor,
     index: Tensor,
     live: Tensor,
@@ -218,6 +217,7 @@ def store_and_attend(
     num_warps: int = 2,
     num_stages: int = 3,
 ) -> Tensor:
+    keys, values, feed, ring = slots
     (rows, query_heads, dim), (heads, capacity) = query.shape, keys.shape[1:3]
     assert all(x.stride(-1) == 1 for x in (query, key, value)) and values.shape == keys.shape
     assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())

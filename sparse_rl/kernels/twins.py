@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..cache import LayerSlots
+
 
 def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += new, in place; its RMS norm. residual [B, N]; new [B, N] or the parts of a sum, fp32 [S, B, N]; weight [N] -> [B, N]"""
@@ -25,10 +27,7 @@ def store(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    feed: Tensor,
-    ring: Tensor | None,
+    slots: LayerSlots,
     used: Tensor,
     index: Tensor,
     live: Tensor,
@@ -37,7 +36,7 @@ def store(
 ) -> Tensor:
     """Norm (where the architecture does) and rotate the new token's query and key, then write it to the next slot of every live row.
 
-    query [B, Hq, D]; key, value [B, H, D]; a layer's keys, values [R, H, C, D], feed int32 [R, H, C], ring [R, Hq, W, D];
+    query [B, Hq, D]; key, value [B, H, D];
     used, index [B]; live bool [B]; rope: cos, sin [B, D]; norms: weights [D] of query and key, and epsilon -> query [B, Hq, D]
     """
     if norms is not None:
@@ -45,6 +44,7 @@ def store(
     if rope is not None:
         cos, sin = (x[:, None] for x in rope)
         query, key = (x * cos + _rotate_half(x) * sin for x in (query, key))
+    keys, values, feed, ring = slots
     rows = torch.arange(query.shape[0], device=query.device)
     slot = used.clamp(max=keys.shape[2] - 1)
     for tensor, place, new in ((keys, slot, key), (values, slot, value), (feed, slot, index[:, None].to(feed.dtype))):
@@ -58,10 +58,7 @@ def store_and_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    feed: Tensor,
-    ring: Tensor | None,
+    slots: LayerSlots,
     used: Tensor,
     index: Tensor,
     live: Tensor,
@@ -72,7 +69,8 @@ def store_and_attend(
     sliding_window: int | None = None,
 ) -> Tensor:
     """`store`, then the new queries over what every live row holds; what comes of the other rows means nothing. -> [B, Hq * D]"""
-    query = store(query, key, value, keys, values, feed, ring, used, index, live, rope, norms)
+    query = store(query, key, value, slots, used, index, live, rope, norms)
+    keys, values, feed, _ = slots
     lengths = used * live + 1
     rows, heads, longest = query.shape[0], keys.shape[1], int(lengths.max())
     keys, values = keys[:rows, :, :longest].float(), values[:rows, :, :longest].float()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cache import SlotCache
 from ..plan import is_out_of_memory
-from .decode import RowState, decode_step, forward_modules
+from .decode import RowState, forward_modules, sample_next
 from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
 
@@ -49,7 +49,7 @@ class Decoder:
             logits = self.forward(self.state, width, live)
         else:
             logits = forward_modules(self.model, self.cache, self.state, width, live, span)
-        decode_step(logits, self.state, self.cache.capacity, self.sampling, self.stop_ids, live)
+        sample_next(logits, self.state, self.cache.capacity, self.sampling, self.stop_ids, live)
 
     def capture(self, width: int) -> None:
         """Record one step. While it is tried out every row is done, so it changes nothing."""

@@ -6,7 +6,6 @@ run several steps before it looks, and what a sequence does is the same however 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,6 @@ from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from .sampling import Sampling, sample
-
-Forward = Callable[["RowState", int, Tensor | None], Tensor]  # (state, width, live [B] or None: all) -> logits [B, V]
 
 
 @dataclass
@@ -152,7 +149,7 @@ def forward_modules(model: nn.Module, cache: SlotCache, state: RowState, width: 
     return forward(model, state.token[:width, None], feed)
 
 
-def decode_step(logits: Tensor, state: RowState, capacity: int, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:
+def sample_next(logits: Tensor, state: RowState, capacity: int, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:
     """Sample a token for every row that runs, and write it down. logits [B, V]"""
     width = len(logits)
     if logits.is_cuda and kernels.has_triton() and not (sampling.top_k or sampling.top_p < 1):

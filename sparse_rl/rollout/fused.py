@@ -110,9 +110,7 @@ class FusedForward:
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
             query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
-            ring = None if cache.queries is None else cache.queries[i]
-            into = cache.keys[i], cache.values[i], cache.feed[i], ring
-            x = ops.store_and_attend(query, key, value, *into, used, index, live, layer.scaling, rope, layer.norms)
+            x = ops.store_and_attend(query, key, value, cache.layer(i), used, index, live, layer.scaling, rope, layer.norms)
             x = layer.out(x)
             x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
