@@ -74,7 +74,7 @@ class LearnSettings:
     method: str = key("naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay", "sparse-rl")
     view: str | None = key("how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None)
     distill: str | None = key("with the shadow view, distillation: a, b or c; null: the method's (smd: a)", None)
-    distill_weight: float = key("lambda, what distillation is multiplied with", 0.1)
+    distill_weight: float | None = key("lambda, what distillation is multiplied with; null: 0.1", None)
     correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
     advantage: str = key("grpo, dr-grpo or rloo", "grpo")
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
@@ -91,8 +91,12 @@ class LearnSettings:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.advantage not in ESTIMATORS:
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
-        if not 0 <= self.distill_weight < math.inf:
-            raise SparseRLError(f"learn.distill_weight is {self.distill_weight}; it must be a number from 0.")
+        if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
+            raise SparseRLError(f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none).")
+        if self.distill_weight is not None and self.how().distill is None:
+            raise SparseRLError(
+                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
+            )
         self.how()
 
     def how(self) -> Method:

@@ -86,9 +86,8 @@ class Trainer:
             temperature=recipe.rollout.temperature,
             clip_kl=self.how.clip_kl,
             max_skipped=recipe.run.max_skipped,
-            view=self.method.view,
             distill=self.method.distill,
-            distill_weight=recipe.learn.distill_weight,
+            distill_weight=0.1 if recipe.learn.distill_weight is None else recipe.learn.distill_weight,
         )
         self.engine = Engine(
             self.model,
@@ -127,7 +126,7 @@ class Trainer:
                         self.updating = True
                         with clock.stage("update"):
                             chosen = rollout.scored.rows(rollout.chosen)
-                            batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches, self.method.view)
+                            batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
                             metrics |= average([self.learner.step(batch) for batch in batches])
                         self.engine.version = self.learner.version
                         self.step, self.updating = self.step + 1, False

@@ -14,7 +14,7 @@ from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import collate, score, weigh
+from sparse_rl.learn.batch import collate, join, score, weigh
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
@@ -121,10 +121,10 @@ def test_the_first_ratio_is_one_and_nothing_is_rejected(compressor):
     for view in ("dense", "shadow"):
         scored = score(model, collate(done), 64, view=view)
         gaps[view] = scored.gap.abs().max().item()
-        (batch,) = weigh(scored, advantages, PRESETS["sparse-rl"], Loss(), 1, view)
+        (batch,) = weigh(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
         if view == "shadow":
             assert (batch.mask == scored.sampled.mask).all() and (batch.weights[batch.mask] - 1).abs().max() < 1e-4
-        found = Learner(copy.deepcopy(model), STEADY, Loss(), micro_batch_tokens=64, view=view).step(batch)
+        found = Learner(copy.deepcopy(model), STEADY, Loss(), micro_batch_tokens=64).step(batch)
         assert abs(found["update/drift/mean"]) < 1e-5 and found["update/clip/frac"] == 0  # old and learner are the same view
     assert gaps["shadow"] < 1e-4 < 0.01 < gaps["dense"]
 
@@ -134,14 +134,17 @@ def test_distillation_is_the_kl_of_the_full_distributions(direction):
     done = rollouts(tiny("llama"))
     scored = score(tiny("llama"), collate(done), 10_000, 0.7, view="shadow")
     model = copy.deepcopy(tiny("llama")).double()
-    (batch,) = weigh(scored, torch.zeros(len(done)), PRESETS["none"], Loss(mean="token-mean"), 1, "shadow")
+    (batch,) = weigh(scored, torch.zeros(len(done)), PRESETS["none"], Loss(mean="token-mean"), 1)
+    kept = batch.mask.clone()
+    kept[2], kept[4, ::2] = False, False  # as a correction would: a rejected trajectory, dropped tokens, weights
+    scale = kept / kept.sum()
+    batch = dataclasses.replace(batch, mask=kept, scale=scale, weights=torch.rand(kept.shape) + 2)
     learner = Learner(
         model,
         STEADY,
         Loss(mean="token-mean"),
         micro_batch_tokens=100,
         temperature=0.7,
-        view="shadow",
         distill=direction,
         distill_weight=0.3,
     )
@@ -152,11 +155,15 @@ def test_distillation_is_the_kl_of_the_full_distributions(direction):
                 sums[key] += value
     mine = masters_gradients(learner)
     total = 0.0
-    for t in done:
+    for row, t in zip(kept, done, strict=True):
         dense, shadow = (explicit_logits(model, t, view).div(0.7).log_softmax(-1)[t.num_prompt_tokens - 1 : -1] for view in (False, True))
         pair = {"a": (dense, shadow.detach()), "b": (dense.detach(), shadow), "c": (shadow, dense.detach())}[direction]
-        total = total + sum(torch.nn.functional.kl_div(pair[1][i], pair[0][i], reduction="sum", log_target=True) for i in range(len(dense)))
-    count = int(scored.sampled.mask.sum())
+        total = total + sum(
+            torch.nn.functional.kl_div(pair[1][i], pair[0][i], reduction="sum", log_target=True)
+            for i in range(len(dense))
+            if row[t.num_prompt_tokens + i]
+        )
+    count = int(kept.sum())
     assert sums["distill"] == pytest.approx(total.item(), rel=1e-6) and total > 0.01
     assert sums["loss"] == pytest.approx(0.3 * total.item() / count, rel=1e-6)
     (0.3 * total / count).backward()
@@ -166,9 +173,23 @@ def test_distillation_is_the_kl_of_the_full_distributions(direction):
 def test_with_distillation_trajectories_without_advantage_count():
     model = copy.deepcopy(tiny("llama"))
     scored = score(model, collate(rollouts(model)), 64, view="shadow")
-    (batch,) = weigh(scored, torch.zeros(6), PRESETS["none"], Loss(), 1, "shadow")
-    assert "update/empty/count" in Learner(copy.deepcopy(model), STEADY, Loss(), view="shadow").step(batch)
-    assert Learner(copy.deepcopy(model), STEADY, Loss(), view="shadow", distill="b").step(batch)["update/distill/mean"] > 0
+    (batch,) = weigh(scored, torch.zeros(6), PRESETS["none"], Loss(), 1)
+    assert "update/empty/count" in Learner(copy.deepcopy(model), STEADY, Loss()).step(batch)
+    assert Learner(copy.deepcopy(model), STEADY, Loss(), distill="b").step(batch)["update/distill/mean"] > 0
+    with pytest.raises(SparseRLError, match="needs the shadow view"):
+        Learner(copy.deepcopy(model), STEADY, Loss(), distill="b").step(dataclasses.replace(batch, traces=None))
+
+
+def test_traces_stay_with_their_trajectories():
+    model = tiny("llama")
+    first, second = rollouts(model, lengths=(5, 5), new=20), rollouts(model, lengths=(30,), new=40)
+    joined = join(*(score(model, collate(part), 64, view="shadow") for part in (first, second)))
+    order = torch.tensor([5, 0, 3, 1])
+    everyone = [*first, *second]
+    (batch,) = weigh(joined.rows(order), torch.ones(4), PRESETS["none"], Loss(), 1)
+    for i, row in enumerate(order.tolist()):
+        assert batch.traces[i] is everyone[row].trace
+        assert batch.tokens[i, : batch.lengths[i]].tolist() == everyone[row].tokens.tolist()
 
 
 def test_a_trace_that_does_not_belong_is_refused_before_any_update():
@@ -179,9 +200,15 @@ def test_a_trace_that_does_not_belong_is_refused_before_any_update():
     for wrong in (shorter, other_model):
         with pytest.raises(SparseRLError, match="belongs to another trajectory or another model"):
             score(model, collate([wrong, *done[1:]]), 64, view="shadow")
+    damaged = done[0].trace.evicted_at.clone()
+    damaged[1, 0, 7] = 7  # a query that does not see itself
+    with pytest.raises(SparseRLError, match="it is damaged"):
+        score(model, collate([dataclasses.replace(done[0], trace=Trace(damaged)), *done[1:]]), 64, view="shadow")
 
 
-@pytest.mark.parametrize("keys", [{"learn.method": "shadow"}, {"learn.method": "smd", "learn.distill": "b", "loss.beta": "0.01"}])
+@pytest.mark.parametrize(
+    "keys", [{"learn.method": "shadow"}, {"learn.method": "smd", "learn.distill": "b", "learn.distill_weight": "0.5", "loss.beta": "0.01"}]
+)
 def test_a_run_in_the_shadow_view_resumes_to_the_bit(keys, tmp_path):
     small = {
         "rollout.prompts": "4",
@@ -196,13 +223,16 @@ def test_a_run_in_the_shadow_view_resumes_to_the_bit(keys, tmp_path):
         recipe = load_recipe("tiny-sums", [*small.items(), ("run.steps", str(steps))])
         return train(recipe, tmp_path / folder, resume, show=False)
 
-    run("straight", 2)
+    trainer = run("straight", 2)
+    assert trainer.learner.distill_weight == float(keys.get("learn.distill_weight", 0.1))
     run("halved", 1)
     run("halved", 2, resume=True)
     lines = [(tmp_path / folder / "metrics.jsonl").read_text() for folder in ("straight", "halved")]
     assert lines[0] == lines[1]
     last = json.loads(lines[0].splitlines()[-1])
     assert abs(last["gap/abs/mean"]) < 1e-3 and last["gap/alpha/p05"] < 1  # nothing to correct, though the views differ
+    first = json.loads(lines[0].splitlines()[0])
+    assert abs(first.get("old/kl/mean", 0.0)) < 1e-6  # the reference is the model, seen in the same view
     assert ("update/distill/mean" in last) == (keys["learn.method"] == "smd")
     timing = json.loads((tmp_path / "straight" / "timing.jsonl").read_text().splitlines()[-1])
     assert timing["trace/bytes/total"] > 0
@@ -222,6 +252,7 @@ def test_methods_and_their_settings():
         (dict(view="sparse"), "learn.view is 'sparse'"),
         (dict(method="smd", distill="d"), "must be one of a, b, c"),
         (dict(method="none", distill="a"), "goes with learn.view: shadow"),
+        (dict(method="shadow", distill_weight=0.5), "does not distill"),
         (dict(method="naive", view="shadow"), "no view to replay"),
         (dict(method="smd", distill_weight=-1.0), "distill_weight"),
     ):

@@ -40,6 +40,7 @@ class Scored:
     old_logprobs: Tensor  # fp32 [N, T]: the learner's view before the update
     entropies: Tensor  # fp32 [N, T]: of the old distributions
     reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
+    view: str = "dense"  # in which they were computed, and in which the learner must see the trajectories
 
     @property
     def gap(self) -> Tensor:
@@ -64,7 +65,7 @@ class Batch:
     weights: Tensor  # fp32 [N, T]: w
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
-    traces: tuple[Trace, ...] | None = None  # [N], for the shadow view
+    traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Sampled:
@@ -94,7 +95,7 @@ def join(first: Scored, second: Scored) -> Scored:
         *(both(getattr(first.sampled, n), getattr(second.sampled, n)) for n in tensors), first.sampled.traces + second.sampled.traces
     )
     rest = [both(getattr(first, n), getattr(second, n)) for n in ("old_logprobs", "entropies", "reference_logprobs")]
-    return Scored(sampled, *rest)
+    return Scored(sampled, *rest, view=first.view)
 
 
 @torch.no_grad()
@@ -113,19 +114,19 @@ def score(
     with evaluating(model):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
-            states = hidden_states(model, tokens.to(device), evicted_at(model, sampled, rows, view))
+            states = hidden_states(model, tokens.to(device), evicted_at(model, sampled, rows) if view == "shadow" else None)
             values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
             for whole, part in zip((old, entropies), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
     if reference is None:
-        return Scored(sampled, old, entropies)
+        return Scored(sampled, old, entropies, view=view)
     references = torch.zeros_like(old)
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
-            seen = evicted_at(model, sampled, rows, view)
+            seen = evicted_at(model, sampled, rows) if view == "shadow" else None
             references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature, seen).cpu()
-    return Scored(sampled, old, entropies, references)
+    return Scored(sampled, old, entropies, references, view)
 
 
 def old_for(scored: Scored, how: Correction) -> Tensor:
@@ -137,7 +138,7 @@ def corrected(scored: Scored, how: Correction) -> Corrected:
     return correct(old_for(scored, how) - scored.sampled.sampler_logprobs, scored.sampled.mask, how)
 
 
-def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int, view: str = "dense") -> list[Batch]:
+def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
     """One batch per optimizer step, trajectories in the order given. advantages [N]"""
     batches = []
     for rows in torch.arange(len(advantages)).tensor_split(minibatches):
@@ -154,16 +155,14 @@ def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minib
                 weights=fixed.weights,
                 scale=token_scale(fixed.mask, fixed.accepted, loss),
                 response_tokens=int(sampled.mask.sum()),
-                traces=sampled.traces if view == "shadow" else None,
+                traces=sampled.traces if scored.view == "shadow" else None,
             )
         )
     return batches
 
 
-def evicted_at(model: nn.Module, record: Sampled | Batch, rows: Tensor, view: str) -> Tensor | None:
-    """The traces of some rows side by side, on the model's device: int32 [B, L, H, T]. None for the dense view."""
-    if view != "shadow":
-        return None
+def evicted_at(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Tensor:
+    """The traces of some rows side by side, on the model's device: int32 [B, L, H, T]"""
     items = [(record.tokens[i, : record.lengths[i]], record.traces[i]) for i in rows.tolist()]
     return pad_traces(model, items).to(next(model.parameters()).device)
 

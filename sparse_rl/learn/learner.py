@@ -32,13 +32,12 @@ class Learner:
         temperature: float = 1.0,
         clip_kl: float | None = None,
         max_skipped: int = 5,
-        view: str = "dense",
         distill: str | None = None,
         distill_weight: float = 0.1,
     ):
         self.model, self.loss = model, loss
         self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = micro_batch_tokens, temperature, clip_kl, max_skipped
-        self.view, self.distill, self.distill_weight = view, distill, distill_weight
+        self.distill, self.distill_weight = distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
         self.version = 0  # optimizer steps behind the weights
         self.skipped = 0  # steps in a row that were skipped for non-finite numbers
@@ -49,6 +48,8 @@ class Learner:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Forward, loss, backward, clip, update. Returns metrics."""
+        if self.distill is not None and batch.traces is None:
+            raise SparseRLError("distillation needs the shadow view, but the batch was scored in the dense one: score(..., view='shadow').")
         moves = batch.mask.any(1)
         if self.loss.beta == 0 and self.distill is None:
             moves &= batch.advantages != 0
@@ -89,7 +90,8 @@ class Learner:
             return None if tensor is None else tensor[rows, :width].to(self.device)
 
         tokens, mask, scale = cut(batch.tokens), cut(batch.mask), cut(batch.scale)
-        states = hidden_states(self.model, tokens, evicted_at(self.model, batch, rows, self.view))
+        seen = None if batch.traces is None else evicted_at(self.model, batch, rows)
+        states = hidden_states(self.model, tokens, seen)
         logprobs = logprobs_of(self.model, states, tokens, mask, self.temperature)
         loss, sums = policy_loss(
             logprobs,

@@ -28,11 +28,15 @@ class Method:
         if self.view not in VIEWS:
             raise SparseRLError(f"learn.view is {self.view!r}; {nearest(self.view, VIEWS)}")
         if self.distill is not None and self.distill not in DIRECTIONS:
-            raise SparseRLError(f"learn.distill is {self.distill!r}; it must be one of {', '.join(DIRECTIONS)}, or null for none.")
+            raise SparseRLError(f"learn.distill is {self.distill!r}; it must be one of {', '.join(DIRECTIONS)}, or null for the method's.")
         if self.distill is not None and self.view != "shadow":
-            raise SparseRLError(f"learn.distill is {self.distill!r} in the {self.view} view; it goes with learn.view: shadow.")
+            raise SparseRLError(
+                f"distillation ({self.distill}) is between the two views, so it goes with learn.view: shadow, not {self.view}."
+            )
         if self.view == "shadow" and self.correction.old == "sampler":
-            raise SparseRLError("learn.method naive takes the sampler's log-probs for old, so it has no view to replay; use shadow.")
+            raise SparseRLError(
+                "a correction with old: sampler (naive) takes the sampler's own log-probs, so it has no view to replay; use shadow."
+            )
 
 
 METHODS = {name: Method(how) for name, how in PRESETS.items()}

@@ -135,6 +135,8 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
                 f"{expected}; it belongs to another trajectory or another model."
             )
         row[..., : len(tokens)] = trace.evicted_at.to(torch.int32)
+        if (row[..., : len(tokens)] <= torch.arange(len(tokens))).any():
+            raise SparseRLError("the trace says of a token that it was gone before it was fed: it is damaged; sample the trajectory again.")
     return padded
 
 
