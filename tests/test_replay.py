@@ -64,10 +64,11 @@ def test_replay_holds_in_float64():
 
 def replay_logits(model, trajectory):
     from sparse_rl.attention import use_attention
+    from sparse_rl.learn.score import replay_of
 
-    evicted_at = trajectory.trace.evicted_at.to(torch.int32)[None]
     with use_attention(model, "shadow"):
-        return model(trajectory.tokens[None], evicted_at=evicted_at, use_cache=False).logits[0]
+        replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
+        return model(trajectory.tokens[None], replay=replay, use_cache=False).logits[0]
 
 
 def test_shadow_gradients_survive_checkpointing(llama):

@@ -93,8 +93,8 @@ def test_logprobs_and_gradients_are_those_of_an_explicit_mask(compressor, name, 
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    evicted_at = scoring.pad_traces(model, [(t.tokens, t.trace) for t in done])
-    states = scoring.hidden_states(model, sampled.tokens, evicted_at)
+    replay = scoring.replay_of(model, [(t.tokens, t.trace) for t in done])
+    states = scoring.hidden_states(model, sampled.tokens, replay)
     values = scoring.over_chunks(model, states, sampled.mask, scoring.chosen_logprobs(1.0), sampled.tokens[sampled.mask])
     (values * weights[sampled.mask]).sum().backward()
     mine = gradients(model)

@@ -1,24 +1,68 @@
 """`shadow`: a full forward pass in which every query sees exactly what the sampler's cache still held for it.
 
-The mask is built per layer from the trace, so [L, H, T, T] never exists; a layer's own sliding window is added.
+On a GPU by segments, our own kernel, whose memory follows the tokens; where a trace has so many segments that listing what each keeps
+would not, by FlexAttention. Elsewhere, and for attention those do not know (fp64, dropout, values of another width), under a mask that
+is built per layer, so [L, H, T, T] never exists.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .. import kernels
+from ..cache.segments import Segments, find_segments
 from ..cache.trace import visible
 from .core import attend
 from .slots import check_call
 
 
+@dataclass
+class Replay:
+    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument."""
+
+    evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding
+    lengths: Tensor  # int64 [B]: tokens without padding
+    layouts: dict = field(default_factory=dict)  # the kernels', by what they depend on
+
+    @cached_property
+    def segments(self) -> Segments:
+        return find_segments(self.evicted_at, self.lengths)
+
+    def layout(self, dim: int, dtype: torch.dtype):
+        if (dim, dtype) not in self.layouts:
+            from ..kernels.segments import lay_out
+
+            self.layouts[dim, dtype] = lay_out(self.segments, self.evicted_at, dim, dtype)
+        return self.layouts[dim, dtype]
+
+
 def shadow_attention(
-    module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, evicted_at=None, **kwargs
+    module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, replay=None, **kwargs
 ):
-    """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at [B, L, H, T] -> ([B, T, H * G, D], None)"""
-    check_call(module, attention_mask, kwargs, evicted_at, "evicted_at")
-    mask = layer_mask(evicted_at[:, module.layer_idx], sliding_window)
+    """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
+    check_call(module, attention_mask, kwargs, replay, "replay")
     scaling = scaling or query.shape[-1] ** -0.5
-    return attend(query, key, value, mask, scaling, softcap, dropout), None
+    if not fits_kernels(query, value, dropout):
+        mask = layer_mask(replay.evicted_at[:, module.layer_idx], sliding_window)
+        return attend(query, key, value, mask, scaling, softcap, dropout), None
+    if replay.segments.are_few:
+        from ..kernels.segments import segment_attention
+
+        layout = replay.layout(query.shape[-1], query.dtype)
+        return segment_attention(query, key, value, layout, module.layer_idx, scaling, sliding_window, softcap), None
+    from .flex import flex_under_trace
+
+    return flex_under_trace(query, key, value, replay.evicted_at[:, module.layer_idx], scaling, sliding_window, softcap), None
+
+
+def fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether attention can be computed tile by tile here."""
+    known = query.dtype in (torch.bfloat16, torch.float16, torch.float32) and query.shape[-1] == value.shape[-1] <= 256
+    return query.is_cuda and kernels.has_triton() and known and dropout == 0
 
 
 def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:

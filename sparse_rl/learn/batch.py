@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..attention import Replay
 from ..cache import Trace
 from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, correct
 from .loss import Loss, token_scale
-from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks, pad_traces
+from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks, replay_of
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def score(
     with evaluating(model):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
-            states = hidden_states(model, tokens.to(device), evicted_at(model, sampled, rows) if view == "shadow" else None)
+            states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
             values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
             for whole, part in zip((old, entropies), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
@@ -124,7 +125,7 @@ def score(
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
-            seen = evicted_at(model, sampled, rows) if view == "shadow" else None
+            seen = replay(model, sampled, rows) if view == "shadow" else None
             references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature, seen).cpu()
     return Scored(sampled, old, entropies, references, view)
 
@@ -161,10 +162,9 @@ def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minib
     return batches
 
 
-def evicted_at(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Tensor:
-    """The traces of some rows side by side, on the model's device: int32 [B, L, H, T]"""
-    items = [(record.tokens[i, : record.lengths[i]], record.traces[i]) for i in rows.tolist()]
-    return pad_traces(model, items).to(next(model.parameters()).device)
+def replay(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Replay:
+    """What the queries of some rows could see."""
+    return replay_of(model, [(record.tokens[i, : record.lengths[i]], record.traces[i]) for i in rows.tolist()])
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:

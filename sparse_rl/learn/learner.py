@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import SparseRLError
-from .batch import Batch, evicted_at, pack
+from .batch import Batch, pack, replay
 from .distill import distillation
 from .loss import Loss, policy_loss
 from .optimizer import MasterAdamW, OptimizerSettings
@@ -90,7 +90,7 @@ class Learner:
             return None if tensor is None else tensor[rows, :width].to(self.device)
 
         tokens, mask, scale = cut(batch.tokens), cut(batch.mask), cut(batch.scale)
-        seen = None if batch.traces is None else evicted_at(self.model, batch, rows)
+        seen = None if batch.traces is None else replay(self.model, batch, rows)
         states = hidden_states(self.model, tokens, seen)
         logprobs = logprobs_of(self.model, states, tokens, mask, self.temperature)
         loss, sums = policy_loss(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import use_attention_through_backward
+from ..attention import Replay, use_attention_through_backward
 from ..cache import Trace
 from ..errors import SparseRLError
 from ..models import HEAD_CHUNK
@@ -35,16 +35,16 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens, device=device)[None]
     asked = torch.arange(tokens.shape[1], device=device)[None] > 0
-    evicted_at = None if trace is None else pad_traces(model, [(tokens[0], trace)]).to(device)
-    return batch_logprobs(model, tokens, asked, temperature, evicted_at)[0]
+    replay = None if trace is None else replay_of(model, [(tokens[0], trace)])
+    return batch_logprobs(model, tokens, asked, temperature, replay)[0]
 
 
-def batch_logprobs(model: nn.Module, tokens: Tensor, asked: Tensor, temperature: float = 1.0, evicted_at: Tensor | None = None) -> Tensor:
+def batch_logprobs(model: nn.Module, tokens: Tensor, asked: Tensor, temperature: float = 1.0, replay: Replay | None = None) -> Tensor:
     """fp32 [B, T]: log-probs of the tokens `asked` for (bool [B, T], never the first of a sequence), 0 elsewhere. Differentiable.
 
-    tokens int64 [B, T] and everything else on the model's device; evicted_at int32 [B, L, H, T] for the shadow view.
+    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view.
     """
-    return logprobs_of(model, hidden_states(model, tokens, evicted_at), tokens, asked, temperature)
+    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, asked, temperature)
 
 
 def logprobs_of(model: nn.Module, states, tokens: Tensor, asked: Tensor, temperature: float = 1.0) -> Tensor:
@@ -53,7 +53,7 @@ def logprobs_of(model: nn.Module, states, tokens: Tensor, asked: Tensor, tempera
     return values.new_zeros(tokens.shape).masked_scatter(asked, values)
 
 
-def hidden_states(model: nn.Module, tokens: Tensor, evicted_at: Tensor | None = None):
+def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
     """What the decoder hands to the head, as the model's own output record. tokens [B, T] -> last_hidden_state [B, T, hidden]"""
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
@@ -61,11 +61,11 @@ def hidden_states(model: nn.Module, tokens: Tensor, evicted_at: Tensor | None = 
     if "logits_to_keep" in inspect.signature(_causal_lm(model).forward).parameters:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
-        if evicted_at is None:
+        if replay is None:
             model(**inputs)
         else:
             with use_attention_through_backward(model, "shadow"):
-                model(**inputs, evicted_at=evicted_at)
+                model(**inputs, replay=replay)
     finally:
         hook.remove()
     if not caught:
@@ -121,8 +121,15 @@ def logprobs_and_entropies(temperature: float) -> Callable[[Tensor, Tensor], Ten
     return function
 
 
+def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay:
+    """What the queries of several (tokens, trace) could see, side by side, after checking that each belongs to its tokens."""
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(tokens) for tokens, _ in items])
+    return Replay(pad_traces(model, items).to(device), lengths.to(device))
+
+
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
-    """The traces of several (tokens, trace) side by side, padded with "never": int32 [B, L, H, T]"""
+    """The traces side by side, padded with "never": int32 [B, L, H, T]"""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     longest = max(len(tokens) for tokens, _ in items)
@@ -150,7 +157,7 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     tokens = trajectory.tokens.to(device)[None]
     asked = torch.arange(tokens.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
     dense = hidden_states(model, tokens)
-    shadow = hidden_states(model, tokens, pad_traces(model, [(trajectory.tokens, trajectory.trace)]).to(device))
+    shadow = hidden_states(model, tokens, replay_of(model, [(trajectory.tokens, trajectory.trace)]))
     pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(CHUNK) for states in (dense, shadow))
     shares = []
     for ours, theirs in zip(*pairs, strict=True):

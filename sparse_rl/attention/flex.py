@@ -1,0 +1,76 @@
+"""Attention under a trace by FlexAttention: for traces with too many segments to list what each keeps (beacons of short chunks).
+
+Which blocks of [queries, tokens] hold anything visible follows from the least and the greatest `evicted_at` of a block of tokens, so the
+block mask takes (T / 128)^2 and no [T, T] exists. Blocks that are wholly visible are not masked.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+_BLOCK = 128
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex_under_trace(
+    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+) -> Tensor:
+    """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at int32 [B, H, T] -> [B, T, H * G, D]"""
+    group = query.shape[1] // key.shape[1]
+    mask = trace_block_mask(evicted_at, group, sliding_window)
+    out = _compiled()(query, key, value, score_mod=_soft_cap(softcap), block_mask=mask, scale=scaling, enable_gqa=group > 1)
+    return out.transpose(1, 2).contiguous()
+
+
+def trace_block_mask(evicted_at: Tensor, group: int, sliding_window: int | None) -> BlockMask:
+    """evicted_at [B, H, T] -> a mask of H * G heads"""
+    tokens = evicted_at.shape[-1]
+    some, whole = visible_blocks(evicted_at, sliding_window)
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """How many, and which, ascending and first. [B, H, Q, K] -> int32 [B, H * G, Q], [B, H * G, Q, K]"""
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return tuple(x.to(torch.int32).repeat_interleave(group, 1) for x in (blocks.sum(-1), order))
+
+    def visible(b, h, q, k):
+        seen = (k <= q) & (q < evicted_at[b, h // group, k])
+        return seen if sliding_window is None else seen & (q - k < sliding_window)
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~whole), *listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(tokens, tokens)
+    )
+
+
+def visible_blocks(evicted_at: Tensor, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+    """Blocks of queries x tokens in which something may be visible, and in which everything is. [B, H, T] -> bool [B, H, Q, K] each"""
+    tokens = evicted_at.shape[-1]
+    short = -tokens % _BLOCK
+    latest = F.pad(evicted_at, (0, short), value=0).unflatten(-1, (-1, _BLOCK)).amax(-1)[..., None, :]  # [B, H, 1, K]
+    first = F.pad(evicted_at, (0, short), value=0).unflatten(-1, (-1, _BLOCK)).amin(-1)[..., None, :]
+    begin = torch.arange(0, tokens + short, _BLOCK, device=evicted_at.device)
+    q, k = begin[:, None], begin[None, :]
+    some = (k <= q) & (q < latest)
+    whole = (k < q) & (q + _BLOCK - 1 < first) & (q + _BLOCK <= tokens)
+    if sliding_window is not None:
+        some &= q - (k + _BLOCK - 1) < sliding_window
+        whole &= q + _BLOCK - 1 - k < sliding_window
+    return some, whole
+
+
+def _soft_cap(softcap: float | None):
+    if softcap is None:
+        return None
+
+    def capped(score, b, h, q, k):
+        return torch.tanh(score / softcap) * softcap
+
+    return capped

@@ -1,0 +1,309 @@
+"""Triton kernels of attention under a trace, forward and backward, by segments (cache/segments.py).
+
+A segment's keys are one list: the tokens kept at its begin, read in place through their indices, then its own. Programs of the forward
+pass and of dQ own a tile of queries and walk the list; programs of dK and dV own a tile of the list, walk the segment's queries of all
+query heads of the group, and add to fp32 gradients (a kept token belongs to many segments; so the order of a sum is not fixed). Scores
+exist a tile at a time.
+
+Twin: attention/core.attend under the boolean mask. Shapes: B rows, H KV heads, G query heads per KV head, T tokens, S segments, K kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cache.segments import Segments, key_tiles, query_tiles, typical_length
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most, BLOCK: tl.constexpr):
+    """The tokens one head keeps at one segment's begin, ascending."""
+    program, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.load(begins + program // rows_heads * num_segments + segment)
+    evicted_at += program * tokens
+    kept += (program * num_segments + segment) * most
+    found = 0
+    for start in range(0, begin, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        stays = (tl.load(evicted_at + k, mask=k < begin, other=0) > begin).to(tl.int32)
+        tl.store(kept + found + tl.cumsum(stays, 0) - 1, k, mask=stays != 0)
+        found += tl.sum(stays, 0)
+
+
+@triton.jit
+def _listed(n, count, begin, total, kept):
+    """Tokens at places n of a segment's list; a token no query sees beyond its end. [N]"""
+    token = tl.load(kept + n, mask=n < count, other=0)
+    token = tl.where(n < count, token, begin + n - count)
+    return tl.where(n < total, token, 2147483647)
+
+
+@triton.jit
+def _rows_of(x, row, valid, d, stride, DIM: tl.constexpr):
+    """[N, D_BLOCK]: rows of a matrix, zero where not valid. row, valid [N]"""
+    return tl.load(x + row.to(tl.int64)[:, None] * stride + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _logits(product, scaling, SOFTCAP: tl.constexpr):
+    """Of base 2; and of base e, soft-capped, where the cap's slope needs them."""
+    logits = product * scaling
+    if SOFTCAP > 0:
+        logits = SOFTCAP * (2 * tl.sigmoid(2 * logits / SOFTCAP) - 1)
+    return logits * _LOG2E, logits
+
+
+@triton.jit
+def _visible(q, token, WINDOW: tl.constexpr):
+    """Of a segment's list: what is not later, and within the layer's own window. q [M, 1] or [1, M], token the other way -> [M, N]"""
+    seen = token <= q
+    if WINDOW > 0:
+        seen &= q - token < WINDOW
+    return seen
+
+
+@triton.jit
+def _forward(
+    query, key, value, out, lse, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, kept_b, count_b,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one query head."""
+    b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tiles += (b * num_tiles + tl.program_id(0)) * 4
+    first = tl.load(tiles)
+    if first < 0:
+        return
+    end, begin, segment = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+    count = tl.load(counts + b * count_b + (head // GROUP) * num_segments + segment)
+    kept += b * kept_b + ((head // GROUP) * num_segments + segment) * most
+    key += b * key_b + (head // GROUP) * key_h
+    value += b * value_b + (head // GROUP) * value_h
+    d, q = tl.arange(0, DIM_BLOCK), first + tl.arange(0, QUERIES)
+    query_tile = _rows_of(query + b * query_b + head * query_h, q, q < end, d, query_t, DIM)  # [M, D]
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
+    last = count + tl.minimum(first + QUERIES, end) - begin
+    for start in range(0, last, KEYS):
+        n = start + tl.arange(0, KEYS)
+        token = _listed(n, count, begin, last, kept)
+        key_tile = _rows_of(key, token, n < last, d, key_t, DIM)  # [N, D]
+        logits, _ = _logits(tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee"), scaling, SOFTCAP)  # [M, N]
+        logits = tl.where(_visible(q[:, None], token[None, :], WINDOW), logits, -float("inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(logits - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        value_tile = _rows_of(value, token, n < last, d, value_t, DIM)
+        result = result * shrink[:, None] + tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
+        top = higher
+    place = out + b * out_b + q.to(tl.int64)[:, None] * out_t + head * out_h + d[None, :]
+    tl.store(place, (result / total[:, None]).to(out.dtype.element_ty), mask=(q < end)[:, None] & (d < DIM)[None, :])
+    tl.store(lse + (b * tl.num_programs(1) + head) * tokens + q, top + tl.log2(total), mask=q < end)
+
+
+@triton.jit
+def _backward_queries(
+    query, key, value, out, upstream, lse, delta, d_query, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, up_b, up_t, up_h,
+    d_query_b, d_query_h, d_query_t, kept_b, count_b,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries of one query head, and delta = sum(out * upstream), which dK needs too."""
+    b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tiles += (b * num_tiles + tl.program_id(0)) * 4
+    first = tl.load(tiles)
+    if first < 0:
+        return
+    end, begin, segment = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+    count = tl.load(counts + b * count_b + (head // GROUP) * num_segments + segment)
+    kept += b * kept_b + ((head // GROUP) * num_segments + segment) * most
+    key += b * key_b + (head // GROUP) * key_h
+    value += b * value_b + (head // GROUP) * value_h
+    d, q = tl.arange(0, DIM_BLOCK), first + tl.arange(0, QUERIES)
+    query_tile = _rows_of(query + b * query_b + head * query_h, q, q < end, d, query_t, DIM)  # [M, D]
+    up_tile = _rows_of(upstream + b * up_b + head * up_h, q, q < end, d, up_t, DIM)
+    out_tile = _rows_of(out + b * out_b + head * out_h, q, q < end, d, out_t, DIM)
+    place = (b * tl.num_programs(1) + head) * tokens + q
+    mean = tl.sum(out_tile.to(tl.float32) * up_tile.to(tl.float32), 1)  # [M]
+    tl.store(delta + place, mean, mask=q < end)
+    norm = tl.load(lse + place, mask=q < end, other=0.0)
+    result = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
+    last = count + tl.minimum(first + QUERIES, end) - begin
+    for start in range(0, last, KEYS):
+        n = start + tl.arange(0, KEYS)
+        token = _listed(n, count, begin, last, kept)
+        key_tile = _rows_of(key, token, n < last, d, key_t, DIM)  # [N, D]
+        value_tile = _rows_of(value, token, n < last, d, value_t, DIM)
+        logits, capped = _logits(tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee"), scaling, SOFTCAP)  # [M, N]
+        weights = tl.where(_visible(q[:, None], token[None, :], WINDOW), tl.exp2(logits - norm[:, None]), 0.0)
+        slope = weights * (tl.dot(up_tile, tl.trans(value_tile), input_precision="ieee") - mean[:, None])
+        if SOFTCAP > 0:
+            slope *= 1 - (capped / SOFTCAP) * (capped / SOFTCAP)
+        result += tl.dot(slope.to(key_tile.dtype), key_tile, input_precision="ieee")
+    place = d_query + b * d_query_b + head * d_query_h + q.to(tl.int64)[:, None] * d_query_t + d[None, :]
+    tl.store(place, (result * scaling).to(d_query.dtype.element_ty), mask=(q < end)[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def _backward_keys(
+    query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, up_b, up_t, up_h, kept_b, count_b,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """What one segment's queries add to dK and dV of one tile of its list."""
+    b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    tiles += (b * num_tiles + tl.program_id(0)) * 4
+    start = tl.load(tiles)
+    if start < 0:
+        return
+    end, begin, segment = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+    count = tl.load(counts + b * count_b + head * num_segments + segment)
+    kept += b * kept_b + (head * num_segments + segment) * most
+    last = count + end - begin
+    if start >= last:
+        return
+    d, n = tl.arange(0, DIM_BLOCK), start + tl.arange(0, KEYS)
+    token = _listed(n, count, begin, last, kept)
+    key_tile = _rows_of(key + b * key_b + head * key_h, token, n < last, d, key_t, DIM)  # [N, D]
+    value_tile = _rows_of(value + b * value_b + head * value_h, token, n < last, d, value_t, DIM)
+    key_sum = tl.zeros([KEYS, DIM_BLOCK], tl.float32)
+    value_sum = tl.zeros([KEYS, DIM_BLOCK], tl.float32)
+    first = begin + tl.maximum(start - count, 0)  # own tokens are not seen before they are fed
+    steps = tl.cdiv(end - first, QUERIES)
+    query += b * query_b + head * GROUP * query_h
+    upstream += b * up_b + head * GROUP * up_h
+    for step in range(0, GROUP * steps):
+        member = (step // steps).to(tl.int64)  # of the group's query heads
+        q = first + (step % steps) * QUERIES + tl.arange(0, QUERIES)
+        query_tile = _rows_of(query + member * query_h, q, q < end, d, query_t, DIM)  # [M, D]
+        up_tile = _rows_of(upstream + member * up_h, q, q < end, d, up_t, DIM)
+        place = ((b * heads + head) * GROUP + member) * tokens + q
+        norm = tl.load(lse + place, mask=q < end, other=0.0)
+        mean = tl.load(delta + place, mask=q < end, other=0.0)
+        logits, capped = _logits(tl.dot(key_tile, tl.trans(query_tile), input_precision="ieee"), scaling, SOFTCAP)  # [N, M]
+        seen = _visible(q[None, :], token[:, None], WINDOW) & (q < end)[None, :]
+        weights = tl.where(seen, tl.exp2(logits - norm[None, :]), 0.0)
+        value_sum += tl.dot(weights.to(up_tile.dtype), up_tile, input_precision="ieee")
+        slope = weights * (tl.dot(value_tile, tl.trans(up_tile), input_precision="ieee") - mean[None, :])
+        if SOFTCAP > 0:
+            slope *= 1 - (capped / SOFTCAP) * (capped / SOFTCAP)
+        key_sum += tl.dot(slope.to(query_tile.dtype), query_tile, input_precision="ieee")
+    place = ((b * heads + head) * tokens + tl.where(n < last, token, 0))[:, None] * DIM + d[None, :]
+    inside = (n < last)[:, None] & (d < DIM)[None, :]
+    tl.atomic_add(d_key + place, key_sum * scaling, mask=inside, sem="relaxed")
+    tl.atomic_add(d_value + place, value_sum, mask=inside, sem="relaxed")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How many queries and keys at a time, and how a program runs."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A micro-batch's segments as the kernels walk them, made once for all layers."""
+
+    kept: Tensor  # int32 [B, L, H, S, K]
+    counts: Tensor  # int32 [B, L, H, S]
+    forward: Tensor  # int32 [B, N, 4]: tiles of queries
+    d_queries: Tensor  # int32 [B, N, 4]
+    d_keys: Tensor  # int32 [B, N, 4]: tiles of what segments see
+    tiles: tuple[Tiles, Tiles, Tiles]  # forward, dQ, dK and dV
+
+
+def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles, Tiles]:
+    """For forward, dQ, dK and dV; `queries`: of a typical segment."""
+    if dtype == torch.float32 or dim > 128:  # the operands of a dot live in registers, or are twice as wide
+        return (Tiles(16, 32, 4, 2),) * 3
+    queries = max(16, triton.next_power_of_2(queries))
+    wide = min(queries, 128)
+    return Tiles(wide, 64, 8 if wide == 128 else 4, 3), Tiles(wide, 64, 8 if wide == 128 else 4, 3), Tiles(min(queries, 64), 64, 4, 3)
+
+
+def lay_out(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
+    """evicted_at int32 [B, L, H, T], as the segments were found in"""
+    rows, layers, heads, tokens = evicted_at.shape
+    num_segments, device = segments.begins.shape[1], evicted_at.device
+    kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
+    _list_kept[(rows * layers * heads, num_segments)](
+        evicted_at.contiguous(), segments.begins.contiguous(), kept, layers * heads, tokens, num_segments, kept.shape[-1], BLOCK=1024
+    )
+    forward, d_queries, d_keys = tiles_for(typical_length(segments), dim, dtype)
+    tables = query_tiles(segments, forward.queries), query_tiles(segments, d_queries.queries), key_tiles(segments, d_keys.keys)
+    return Layout(kept, segments.counts.contiguous(), *(table.to(device) for table in tables), (forward, d_queries, d_keys))
+
+
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: int, scaling: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]; zeros on padding. Differentiable."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return _SegmentAttention.apply(query, key, value, layout, layer, float(scaling), window or 0, softcap or 0.0)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, layout, layer, scaling, window, softcap):
+        rows, query_heads, tokens, dim = query.shape
+        out = torch.zeros(rows, tokens, query_heads, dim, dtype=query.dtype, device=query.device)
+        lse = torch.zeros(rows, query_heads, tokens, dtype=torch.float32, device=query.device)
+        how, table, kept, counts = layout.tiles[0], layout.forward, layout.kept[:, layer], layout.counts[:, layer]
+        meta = dict(GROUP=query_heads // key.shape[1], DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
+        _forward[(table.shape[1], query_heads, rows)](
+            query, key, value, out, lse, kept, counts, table, scaling, table.shape[1], counts.shape[-1], kept.shape[-1], tokens,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], kept.stride(0), counts.stride(0),
+            **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.layer, ctx.scaling, ctx.meta = layout, layer, scaling, meta
+        return out
+
+    @staticmethod
+    def backward(ctx, upstream):
+        query, key, value, out, lse = ctx.saved_tensors
+        layout, scaling, meta = ctx.layout, ctx.scaling, ctx.meta
+        kept, counts = layout.kept[:, ctx.layer], layout.counts[:, ctx.layer]
+        rows, query_heads, tokens, _ = query.shape
+        upstream = upstream if upstream.stride(-1) == 1 else upstream.contiguous()
+        d_query, delta = torch.zeros_like(query), torch.zeros_like(lse)
+        strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3]
+        how, table = layout.tiles[1], layout.d_queries
+        _backward_queries[(table.shape[1], query_heads, rows)](
+            query, key, value, out, upstream, lse, delta, d_query, kept, counts, table, scaling,
+            table.shape[1], counts.shape[-1], kept.shape[-1], tokens,
+            *strides, *out.stride()[:3], *upstream.stride()[:3], *d_query.stride()[:3], kept.stride(0), counts.stride(0),
+            **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+        d_key, d_value = (torch.zeros(key.shape, dtype=torch.float32, device=key.device) for _ in range(2))
+        how, table = layout.tiles[2], layout.d_keys
+        _backward_keys[(table.shape[1], key.shape[1], rows)](
+            query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, table, scaling,
+            table.shape[1], counts.shape[-1], kept.shape[-1], tokens,
+            *strides, *upstream.stride()[:3], kept.stride(0), counts.stride(0),
+            **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None, None
+
+
+def _padded(size: int) -> int:
+    """A power of two that tl.dot takes."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,172 @@
+"""Attention under a trace by segments, forward and backward, against the boolean mask in fp64: on a GPU where there is one, else in
+Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_rl.attention.core import attend
+from sparse_rl.attention.flex import visible_blocks
+from sparse_rl.attention.shadow import layer_mask
+from sparse_rl.cache.segments import find_segments, key_tiles, query_tiles
+from sparse_rl.kernels.segments import lay_out, segment_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+NEVER = torch.iinfo(torch.int32).max
+
+
+def trace(tokens: int, length: int, budget: int, interval: int, prompt: int = 1, layers: int = 2, heads: int = 2, seed: int = 0):
+    """int32 [L, H, T]: random survivors at the moments an engine would evict at; padded with "never"."""
+    generator = torch.Generator().manual_seed(seed)
+    evicted_at = torch.full((layers, heads, tokens), NEVER, dtype=torch.int32)
+    moment = max(prompt, budget + interval)
+    while moment < length:
+        for head in evicted_at.flatten(0, 1):
+            alive = (head[:moment] == NEVER).nonzero()[:, 0]
+            head[alive[torch.randperm(len(alive), generator=generator)[budget:]]] = moment
+        moment += interval
+    return evicted_at
+
+
+def any_trace(tokens: int, length: int, seed: int, layers: int = 2, heads: int = 2):
+    """Every head evicts when it likes: as irregular as a trace can be."""
+    generator = torch.Generator().manual_seed(seed)
+    life = 1 + (torch.rand(layers, heads, tokens, generator=generator) ** 3 * tokens).int()
+    evicted_at = torch.arange(tokens, dtype=torch.int32) + life
+    return torch.where((evicted_at < length) & (torch.arange(tokens) < length), evicted_at, NEVER)
+
+
+def micro_batch(kind: str, tokens: int = 70):
+    lengths = torch.tensor([tokens, 41, 6])
+    if kind == "irregular":
+        rows = [any_trace(tokens, n, seed) for seed, n in enumerate(lengths.tolist())]
+    else:
+        budget, interval, prompt = {"even": (12, 8, 1), "odd": (9, 5, 30), "nothing evicted": (tokens, 1, 1)}[kind]
+        rows = [trace(tokens, n, budget, interval, prompt, seed=seed) for seed, n in enumerate(lengths.tolist())]
+    return torch.stack(rows).to(DEVICE), lengths.to(DEVICE)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+def error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["even", "odd", "nothing evicted", "irregular"])
+@pytest.mark.parametrize(
+    "dtype, group, dim, window, softcap",
+    [
+        (torch.float32, 2, 16, None, None),
+        (HALF, 3, 24, None, None),
+        (torch.float32, 1, 32, 17, None),
+        (torch.float32, 2, 8, None, 3.0),
+        (torch.float32, 2, 8, 25, 3.0),
+        (HALF, 6, 64, None, None),
+    ],
+)
+def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
+    evicted_at, lengths = micro_batch(kind)
+    (rows, _, heads, tokens), layer, scaling = evicted_at.shape, 1, 0.3
+    query = draw(rows, tokens, heads * group, dim, dtype=dtype).transpose(1, 2)  # as a model has them: heads inside tokens in memory
+    key, value = (draw(rows, heads, tokens, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    upstream = draw(rows, tokens, heads * group, dim, dtype=dtype, seed=3)
+    real = torch.arange(tokens, device=DEVICE) < lengths[:, None]  # [B, T]
+    upstream = upstream * real[:, :, None, None]  # nobody asks for padding
+
+    mine = [x.detach().requires_grad_() for x in (query, key, value)]
+    layout = lay_out(find_segments(evicted_at, lengths), evicted_at, dim, dtype)
+    out = segment_attention(*mine, layout, layer, scaling, window, softcap)
+    out.backward(upstream)
+
+    theirs = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    expected = attend(*theirs, layer_mask(evicted_at[:, layer], window), scaling, softcap)
+    expected.backward(upstream.double())
+
+    assert error(out[real], expected[real]) < TOLERANCE[dtype]
+    assert (out[~real] == 0).all()
+    for name, a, b in zip(("query", "key", "value"), mine, theirs, strict=True):
+        assert a.grad.dtype == dtype and a.grad.isfinite().all()
+        assert error(a.grad, b.grad) < 2 * TOLERANCE[dtype], name
+
+
+def test_gradients_of_inputs_that_are_slices():
+    """Keys and values cut out of one projection, a query whose head dim is not innermost in memory: strides are honoured."""
+    evicted_at, lengths = micro_batch("even")
+    rows, _, heads, tokens = evicted_at.shape
+    whole = draw(rows, tokens, 3 * heads, 16).requires_grad_()
+    query, key, value = whole.transpose(1, 2).split(heads, 1)
+    layout = lay_out(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
+    upstream = draw(rows, heads, tokens, 16, seed=3).transpose(1, 2)
+    upstream = upstream * (torch.arange(tokens, device=DEVICE) < lengths[:, None])[:, :, None, None]
+    segment_attention(query, key, value, layout, 0, 0.25, None, None).backward(upstream)
+    again = whole.detach().double().requires_grad_()
+    attend(*again.transpose(1, 2).split(heads, 1), layer_mask(evicted_at[:, 0], None), 0.25).backward(upstream.double())
+    assert error(whole.grad, again.grad) < 4e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 10_000))
+def test_segments_say_what_each_query_sees(tokens, seed):
+    """Kept tokens at the begin, and own tokens up to oneself, are exactly the visible ones; tiles cover every query and place once."""
+    lengths = torch.randint(1, tokens + 1, (3,), generator=torch.Generator().manual_seed(seed))
+    lengths[0] = tokens
+    evicted_at = torch.stack([any_trace(tokens, n, seed + i) for i, n in enumerate(lengths.tolist())])
+    segments = find_segments(evicted_at, lengths)
+    mask = (torch.arange(tokens)[None, :] <= torch.arange(tokens)[:, None]) & (torch.arange(tokens)[:, None] < evicted_at[..., None, :])
+    for b, length in enumerate(lengths.tolist()):
+        begins = segments.begins[b].tolist()
+        assert begins[0] == 0 and begins == sorted(begins) and begins[-1] <= length
+        for s, (begin, end) in enumerate(zip(begins, [*begins[1:], length], strict=True)):
+            kept = (torch.arange(tokens) < begin) & (evicted_at[b] > begin)  # [L, H, T]
+            for q in range(begin, end):
+                own = (torch.arange(tokens) >= begin) & (torch.arange(tokens) <= q)
+                assert torch.equal(mask[b, :, :, q], kept | own)
+            assert begin == length or torch.equal(segments.counts[b, :, :, s], kept.sum(-1).int())
+    for size in (1, 4, 16):
+        tiles, listed = query_tiles(segments, size), key_tiles(segments, size)
+        for b, length in enumerate(lengths.tolist()):
+            covered = [q for first, end, _, _ in tiles[b].tolist() if first >= 0 for q in range(first, min(first + size, end))]
+            assert covered == list(range(length))
+            for _, end, begin, s in listed[b].tolist():
+                starts = [row[0] for row in listed[b].tolist() if row[3] == s and s >= 0]
+                assert s < 0 or (
+                    starts == list(range(0, starts[-1] + 1, size)) and starts[-1] + size >= segments.counts[b, ..., s].max() + end - begin
+                )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(100, 600), st.integers(0, 10_000), st.sampled_from([None, 1, 100, 300]))
+def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
+    """No visible pair lies outside `some`, and inside `whole` all pairs are visible; `whole` is not empty where it need not be."""
+    evicted_at = trace(tokens, tokens, 40, 16, seed=seed)[:1]
+    some, whole = visible_blocks(evicted_at, window)
+    mask = layer_mask(evicted_at, window)[0]  # [H, T, T]
+    short = -tokens % 128
+    blocks = torch.nn.functional.pad(mask, (0, short, 0, short)).unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))  # [H, Q, 128, K, 128]
+    assert not (blocks.any(-1).any(-2) & ~some[0]).any()
+    assert not (whole[0] & ~blocks.all(-1).all(-2)).any()
+    dense = torch.full_like(evicted_at, NEVER)
+    _, whole = visible_blocks(dense, None)
+    full = tokens // 128
+    assert torch.equal(whole[0, 0, :full, :full], torch.ones(full, full, dtype=torch.bool).tril(-1))
+
+
+def test_many_segments_are_told_apart():
+    """Kept tokens are listed where the lists stay small beside the tokens: a budget and an interval; not where every token is an event."""
+    few = trace(4096, 4096, 512, 128, layers=1, heads=1)[None]
+    assert find_segments(few, torch.tensor([4096])).are_few
+    chunks = torch.arange(1, 4097, dtype=torch.int32).view(1, 1, 1, -1).clone()  # every other token goes at once, the rest stays: beacons
+    chunks[..., ::2] = NEVER
+    assert not find_segments(chunks, torch.tensor([4096])).are_few
