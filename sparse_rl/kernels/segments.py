@@ -235,8 +235,7 @@ def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles,
     if dtype == torch.float32 or dim > 128:  # the operands of a dot live in registers, or are twice as wide
         return (Tiles(16, 32, 4, 2),) * 3
     queries = max(16, triton.next_power_of_2(queries))
-    wide = min(queries, 128)
-    return Tiles(wide, 64, 8 if wide == 128 else 4, 3), Tiles(wide, 64, 8 if wide == 128 else 4, 3), Tiles(min(queries, 64), 64, 4, 3)
+    return Tiles(min(queries, 128), 32, 4, 4), Tiles(min(queries, 64), 32, 4, 3), Tiles(min(queries, 64), 64, 4, 2)
 
 
 def lay_out(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
