@@ -259,16 +259,16 @@ def make_training_plan(
 ) -> TrainingPlan:
     """`trained`: parameters that are trained; `micro_batch_tokens` may be less than one trajectory, which then goes alone.
 
-    `shadow`: attention under a trace, whose mask is made layer by layer; `distills`: the other view goes through the model too.
+    `shadow`: attention under a trace, by segments; `distills`: the other view goes through the model too.
     """
     item = shape.dtype.itemsize
     tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
     layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
     kept = tokens * shape.hidden * item
-    longest = rollout.prompt_tokens + rollout.new_tokens
-    mask = tokens // longest * shape.query_heads * longest**2 * (1 + item) if shadow else 0  # booleans, and as the kernel adds them
+    lists = 4 * (1 + rollout.budget // rollout.interval) + 3 * 8  # per token and head: the trace and what segments keep; finding them
+    traces = tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim) if shadow else 0  # and fp32 gradients of a layer's K, V
     activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
-    activations = (2 if distills else 1) * activations + (mask if checkpointing else shape.layers * mask)
+    activations = (2 if distills else 1) * activations + traces
     head = HEAD_CHUNK * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     return TrainingPlan(

@@ -110,6 +110,50 @@ def test_logprobs_and_gradients_are_those_of_an_explicit_mask(compressor, name, 
     assert_close(mine, gradients(model))
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_learn_under_the_trace(checkpointing):
+    """Gradients of LoRA's matrices equal those of an explicit mask in fp64."""
+    pytest.importorskip("peft")
+    from sparse_rl.models import with_lora
+
+    torch.manual_seed(0)
+    model = with_lora(copy.deepcopy(tiny("llama")), rank=4, alpha=8)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    done = rollouts(model)
+    model.double()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+        model.train()
+    sampled = collate(done)
+    replay = scoring.replay_of(model, [(t.tokens, t.trace) for t in done])
+    scoring.batch_logprobs(model, sampled.tokens, sampled.mask, 1.0, replay).sum().backward()
+    mine = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.eval()
+    for t in done:
+        logits = explicit_logits(model.get_base_model(), t, shadow=True)
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, t.tokens[1:, None])[:, 0]
+        logprobs[t.num_prompt_tokens - 1 :].sum().backward()
+    theirs = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert mine.keys() == theirs.keys() and all("lora_" in n for n in mine)
+    assert_close(mine, theirs)
+
+
+def test_bf16_under_the_trace():
+    """In bf16 the view is the same up to bf16's rounding: nearer to its own fp32 values than the dense view is by far."""
+    model = copy.deepcopy(tiny("llama"))
+    done = rollouts(model)
+    exact = score(model, collate(done), 10_000, view="shadow")
+    rounded = score(copy.deepcopy(model).bfloat16(), collate(done), 10_000, view="shadow")
+    dense = score(model, collate(done), 10_000, view="dense")
+    mask = exact.sampled.mask
+    off = (rounded.old_logprobs - exact.old_logprobs)[mask].abs().mean()
+    assert 0 < off < 0.1 and 5 * off < (dense.old_logprobs - exact.old_logprobs)[mask].abs().mean()
+
+
 @pytest.mark.parametrize("compressor", ["rkv", "window"])
 def test_the_first_ratio_is_one_and_nothing_is_rejected(compressor):
     """In the shadow view the gap is rounding, so Sparse-RL's rejection and weights have nothing to do; in the dense view they have."""
