@@ -88,10 +88,8 @@ def main() -> None:
     (args.out / "ratios.json").write_text(json.dumps(found, indent=1))
     plot(found, args.out / "ratios.png")
     for name, row in found.items():
-        tail = row["quantiles"]
-        print(
-            f"{name}: mean |log ratio| {row['mean_abs']:.5f}, 1 % {tail['0.01']:.4f}, 99 % {tail['0.99']:.4f}, below 1e-4: {row['below_1e-4']:.5f}"
-        )
+        tail = f"1 % {row['quantiles']['0.01']:.4f}, 99 % {row['quantiles']['0.99']:.4f}, below 1e-4: {row['below_1e-4']:.5f}"
+        print(f"{name}: mean |log ratio| {row['mean_abs']:.5f}, {tail}")
 
 
 if __name__ == "__main__":

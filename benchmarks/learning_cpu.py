@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"rkv 46": ("rkv", 46), "rkv 38": ("rkv", 38), "rkv 32": ("rkv", 32), "snapkv 46": ("snapkv", 46), "snapkv 38": ("snapkv", 38)}
 DENSE = ("dense", "shuffled")  # on a dense cache, the second a control
-METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released", "shadow")
+METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released", "shadow", "smd a", "smd b", "smd c")
 STARTS = ("tiny-sums", "second")
 SECOND_SEED = 2
 
@@ -49,7 +49,9 @@ def overrides(job: tuple, second: Path, steps: int, more: dict) -> list[tuple[st
         keys["learn.shuffle_advantages"] = str(method == "shuffled").lower()
     else:
         name, budget = SETTINGS[setting]
-        keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": method}
+        preset, *distill = method.split()
+        keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": preset}
+        keys |= {"learn.distill": direction for direction in distill}
     return [(k, str(v)) for k, v in {**keys, **more}.items()]
 
 
