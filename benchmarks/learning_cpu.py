@@ -49,9 +49,8 @@ def overrides(job: tuple, second: Path, steps: int, more: dict) -> list[tuple[st
         keys["learn.shuffle_advantages"] = str(method == "shuffled").lower()
     else:
         name, budget = SETTINGS[setting]
-        preset, *distill = method.split()
-        keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": preset}
-        keys |= {"learn.distill": direction for direction in distill}
+        preset, _, direction = method.partition(" ")
+        keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": preset, "learn.distill": direction or "null"}
     return [(k, str(v)) for k, v in {**keys, **more}.items()]
 
 
