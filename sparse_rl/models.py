@@ -20,7 +20,6 @@ from torch import nn
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
 
-HEAD_CHUNK = 1024  # tokens whose logits exist at a time while learning
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 # Public architectures by size: enough to plan memory or to measure speed with random weights, without a download.
@@ -37,6 +36,11 @@ _SHAPES = {
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
     "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128, 128256, True, 131072),
 }
+
+
+def head_chunk(vocabulary: int) -> int:
+    """Tokens whose logits exist at a time while learning: a thousand, or 16 MiB of fp32 where the vocabulary is small."""
+    return max(1024, 2**22 // vocabulary)
 
 
 @dataclass(frozen=True)
