@@ -125,7 +125,7 @@ def warm(plan: Plan) -> None:
     from sparse_rl.errors import stoppable
     from sparse_rl.warmup import warmup
 
-    torch.set_float32_matmul_precision("high")  # for warm-up only: rollouts and learner must round alike
+    torch.set_float32_matmul_precision("high")
     folder, following = plan.out / "warm", plan.out / "warm-next"
     keys = {}
     if folder.exists():
@@ -146,6 +146,7 @@ def warm(plan: Plan) -> None:
             print(f"stopped after {(time.perf_counter() - start) / 60:.1f} minutes; --pilot says how good it is")
         finally:
             late.cancel()
+            torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
     shutil.rmtree(folder, ignore_errors=True)
     following.rename(folder)
     print(f"{folder}: {time.perf_counter() - start:.0f} s")

@@ -45,10 +45,10 @@ def table(rows: list[dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for view in ("dense", "sparse"):
         for setting in dict.fromkeys(row["setting"] for row in rows):
-            found = [v[0] for row in rows if row["setting"] == setting and (v := values(row, f"eval/{view}/accuracy"))]
+            found = {r["seed"]: v[0] for r in rows if r["setting"] == setting and (v := values(r, f"eval/{view}/accuracy"))}
             if found and (view == "sparse" or setting == DENSE):
-                lines.append(f"| {setting} | at the start | 0 | " + ("" if view == "sparse" else spread(found)) + " | "
-                             + (spread(found) if view == "sparse" else "") + " |" + " |" * 6)  # fmt: skip
+                shown = {"dense": "", "sparse": "", view: spread(list(found.values()))}  # the same for every method
+                lines.append(f"| {setting} | at the start | 0 | {shown['dense']} | {shown['sparse']} |" + " |" * 6)
     for (setting, method), group in grouped(rows).items():
         sparse = spread([final(r, "sparse") for r in group])
         if method == DENSE:

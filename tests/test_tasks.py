@@ -97,6 +97,7 @@ def test_countdown_searches_find_their_target_within_the_limit(options):
     assert prompts == again.sample(0, 500) and prompts[300:] == again.sample(300, 200)
     solutions = [task.solution(p) for p in prompts]
     assert task.grade(prompts, solutions) == [RIGHT] * 500
+    assert len({len(p.text) for p in prompts}) == 1
     assert options["search"] // 2 < max(map(len, solutions)) <= options["search"]
     for prompt, solution in zip(prompts, solutions):
         lines = re.findall(r"(\d+)(.)(\d+)=(\d+) (left|no|yes)", solution)

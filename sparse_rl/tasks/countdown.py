@@ -5,7 +5,7 @@ numbers 3 7 8 2, target 34   ->   ...   answer: (7-3)*8+2
 By default a solution is one path to the target. With `search: 640` it is a depth-first search with its dead ends, in a fixed order, of at
 most 640 characters (here `highest: 12`, so 13*2 is not tried):
 
-    numbers 4 9 2, target 10
+    numbers  4  9  2, target  10
     9+4=13 left 2 13
     13+2=15 no
     13-2=11 no
@@ -62,12 +62,16 @@ class Countdown(GeneratedTask):
             results = list(dict.fromkeys(parts[0][0] for _, parts in depth_first(leaves(numbers), self.highest) if len(parts) == 1))
             target = results[max(draw.choices(range(len(results)), k=3))]  # of three, the one that is found last
             if len(search(numbers, target, self.highest)) <= self.search:
-                text = f"numbers {' '.join(map(str, numbers))}, target {target}\n"
-                return Prompt(text, answer={"numbers": numbers, "target": target}, index=i)
+                return Prompt(self._asked(numbers, target), answer={"numbers": numbers, "target": target}, index=i)
         raise SparseRLError(
             f"countdown: none of {_DRAWS} problems with {self.count} numbers up to {self.highest} had a search of at most {self.search} "
             "characters; raise search, or lower count."
         )
+
+    def _asked(self, numbers: list[int], target: int) -> str:
+        """All prompts are equally long, so that sequences which run together fill their rows together."""
+        digits, most = len(str(self.highest)), len(str(self.count * self.highest**2))
+        return f"numbers {' '.join(f'{n:{digits}}' for n in numbers)}, target {target:{most}}\n"
 
     def solution(self, prompt: Prompt) -> str:
         """The search; without one, one line per operation, then the whole expression."""
