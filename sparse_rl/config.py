@@ -142,8 +142,7 @@ class RunSettings:
 class WarmupSettings:
     steps: int = key("optimizer steps on worked solutions", 300)
     batch: int = key("solutions of a step", 64)
-    lr: float = key("learning rate, after a rise over 20 steps", 2e-3)
-    decay: bool = key("let the learning rate fall linearly, to nothing at the end; otherwise it stays", False)
+    lr: float = key("learning rate, constant after 20 steps", 2e-3)
 
     def __post_init__(self):
         whole(**{"warmup.steps": self.steps, "warmup.batch": self.batch})

@@ -30,7 +30,7 @@ from .live import View
 from .models import encode, load_model
 from .rollout import Engine, Sampling
 
-_RISE = 20  # steps over which the learning rate rises
+_RISE = 20  # steps over which the learning rate rises; constant afterwards
 
 
 def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, float]:
@@ -52,7 +52,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
             for done, (tokens, mask) in enumerate(_batches(tokenizer, task, settings), start=1):
                 loss = _backward(model, tokens, mask)
                 with uninterrupted():
-                    norm, _ = optimizer.step(_share(done, settings))
+                    norm, _ = optimizer.step(min(1.0, done / _RISE))
                 if not math.isfinite(norm):
                     raise SparseRLError(f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr}).")
                 if done % 25 == 0:
@@ -67,11 +67,6 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     engine = Engine(model, compressor="dense", rows=recipe.rollout.rows)
     sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature)
     return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
-
-
-def _share(step: int, settings: WarmupSettings) -> float:
-    """Of the learning rate: a short rise, then constant or a fall to almost nothing at the last step."""
-    return min(1.0, step / _RISE, (settings.steps - step + 1) / settings.steps if settings.decay else 1.0)
 
 
 def _batches(tokenizer, task, settings: WarmupSettings) -> Iterator[tuple[Tensor, Tensor]]:

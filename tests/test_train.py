@@ -616,18 +616,14 @@ def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("decay", [False, True])
-def test_a_warm_up_sees_its_prompts_in_order_and_its_rate_rises_and_may_fall(decay, tmp_path, monkeypatch):
+def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch):
     import sparse_rl.warmup as module
     from sparse_rl import tasks
 
-    seen, shares, logprobs, step = [], [], module.batch_logprobs, module.MasterAdamW.step
+    seen, logprobs = [], module.batch_logprobs
     monkeypatch.setattr(module, "batch_logprobs", lambda model, tokens, mask: seen.append(tokens) or logprobs(model, tokens, mask))
-    monkeypatch.setattr(module.MasterAdamW, "step", lambda optimizer, share: shares.append(share) or step(optimizer, share))
-    settings = recipe(model={"name": "tiny"}, warmup={"steps": 40, "batch": 2, "decay": decay}, eval={"prompts": 2})
+    settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3}, eval={"prompts": 2})
     module.warmup(settings, tmp_path / "model", show=False)
     tokenizer, task = load_model("tiny")[1], tasks.make(settings.task.name, **settings.task.options)
     texts = tokenizer.batch_decode([row for tokens in seen for row in tokens], skip_special_tokens=True)
-    assert texts == [prompt.text + task.solution(prompt) for prompt in task.sample(0, 80)]
-    assert shares[:10] == [k / 20 for k in range(1, 11)] and max(shares) <= 1
-    assert shares[20:] == ([k / 40 for k in range(20, 0, -1)] if decay else [1.0] * 20)
+    assert texts == [prompt.text + task.solution(prompt) for prompt in task.sample(0, 15)]
