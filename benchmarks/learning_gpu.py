@@ -1,7 +1,7 @@
 """Does it learn with long responses, on one GPU? Methods x settings x seeds of a study, several runs sharing the device.
 
-    python benchmarks/learning_gpu.py --out runs/search --warm --minutes 3        # the model all runs start from; again: goes on with it
-    python benchmarks/learning_gpu.py --out runs/search --pilot                   # what each setting does to it, before training
+    python benchmarks/learning_gpu.py --out runs/search --warm --until 0.4 --minutes 3     # the model all runs start from
+    python benchmarks/learning_gpu.py --out runs/search --pilot                            # what each setting does to it
     python benchmarks/learning_gpu.py --out runs/search --arms --settings "rkv 128,rkv 64" --processes 7 --minutes 9
     python benchmarks/learning_gpu.py --out runs/search --table --plot curves.png
 
@@ -9,7 +9,7 @@ Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. 
 again, so the last command can be repeated, also elsewhere if the folder is taken along. When --minutes are over, running ones are
 stopped; what they had reached is read from their folders. To carry a folder in pieces:
 
-    tar cz --exclude checkpoints -C runs/search . | split -b 15M - piece.           cat piece.* | tar xz -C runs/search
+    tar cz --exclude checkpoints --exclude 'warm-*' -C runs/search . | split -b 15M - piece.           cat piece.* | tar xz -C runs/search
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Plan:
     seeds: int
     processes: int
     minutes: float
+    until: float  # held-out accuracy at which warm-up ends
     more: tuple[tuple[str, str], ...]  # keys of the recipe, changed
 
     def arms(self) -> list[Arm]:
@@ -118,38 +119,45 @@ class Plan:
 
 
 def warm(plan: Plan) -> None:
-    """Make --out/warm, or go on with it on other problems, for some minutes at most."""
+    """Make --out/warm, or go on with it; round after round until it is good enough, or time is over."""
     import torch
 
+    end = time.perf_counter() + plan.minutes * 60
+    torch.set_float32_matmul_precision("high")
+    while (found := warm_round(plan, end - time.perf_counter())) is not None and found < plan.until:
+        pass
+    torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
+
+
+def warm_round(plan: Plan, seconds: float) -> float | None:
+    """One warm-up, on problems that none before it had: its held-out accuracy, or None where time was over. Earlier models are kept."""
     from sparse_rl.config import load_recipe
     from sparse_rl.errors import stoppable
     from sparse_rl.warmup import warmup
 
-    torch.set_float32_matmul_precision("high")
     folder, following = plan.out / "warm", plan.out / "warm-next"
-    keys = {}
-    if folder.exists():
-        keys = {"model.name": folder, "task.seed": 1 + load_recipe(folder).task.options.get("seed", 0)}
+    turn = 1 + load_recipe(folder).task.options.get("seed", 0) if folder.exists() else 0
+    keys = {"task.seed": turn} | ({"model.name": folder} if turn else {})
     shutil.rmtree(following, ignore_errors=True)
     plan.out.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    late = threading.Timer(min(plan.minutes * 60, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGTERM))
-    late.daemon = True
+    late = threading.Timer(min(max(seconds, 0), threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGTERM))
+    start, late.daemon, accuracy = time.perf_counter(), True, None
     with stoppable():
         try:
             late.start()
-            found = warmup(plan.recipe(plan.study.warmup, keys), following)
-            print(f"held-out accuracy {found['accuracy']:.3f}, length {found['length']:.0f}, truncated {found['truncated']:.1%}")
+            accuracy = warmup(plan.recipe(plan.study.warmup, keys), following)["accuracy"]
         except KeyboardInterrupt:
-            if not following.exists():
+            if seconds > time.perf_counter() - start:  # it was not the clock
                 raise
-            print(f"stopped after {(time.perf_counter() - start) / 60:.1f} minutes; --pilot says how good it is")
         finally:
             late.cancel()
-            torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
-    shutil.rmtree(folder, ignore_errors=True)
-    following.rename(folder)
-    print(f"{folder}: {time.perf_counter() - start:.0f} s")
+    if following.exists():
+        if turn:
+            folder.rename(plan.out / f"warm-{turn - 1}")
+        following.rename(folder)
+    found = "time is over" if accuracy is None else f"held-out accuracy {accuracy:.3f}"
+    print(f"warm-up {turn}: {found}, {time.perf_counter() - start:.0f} s", flush=True)
+    return accuracy
 
 
 def pilot(plan: Plan) -> str:
@@ -298,6 +306,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms then")
+    parser.add_argument("--until", type=float, default=0.0, help="repeat --warm until this held-out accuracy; 0: one round")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe")
     args = parser.parse_args()
     study = STUDIES[args.study]
@@ -307,7 +316,7 @@ def main() -> None:
     if unknown:
         parser.error(f"study {args.study} has no setting {unknown[0]!r}; it has {', '.join(study.settings)}")
     more = tuple((key, value) for key, value in args.set)
-    plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, args.minutes, more)
+    plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, args.minutes, args.until, more)
     if args.warm:
         warm(plan)
     if args.pilot:
