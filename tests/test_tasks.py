@@ -80,16 +80,21 @@ def test_countdown_uses_every_number_once():
 
 
 def test_a_countdown_search_shows_its_dead_ends_in_a_fixed_order():
-    assert search([4, 9, 2], 10, highest=12).splitlines() == [
-        *("9+4=13 left 2 13", "13+2=15 no", "13-2=11 no"),  # 13 is above 12, so it is not multiplied
+    assert search([4, 9, 2], 10).splitlines() == [
+        *("9+4=13 left 2 13", "13+2=15 no", "13-2=11 no", "13*2=26 no"),
         *("9-4=5 left 2 5", "5+2=7 no", "5-2=3 no", "5*2=10 yes"),
         "answer: ((9-4)*2)",
     ]
-    assert "\n6/3=2 left 12 2\n12+2=14 no\n12-2=10 no\n12*2=24 yes\nanswer: (12*(6/3))" in search([6, 3, 12], 24, highest=12)
+    assert search([1, 23, 2], 20).splitlines() == [
+        *("23+1=24 left 2 24", "24+2=26 no", "24-2=22 no", "24/2=12 no"),  # above 20 nothing is multiplied
+        *("23-1=22 left 2 22", "22+2=24 no", "22-2=20 yes"),
+        "answer: ((23-1)-2)",
+    ]
+    assert "\n6/3=2 left 12 2\n12+2=14 no\n12-2=10 no\n12*2=24 yes\nanswer: (12*(6/3))" in search([6, 3, 12], 24)
 
 
 @pytest.mark.parametrize(
-    "options", [dict(count=3, highest=15, search=640), dict(count=3, highest=9, search=200), dict(count=4, highest=6, search=3000)]
+    "options", [dict(count=3, highest=25, search=640), dict(count=3, highest=9, search=200), dict(count=4, highest=6, search=3000)]
 )
 def test_countdown_searches_find_their_target_within_the_limit(options):
     task, again = make("countdown", **options), make("countdown", **options)

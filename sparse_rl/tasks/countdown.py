@@ -3,12 +3,13 @@
 numbers 3 7 8 2, target 34   ->   ...   answer: (7-3)*8+2
 
 By default a solution is one path to the target. With `search: 640` it is a depth-first search with its dead ends, in a fixed order, of at
-most 640 characters (here `highest: 12`, so 13*2 is not tried):
+most 640 characters:
 
-    numbers  4  9  2, target  10
+    numbers  4  9  2, target   10
     9+4=13 left 2 13
     13+2=15 no
     13-2=11 no
+    13*2=26 no
     9-4=5 left 2 5
     5+2=7 no
     5-2=3 no
@@ -29,6 +30,7 @@ from .base import GeneratedTask, Prompt, final_answer, register
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _DRAWS = 1000  # problems drawn before a limit counts as too small
+_TIMES_TABLE = 20  # a search multiplies numbers up to this, so that a small model can know all products
 
 Part = tuple[int, str]  # a number, and the expression that made it
 
@@ -59,9 +61,9 @@ class Countdown(GeneratedTask):
             numbers = [draw.randint(1, self.highest) for _ in range(self.count)]
             if is_held_out(numbers) != (self.split == "held-out"):
                 continue
-            results = list(dict.fromkeys(parts[0][0] for _, parts in depth_first(leaves(numbers), self.highest) if len(parts) == 1))
+            results = list(dict.fromkeys(parts[0][0] for _, parts in depth_first(leaves(numbers)) if len(parts) == 1))
             target = results[max(draw.choices(range(len(results)), k=3))]  # of three, the one that is found last
-            if len(search(numbers, target, self.highest)) <= self.search:
+            if len(search(numbers, target)) <= self.search:
                 return Prompt(self._asked(numbers, target), answer={"numbers": numbers, "target": target}, index=i)
         raise SparseRLError(
             f"countdown: none of {_DRAWS} problems with {self.count} numbers up to {self.highest} had a search of at most {self.search} "
@@ -70,13 +72,13 @@ class Countdown(GeneratedTask):
 
     def _asked(self, numbers: list[int], target: int) -> str:
         """All prompts are equally long, so that sequences which run together fill their rows together."""
-        digits, most = len(str(self.highest)), len(str(self.count * self.highest**2))
+        digits, most = len(str(self.highest)), len(str(self.count * max(self.highest, _TIMES_TABLE**2)))
         return f"numbers {' '.join(f'{n:{digits}}' for n in numbers)}, target {target:{most}}\n"
 
     def solution(self, prompt: Prompt) -> str:
         """The search; without one, one line per operation, then the whole expression."""
         if self.search:
-            return search(prompt.answer["numbers"], prompt.answer["target"], self.highest)
+            return search(prompt.answer["numbers"], prompt.answer["target"])
         lines, parts = [], [(n, str(n)) for n in prompt.answer["numbers"]]
         for a, operation, b in prompt.answer["steps"]:
             (x, left), (y, right) = parts[a], parts[b]
@@ -117,26 +119,26 @@ def leaves(numbers: list[int]) -> list[Part]:
     return [(n, str(n)) for n in numbers]
 
 
-def depth_first(parts: list[Part], highest: int) -> Iterator[tuple[str, list[Part]]]:
+def depth_first(parts: list[Part]) -> Iterator[tuple[str, list[Part]]]:
     """Every operation on every pair, each followed by all that can be done with its result: the operation, and the parts then left.
 
-    The larger number comes first; products only of numbers up to `highest`, quotients only where they are whole.
+    The larger number comes first; products only of numbers up to 20, quotients only where they are whole.
     """
     for pair in itertools.combinations(range(len(parts)), 2):
         (x, left), (y, right) = sorted((parts[k] for k in pair), key=lambda part: -part[0])
         others = [part for k, part in enumerate(parts) if k not in pair]
-        for operation in "+-" + "*" * (x <= highest) + "/" * (y > 1 and x % y == 0):
+        for operation in "+-" + "*" * (x <= _TIMES_TABLE) + "/" * (y > 1 and x % y == 0):
             value = _apply(x, operation, y)
             then = [*others, (value, f"({left}{operation}{right})")]
             yield f"{x}{operation}{y}={value}", then
             if others:
-                yield from depth_first(then, highest)
+                yield from depth_first(then)
 
 
-def search(numbers: list[int], target: int, highest: int) -> str:
+def search(numbers: list[int], target: int) -> str:
     """The search up to the first result that is the target, and the answer."""
     lines = []
-    for operation, parts in depth_first(leaves(numbers), highest):
+    for operation, parts in depth_first(leaves(numbers)):
         value, expression = parts[-1]
         if len(parts) > 1:
             lines.append(f"{operation} left {' '.join(str(v) for v, _ in parts)}")
