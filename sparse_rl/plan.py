@@ -17,7 +17,7 @@ from .cache.trace import trace_dtype
 from .compressors import Compressor
 from .compressors.rkv import BLOCK_ELEMENTS
 from .errors import SparseRLError
-from .models import HEAD_CHUNK, ModelShape
+from .models import ModelShape, head_chunk
 
 _ALLOCATOR_SHARE = 0.05
 
@@ -269,7 +269,7 @@ def make_training_plan(
     traces = tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim) if shadow else 0  # and fp32 gradients of a layer's K, V
     activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
     activations = (2 if distills else 1) * activations + traces
-    head = HEAD_CHUNK * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
+    head = head_chunk(shape.vocabulary) * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     return TrainingPlan(
         rollout=rollout,

@@ -2,8 +2,8 @@
 
     sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
 
-The loss is the mean negative log-prob of the solution's tokens and the end token. The folder it writes is an ordinary Hugging Face
-model, with the recipe beside it.
+The loss is the mean negative log-prob of the solution's tokens and the end token. The next batch is made in a thread while the model
+learns from this one. The folder it writes is an ordinary Hugging Face model, with the recipe beside it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from . import tasks
 from .checkpoint import save_model, writing
-from .config import Recipe
+from .config import Recipe, WarmupSettings
 from .errors import SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy
 from .learn.learner import learning
@@ -46,8 +49,8 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     done = 0
     with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
-            for done in range(1, settings.steps + 1):
-                loss = _step(model, tokenizer, task, (done - 1) * settings.batch, settings.batch)
+            for done, (tokens, mask) in enumerate(_batches(tokenizer, task, settings), start=1):
+                loss = _backward(model, tokens, mask)
                 with uninterrupted():
                     norm, _ = optimizer.step(min(1.0, done / _RISE))
                 if not math.isfinite(norm):
@@ -66,9 +69,19 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
 
 
-def _step(model, tokenizer, task, start: int, count: int) -> float:
-    """Gradients of one batch, accumulated; its loss."""
-    device = next(model.parameters()).device
+def _batches(tokenizer, task, settings: WarmupSettings) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches in order, each made while the one before is learned from."""
+    starts = range(0, settings.steps * settings.batch, settings.batch)
+    with ThreadPoolExecutor(1) as ahead:
+        made = ahead.submit(_batch, tokenizer, task, 0, settings.batch)
+        for following in starts[1:]:
+            batch, made = made.result(), ahead.submit(_batch, tokenizer, task, following, settings.batch)
+            yield batch
+        yield made.result()
+
+
+def _batch(tokenizer, task, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Prompts with their solutions: tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions."""
     prompts = task.sample(start, count)
     asked = [encode(tokenizer, p.text) for p in prompts]
     answers = [[*tokenizer.encode(task.solution(p), add_special_tokens=False), tokenizer.eos_token_id] for p in prompts]
@@ -77,6 +90,12 @@ def _step(model, tokenizer, task, start: int, count: int) -> float:
     for i, (a, b) in enumerate(zip(asked, answers)):
         tokens[i, : len(a) + len(b)] = torch.tensor(a + b)
         mask[i, len(a) : len(a) + len(b)] = True
+    return tokens, mask
+
+
+def _backward(model, tokens: Tensor, mask: Tensor) -> float:
+    """Gradients of one batch, accumulated; its loss."""
+    device = next(model.parameters()).device
     with learning(model):
         loss = -batch_logprobs(model, tokens.to(device), mask.to(device)).sum() / mask.sum()
         loss.backward()

@@ -85,7 +85,7 @@ def test_logits_exist_for_a_chunk_only(monkeypatch):
     """Forward and backward of a step: nothing over the vocabulary, in any dtype, has more rows than a chunk."""
     model = copy.deepcopy(tiny("llama"))
     (batch,), _, _ = make_batch(model)
-    monkeypatch.setattr(scoring, "CHUNK", 8)
+    monkeypatch.setattr(scoring, "head_chunk", lambda vocabulary: 8)
     with Largest() as seen:
         metrics = Learner(model, STEADY, Loss()).step(batch)
     assert metrics["update/grad_norm"] > 0 and int(batch.mask.sum()) > 30

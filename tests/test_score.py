@@ -40,7 +40,7 @@ def test_chunks_change_nothing(architecture, monkeypatch):
     for trace in (None, trajectory.trace):
         whole = gradients(model, trajectory.tokens, trace)
         with monkeypatch.context() as patch:
-            patch.setattr(score, "CHUNK", 8)
+            patch.setattr(score, "head_chunk", lambda vocabulary: 8)
             parts = gradients(model, trajectory.tokens, trace)
         torch.testing.assert_close(parts[0], whole[0])
         torch.testing.assert_close(parts[1], whole[1], rtol=1e-4, atol=1e-4)
@@ -48,7 +48,7 @@ def test_chunks_change_nothing(architecture, monkeypatch):
 
 def test_logits_exist_for_a_chunk_only(monkeypatch, llama):
     trajectory = Engine(llama, budget=12, interval=4, rows=1).generate(prompts_of(20), sampling=Sampling(50))[0]
-    monkeypatch.setattr(score, "CHUNK", 16)
+    monkeypatch.setattr(score, "head_chunk", lambda vocabulary: 16)
     for trace in (None, trajectory.trace):
         with Largest() as seen:
             token_logprobs(llama, trajectory.tokens, trace).sum().backward()

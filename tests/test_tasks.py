@@ -1,6 +1,7 @@
 """Prompts that are the same every time, solutions that earn their reward, graders that cannot be fooled by form, rewards that may fail."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.tasks import TASKS, GeneratedTask, Grade, Prompt, Task, describe, make
-from sparse_rl.tasks.countdown import evaluate
+from sparse_rl.tasks.countdown import evaluate, search
 
 RIGHT, WRONG, ERROR, TIMEOUT = Grade(1.0, "right"), Grade(0.0, "wrong"), Grade(0.0, "error"), Grade(0.0, "timeout")
 GENERATED = [name for name, cls in TASKS.items() if issubclass(cls, GeneratedTask)]
@@ -78,6 +79,41 @@ def test_countdown_uses_every_number_once():
     assert task.reward(Prompt("", {"numbers": [8, 3, 8, 3], "target": 24}), "answer: 8/(3-8/3)") == 1  # fractions on the way are exact
 
 
+def test_a_countdown_search_shows_its_dead_ends_in_a_fixed_order():
+    assert search([4, 9, 2], 10).splitlines() == [
+        *("9+4=13 left 2 13", "13+2=15 no", "13-2=11 no", "13*2=26 no"),
+        *("9-4=5 left 2 5", "5+2=7 no", "5-2=3 no", "5*2=10 yes"),
+        "answer: ((9-4)*2)",
+    ]
+    assert search([1, 23, 2], 20).splitlines() == [
+        *("23+1=24 left 2 24", "24+2=26 no", "24-2=22 no", "24/2=12 no"),  # above 20 nothing is multiplied
+        *("23-1=22 left 2 22", "22+2=24 no", "22-2=20 yes"),
+        "answer: ((23-1)-2)",
+    ]
+    assert "\n6/3=2 left 12 2\n12+2=14 no\n12-2=10 no\n12*2=24 yes\nanswer: (12*(6/3))" in search([6, 3, 12], 24)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(count=3, highest=25, search=640), dict(count=3, highest=9, search=200), dict(count=4, highest=6, search=3000)]
+)
+def test_countdown_searches_find_their_target_within_the_limit(options):
+    task, again = make("countdown", **options), make("countdown", **options)
+    prompts, held_out = task.sample(0, 500), task.held_out().sample(0, 500)
+    assert prompts == again.sample(0, 500) and prompts[300:] == again.sample(300, 200)
+    solutions = [task.solution(p) for p in prompts]
+    assert task.grade(prompts, solutions) == [RIGHT] * 500
+    assert len({len(p.text) for p in prompts}) == 1
+    assert options["search"] // 2 < max(map(len, solutions)) <= options["search"]
+    for prompt, solution in zip(prompts, solutions):
+        lines = re.findall(r"(\d+)(.)(\d+)=(\d+) (left|no|yes)", solution)
+        assert len(lines) == len(solution.splitlines()) - 1 and [line[4] for line in lines].count("yes") == 1
+        for x, operation, y, value, end in lines:
+            assert evaluate(f"{x}{operation}{y}")[0] == int(value)
+            assert end == "left" or (int(value) == prompt.answer["target"]) == (end == "yes")
+    seen, asked = ({tuple(sorted(p.answer["numbers"])) for p in some} for some in (prompts, held_out))
+    assert len(seen) > 50 and len(asked) > 10 and not seen & asked  # numbers held out never come in training, in any order
+
+
 @given(st.text(max_size=60))
 def test_evaluating_never_raises(text):
     evaluate(text)
@@ -105,11 +141,14 @@ def test_bad_options_are_told():
     for name, options, message in [
         ("sums", dict(count=1), "count is 1"),
         ("countdown", dict(count=1), "count 1"),
+        ("countdown", dict(search=-1), "search -1 at least 0"),
         ("linsys", dict(unknowns=9), "unknowns 9 must be 2 to 6"),
         ("stargraph", dict(arms=10, length=10), "need 101 nodes, but nodes is 50"),
     ]:
         with pytest.raises(SparseRLError, match=message):
             make(name, **options)
+    with pytest.raises(SparseRLError, match="none of 1000 problems with 4 numbers up to 20 had a search of at most 20 characters"):
+        make("countdown", search=20).sample(0, 1)
     with pytest.raises(SparseRLError, match="'countdwon'; did you mean 'countdown'"):
         make("countdwon")
     with pytest.raises(SparseRLError, match="the task sums has no option 'cuont'; did you mean 'count'"):

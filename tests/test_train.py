@@ -614,3 +614,16 @@ def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
     with pytest.raises(SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"):
         sparse_rl.warmup.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch):
+    import sparse_rl.warmup as module
+    from sparse_rl import tasks
+
+    seen, logprobs = [], module.batch_logprobs
+    monkeypatch.setattr(module, "batch_logprobs", lambda model, tokens, mask: seen.append(tokens) or logprobs(model, tokens, mask))
+    settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3}, eval={"prompts": 2})
+    module.warmup(settings, tmp_path / "model", show=False)
+    tokenizer, task = load_model("tiny")[1], tasks.make(settings.task.name, **settings.task.options)
+    texts = tokenizer.batch_decode([row for tokens in seen for row in tokens], skip_special_tokens=True)
+    assert texts == [prompt.text + task.solution(prompt) for prompt in task.sample(0, 15)]

@@ -20,10 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import Replay, use_attention_through_backward
 from ..cache import Trace
 from ..errors import SparseRLError
-from ..models import HEAD_CHUNK
+from ..models import head_chunk
 from ..records import Trajectory
-
-CHUNK = HEAD_CHUNK
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None, temperature: float = 1.0) -> Tensor:
@@ -83,7 +81,8 @@ def over_chunks(model: nn.Module, states, asked: Tensor, function: Callable[...,
     def chunk(part: Tensor, *others: Tensor) -> Tensor:
         return function(head(model, states, part), *others)
 
-    parts = zip(before.split(CHUNK), *(p.split(CHUNK) for p in per_token), strict=True)
+    size = _chunk(model)
+    parts = zip(before.split(size), *(p.split(size) for p in per_token), strict=True)
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
 
@@ -158,7 +157,7 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     asked = torch.arange(tokens.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
     dense = hidden_states(model, tokens)
     shadow = hidden_states(model, tokens, replay_of(model, [(trajectory.tokens, trajectory.trace)]))
-    pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(CHUNK) for states in (dense, shadow))
+    pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(_chunk(model)) for states in (dense, shadow))
     shares = []
     for ours, theirs in zip(*pairs, strict=True):
         p, q = ((head(model, dense, part) / temperature).softmax(-1) for part in (ours, theirs))
@@ -175,6 +174,10 @@ class _Given(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.output
+
+
+def _chunk(model: nn.Module) -> int:
+    return head_chunk(_causal_lm(model).config.get_text_config(decoder=True).vocab_size)
 
 
 def _causal_lm(model: nn.Module) -> nn.Module:

@@ -1,38 +1,84 @@
 """countdown: reach a target with + - * / from given numbers, each used exactly once. The solution shows the search.
 
 numbers 3 7 8 2, target 34   ->   ...   answer: (7-3)*8+2
+
+By default a solution is one path to the target. With `search: 640` it is a depth-first search with its dead ends, in a fixed order, of at
+most 640 characters:
+
+    numbers  4  9  2, target   10
+    9+4=13 left 2 13
+    13+2=15 no
+    13-2=11 no
+    13*2=26 no
+    9-4=5 left 2 5
+    5+2=7 no
+    5-2=3 no
+    5*2=10 yes
+    answer: ((9-4)*2)
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
+import zlib
+from collections.abc import Iterator
 from fractions import Fraction
 
 from ..errors import SparseRLError
 from .base import GeneratedTask, Prompt, final_answer, register
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_DRAWS = 1000  # problems drawn before a limit counts as too small
+_TIMES_TABLE = 20  # a search multiplies numbers up to this, so that a small model can know all products
+
+Part = tuple[int, str]  # a number, and the expression that made it
 
 
 @register
 class Countdown(GeneratedTask):
     name = "countdown"
 
-    def __init__(self, count: int = 4, highest: int = 20, seed: int = 0, split: str = "train"):
-        if count < 2 or highest < 2:
-            raise SparseRLError(f"countdown: count {count} and highest {highest} must both be at least 2.")
+    def __init__(self, count: int = 4, highest: int = 20, search: int = 0, seed: int = 0, split: str = "train"):
+        if count < 2 or highest < 2 or search < 0:
+            raise SparseRLError(f"countdown: count {count} and highest {highest} must both be at least 2, search {search} at least 0.")
         super().__init__(seed, split)
-        self.count, self.highest = count, highest
+        self.count, self.highest, self.search = count, highest, search
 
     def __getitem__(self, i: int) -> Prompt:
         draw = self.numbers(i)
+        return self._searched(draw, i) if self.search else self._walked(draw, i)
+
+    def _walked(self, draw, i: int) -> Prompt:
         numbers = [draw.randint(1, self.highest) for _ in range(self.count)]
         steps, target = _random_path(numbers, draw)
         text = f"numbers {' '.join(map(str, numbers))}, target {target}\n"
         return Prompt(text, answer={"numbers": numbers, "target": target, "steps": steps}, index=i)
 
+    def _searched(self, draw, i: int) -> Prompt:
+        """The target is a result of the search, so that the search finds it. Numbers of the training split are never held out."""
+        for _ in range(_DRAWS):
+            numbers = [draw.randint(1, self.highest) for _ in range(self.count)]
+            if is_held_out(numbers) != (self.split == "held-out"):
+                continue
+            results = list(dict.fromkeys(parts[0][0] for _, parts in depth_first(leaves(numbers)) if len(parts) == 1))
+            target = results[max(draw.choices(range(len(results)), k=3))]  # of three, the one that is found last
+            if len(search(numbers, target)) <= self.search:
+                return Prompt(self._asked(numbers, target), answer={"numbers": numbers, "target": target}, index=i)
+        raise SparseRLError(
+            f"countdown: none of {_DRAWS} problems with {self.count} numbers up to {self.highest} had a search of at most {self.search} "
+            "characters; raise search, or lower count."
+        )
+
+    def _asked(self, numbers: list[int], target: int) -> str:
+        """All prompts are equally long, so that sequences which run together fill their rows together."""
+        digits, most = len(str(self.highest)), len(str(self.count * max(self.highest, _TIMES_TABLE**2)))
+        return f"numbers {' '.join(f'{n:{digits}}' for n in numbers)}, target {target:{most}}\n"
+
     def solution(self, prompt: Prompt) -> str:
-        """One line per operation, then the whole expression."""
+        """The search; without one, one line per operation, then the whole expression."""
+        if self.search:
+            return search(prompt.answer["numbers"], prompt.answer["target"])
         lines, parts = [], [(n, str(n)) for n in prompt.answer["numbers"]]
         for a, operation, b in prompt.answer["steps"]:
             (x, left), (y, right) = parts[a], parts[b]
@@ -67,6 +113,45 @@ def _random_path(numbers: list[int], draw) -> tuple[list[tuple[int, str, int]], 
         steps.append((a, operation, b))
         values = [v for k, v in enumerate(values) if k not in (a, b)] + [_apply(x, operation, y)]
     return steps, values[0]
+
+
+def leaves(numbers: list[int]) -> list[Part]:
+    return [(n, str(n)) for n in numbers]
+
+
+def depth_first(parts: list[Part]) -> Iterator[tuple[str, list[Part]]]:
+    """Every operation on every pair, each followed by all that can be done with its result: the operation, and the parts then left.
+
+    The larger number comes first; products only of numbers up to 20, quotients only where they are whole.
+    """
+    for pair in itertools.combinations(range(len(parts)), 2):
+        (x, left), (y, right) = sorted((parts[k] for k in pair), key=lambda part: -part[0])
+        others = [part for k, part in enumerate(parts) if k not in pair]
+        for operation in "+-" + "*" * (x <= _TIMES_TABLE) + "/" * (y > 1 and x % y == 0):
+            value = _apply(x, operation, y)
+            then = [*others, (value, f"({left}{operation}{right})")]
+            yield f"{x}{operation}{y}={value}", then
+            if others:
+                yield from depth_first(then)
+
+
+def search(numbers: list[int], target: int) -> str:
+    """The search up to the first result that is the target, and the answer."""
+    lines = []
+    for operation, parts in depth_first(leaves(numbers)):
+        value, expression = parts[-1]
+        if len(parts) > 1:
+            lines.append(f"{operation} left {' '.join(str(v) for v, _ in parts)}")
+            continue
+        lines.append(f"{operation} {'yes' if value == target else 'no'}")
+        if value == target:
+            return "\n".join([*lines, f"answer: {expression}"])
+    raise AssertionError(f"{numbers} cannot make {target}")
+
+
+def is_held_out(numbers: list[int]) -> bool:
+    """One set of numbers in ten, in whatever order."""
+    return zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 10 == 0
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:

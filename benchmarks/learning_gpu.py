@@ -1,0 +1,333 @@
+"""Does it learn with long responses, on one GPU? Methods x settings x seeds of a study, several runs sharing the device.
+
+    python benchmarks/learning_gpu.py --out runs/search --warm --until 0.4 --minutes 3     # the model all runs start from
+    python benchmarks/learning_gpu.py --out runs/search --pilot                            # what each setting does to it
+    python benchmarks/learning_gpu.py --out runs/search --arms --settings "rkv 128,rkv 64" --processes 7 --minutes 9
+    python benchmarks/learning_gpu.py --out runs/search --table --plot curves.png
+
+Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. Finished runs are lines of results.jsonl and are not run
+again, so the last command can be repeated, also elsewhere if the folder is taken along. When --minutes are over, running ones are
+stopped; what they had reached is read from their folders. To carry a folder in pieces:
+
+    tar cz --exclude checkpoints --exclude 'warm-*' -C runs/search . | split -b 15M - piece.           cat piece.* | tar xz -C runs/search
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from learning_report import DENSE, final, plot, table
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process has one core
+CURVES = (
+    *("reward/mean", "reject/trajectories/frac", "gap/alpha/p05", "gap/abs/mean", "update/grad_norm", "old/entropy/mean"),
+    *("rollout/length/mean", "rollout/truncated/frac", "rollout/loops/frac", "eval/dense/accuracy", "eval/sparse/accuracy"),
+    *("cache/tokens_saved/frac", "cache/bytes_saved/frac", "time/rollout", "time/score", "time/update", "time/step", "time/eval"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The cache that rollouts run on."""
+
+    compressor: str
+    budget: int
+    interval: int
+    options: dict = field(default_factory=dict)
+
+    def keys(self) -> dict:
+        keys = {"compressor": self.compressor, "budget": self.budget, "interval": self.interval}
+        return {f"rollout.{k}": v for k, v in keys.items()} | {"rollout.compressor_options": json.dumps(self.options)}
+
+
+@dataclass(frozen=True)
+class Study:
+    warmup: str  # recipes
+    recipe: str
+    settings: dict[str, Setting]  # those the pilot tries
+    chosen: tuple[str, ...]  # those that are trained on: one comfortable, one that hurts
+    methods: tuple[str, ...] = ("none", "sparse-rl", "shadow")
+    keys: dict[str, str] = field(default_factory=dict)  # changed in both recipes
+
+
+STUDIES = {
+    "search": Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={f"rkv {budget}": Setting("rkv", budget, 16, {"protect_prompt": True}) for budget in (40, 48, 64, 80, 96, 128, 192)},
+        chosen=("rkv 128", "rkv 64"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    method: str
+    setting: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.setting}-{self.seed}".replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    study: Study
+    out: Path
+    settings: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: int
+    processes: int
+    minutes: float
+    until: float  # held-out accuracy at which warm-up ends
+    more: tuple[tuple[str, str], ...]  # keys of the recipe, changed
+
+    def arms(self) -> list[Arm]:
+        """Seed by seed, so that what is there is balanced."""
+        here = [(DENSE, DENSE)] if DENSE in self.methods else []
+        here += itertools.product((m for m in self.methods if m != DENSE), self.settings)
+        return [Arm(method, setting, seed) for seed in range(self.seeds) for method, setting in here]
+
+    def recipe(self, name: str, keys: dict):
+        """A recipe with the keys changed that the study, the command line and, last, we say."""
+        from sparse_rl.config import load_recipe
+
+        return load_recipe(name, [*self.study.keys.items(), *self.more, *((key, str(value)) for key, value in keys.items())])
+
+    def setting(self, name: str) -> Setting:
+        return Setting("dense", 1, 1) if name == DENSE else self.study.settings[name]
+
+
+# ------------------------------------------------------------------------------------------------------------------ the warm start
+
+
+def warm(plan: Plan) -> None:
+    """Make --out/warm, or go on with it; round after round until it is good enough, or time is over."""
+    import torch
+
+    end = time.perf_counter() + plan.minutes * 60
+    torch.set_float32_matmul_precision("high")
+    while (found := warm_round(plan, end - time.perf_counter())) is not None and found < plan.until:
+        pass
+    torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
+
+
+def warm_round(plan: Plan, seconds: float) -> float | None:
+    """One warm-up, on problems that none before it had: its held-out accuracy, or None where time was over. Earlier models are kept."""
+    from sparse_rl.config import load_recipe
+    from sparse_rl.errors import stoppable
+    from sparse_rl.warmup import warmup
+
+    folder, following = plan.out / "warm", plan.out / "warm-next"
+    turn = 1 + load_recipe(folder).task.options.get("seed", 0) if folder.exists() else 0
+    keys = {"task.seed": turn} | ({"model.name": folder} if turn else {})
+    shutil.rmtree(following, ignore_errors=True)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    late = threading.Timer(min(max(seconds, 0), threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGTERM))
+    start, late.daemon, accuracy = time.perf_counter(), True, None
+    with stoppable():
+        try:
+            late.start()
+            accuracy = warmup(plan.recipe(plan.study.warmup, keys), following)["accuracy"]
+        except KeyboardInterrupt:
+            if seconds > time.perf_counter() - start:  # it was not the clock
+                raise
+        finally:
+            late.cancel()
+    if following.exists():
+        if turn:
+            folder.rename(plan.out / f"warm-{turn - 1}")
+        following.rename(folder)
+    found = "time is over" if accuracy is None else f"held-out accuracy {accuracy:.3f}"
+    print(f"warm-up {turn}: {found}, {time.perf_counter() - start:.0f} s", flush=True)
+    return accuracy
+
+
+def pilot(plan: Plan) -> str:
+    """One rollout of the warm model on every setting: how often it is right, and what sparse-rl would see."""
+    heads = ["setting", "accuracy", "rejected", "alpha p05", "mean gap", "length", "truncated", "tokens saved", "bytes saved", "seconds"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    print("\n".join(lines))
+    for name in (DENSE, *plan.study.settings):
+        lines.append(tried(plan, name))
+        print(lines[-1], flush=True)
+    return "\n".join(lines) + "\n"
+
+
+def tried(plan: Plan, name: str) -> str:
+    from sparse_rl.learn.batch import corrected
+    from sparse_rl.metrics import Clock
+    from sparse_rl.train import Trainer
+
+    sizes = plan.recipe(plan.study.recipe, {}).eval
+    keys = plan.setting(name).keys() | {"learn.method": "sparse-rl", "run.diagnose": 16, "task.split": "held-out"}
+    keys |= {"model.name": plan.out / "warm", "rollout.prompts": sizes.prompts, "rollout.group_size": max(2, sizes.samples)}
+    trainer = Trainer(plan.recipe(plan.study.recipe, keys), plan.out / "pilot", show=False)
+    start, clock = time.perf_counter(), Clock()
+    rollout = trainer.sample(clock)
+    found = trainer.diagnose(rollout, corrected(rollout.scored, trainer.how), clock)
+    return (
+        f"| {name} | {found['reward/mean']:.3f} | {found['reject/trajectories/frac']:.1%} | {found['gap/alpha/p05']:.3f} | "
+        f"{found['gap/abs/mean']:.4f} | {found['rollout/length/mean']:.0f} | {found['rollout/truncated/frac']:.1%} | "
+        f"{found['cache/tokens_saved/frac']:.0%} | {trainer.engine.kv_bytes_saved(rollout.trajectories):.0%} | "
+        f"{time.perf_counter() - start:.1f} |"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ the runs
+
+
+def run(plan: Plan, arm: Arm) -> None:
+    """One run, in its folder. A dense-trained model is also tried on every setting at the end."""
+    import torch
+
+    torch.set_num_threads(1)
+    from sparse_rl.metrics import write_text
+    from sparse_rl.run import train
+
+    folder = plan.out / "runs" / arm.name
+    keys = plan.setting(arm.setting).keys() | {"learn.method": "none" if arm.method == DENSE else arm.method}
+    keys |= {"model.name": plan.out / "warm", "run.seed": arm.seed, "run.samples": 0}
+    try:
+        trainer = train(plan.recipe(plan.study.recipe, keys), folder, show=False)
+    except KeyboardInterrupt:
+        sys.exit(130)  # stopped, as asked; what there is is in the folder
+    under = {name: under_setting(trainer, plan.setting(name)) for name in plan.settings} if arm.method == DENSE else {}
+    write_text(folder / "under.json", json.dumps(under))
+
+
+def under_setting(trainer, setting: Setting) -> float:
+    """Accuracy of a run's model on another cache, on the prompts of its evaluations."""
+    from sparse_rl.compressors import make
+    from sparse_rl.evaluate import accuracy
+    from sparse_rl.rollout import Engine
+    from sparse_rl.streams import stream_key
+
+    recipe = trainer.recipe
+    engine = Engine(trainer.model, make(setting.compressor, **setting.options), setting.budget, setting.interval, recipe.rollout.rows)
+    prompts = trainer.held_out.sample(0, recipe.eval.prompts)
+    seed = stream_key(recipe.run.seed, [-2])
+    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, recipe.eval.samples, trainer.sampling, seed)["accuracy"]
+
+
+def read_run(folder: Path, arm: Arm) -> dict:
+    """What a run has written so far: every curve as [step, value] pairs."""
+    from sparse_rl.metrics import read_lines
+
+    lines = [line for name in ("metrics", "timing") for line in read_lines(folder / f"{name}.jsonl")]
+    curves = {key: [[line["step"], round(line[key], 4)] for line in lines if line.get(key) is not None] for key in CURVES}
+    finished = (folder / "under.json").exists()
+    under = json.loads((folder / "under.json").read_text()) if finished else {}
+    steps = max((line["step"] for line in lines), default=0)
+    return {**dataclasses.asdict(arm), "finished": finished, "steps": steps, "under": under, "curves": curves}
+
+
+def run_arms(plan: Plan) -> None:
+    """All arms that are not in results.jsonl, `processes` at a time; those that run when time is over are stopped."""
+    if not (plan.out / "warm" / "config.json").exists():
+        sys.exit(f"learning_gpu: {plan.out / 'warm'} holds no model; make it with --warm.")
+    start, results = time.perf_counter(), plan.out / "results.jsonl"
+    done = {(row["method"], row["setting"], row["seed"]) for row in finished_rows(plan.out)}
+    waiting = [arm for arm in plan.arms() if (arm.method, arm.setting, arm.seed) not in done]
+    for arm, seconds, code in in_processes(waiting, plan, start + plan.minutes * 60):
+        folder = plan.out / "runs" / arm.name
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        row = read_run(folder, arm) | {"seconds": round(seconds)}
+        if row["finished"]:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        state = f"dense {final(row, 'dense'):.2f}" if row["finished"] else f"stopped at step {row['steps']}, exit code {code}"
+        print(f"{time.perf_counter() - start:5.0f} s  {arm.name}: {state}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm, float, int]]:
+    """(arm, seconds, exit code) of each run as it ends. What runs at `end` is asked to stop, and soon made to; nothing starts after it."""
+    spawn, waiting, running = multiprocessing.get_context("spawn"), list(arms), {}
+    stops = [(end, "terminate"), (end + 15, "kill")]
+    while running or (waiting and len(stops) == 2):
+        while waiting and len(stops) == 2 and len(running) < plan.processes:
+            arm = waiting.pop(0)
+            shutil.rmtree(plan.out / "runs" / arm.name, ignore_errors=True)
+            process = spawn.Process(target=run, args=(plan, arm))
+            process.start()
+            running[arm] = (process, time.perf_counter())
+        if stops and time.perf_counter() > stops[0][0]:
+            _, how = stops.pop(0)
+            for process, _ in running.values():
+                getattr(process, how)()
+        for arm, (process, began) in list(running.items()):
+            if not process.is_alive():
+                del running[arm]
+                yield arm, time.perf_counter() - began, process.exitcode
+        time.sleep(0.1)
+
+
+def finished_rows(out: Path) -> list[dict]:
+    results = out / "results.jsonl"
+    return [json.loads(line) for line in results.open()] if results.exists() else []
+
+
+def all_rows(plan: Plan) -> list[dict]:
+    """Finished runs, and what the others have written."""
+    rows = finished_rows(plan.out)
+    done = {(row["method"], row["setting"], row["seed"]) for row in rows}
+    others = [read_run(plan.out / "runs" / arm.name, arm) for arm in plan.arms() if (arm.method, arm.setting, arm.seed) not in done]
+    return rows + [row for row in others if row["steps"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", choices=STUDIES, default="search")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning-gpu"))
+    parser.add_argument("--warm", action="store_true", help="make the model that runs start from, or go on with it")
+    parser.add_argument("--pilot", action="store_true", help="try the warm model on every setting")
+    parser.add_argument("--arms", action="store_true", help="train")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves of what is there")
+    parser.add_argument("--settings", help="of the study, such as 'rkv 128,rkv 64'")
+    parser.add_argument("--methods", help="dense and some of learn.method")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms then")
+    parser.add_argument("--until", type=float, default=0.0, help="repeat --warm until this held-out accuracy; 0: one round")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe")
+    args = parser.parse_args()
+    study = STUDIES[args.study]
+    settings = tuple(args.settings.split(",")) if args.settings else study.chosen
+    methods = tuple(args.methods.split(",")) if args.methods else (DENSE, *study.methods)
+    unknown = [name for name in settings if name not in study.settings]
+    if unknown:
+        parser.error(f"study {args.study} has no setting {unknown[0]!r}; it has {', '.join(study.settings)}")
+    more = tuple((key, value) for key, value in args.set)
+    plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, args.minutes, args.until, more)
+    if args.warm:
+        warm(plan)
+    if args.pilot:
+        (plan.out / "pilot.md").write_text(pilot(plan))
+    if args.arms:
+        run_arms(plan)
+    if args.table:
+        print(table(all_rows(plan)))
+    if args.plot:
+        plot(all_rows(plan), args.plot)
+
+
+if __name__ == "__main__":
+    main()

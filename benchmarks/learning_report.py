@@ -1,0 +1,100 @@
+"""What came out of learning_gpu.py: a table in Markdown, and a picture. A row is what one run wrote (`read_run` there)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+
+DENSE = "dense"  # rollouts on a dense cache: a method and a setting
+
+
+def values(row: dict, curve: str) -> list[float]:
+    return [value for _, value in row["curves"][curve]]
+
+
+def final(row: dict, view: str) -> float:
+    """The mean of a run's last two evaluations, the start left out where there are more; NaN where there is none."""
+    found = values(row, f"eval/{view}/accuracy")
+    found = found[1:][-2:] or found
+    return statistics.mean(found) if found else math.nan
+
+
+def spread(numbers: list[float]) -> str:
+    """The mean, and every run's value."""
+    numbers = [n for n in numbers if not math.isnan(n)]
+    return f"{statistics.mean(numbers):.2f} ({', '.join(f'{n:.2f}' for n in numbers)})" if numbers else ""
+
+
+def mean_of(rows: list[dict], curve: str, form: str) -> str:
+    means = [statistics.mean(values(row, curve)) for row in rows if values(row, curve)]
+    return format(statistics.mean(means), form) if means else ""
+
+
+def grouped(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """By (setting, method), in the order of settings and methods."""
+    names = dict.fromkeys((row["setting"], row["method"]) for row in rows)
+    order = sorted(names, key=lambda name: (name[0] != DENSE, [*dict.fromkeys(s for s, _ in names)].index(name[0])))
+    return {name: sorted((r for r in rows if (r["setting"], r["method"]) == name), key=lambda r: r["seed"]) for name in order}
+
+
+def table(rows: list[dict]) -> str:
+    heads = ["cache", "method", "steps", "dense inference", "sparse inference", "last reward", "rejected", "alpha p05", "length"]
+    heads += ["KV tokens saved", "KV bytes saved"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for view in ("dense", "sparse"):
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            found = {r["seed"]: v[0] for r in rows if r["setting"] == setting and (v := values(r, f"eval/{view}/accuracy"))}
+            if found and (view == "sparse" or setting == DENSE):
+                shown = {"dense": "", "sparse": "", view: spread(list(found.values()))}  # the same for every method
+                lines.append(f"| {setting} | at the start | 0 | {shown['dense']} | {shown['sparse']} |" + " |" * 6)
+    for (setting, method), group in grouped(rows).items():
+        sparse = spread([final(r, "sparse") for r in group])
+        if method == DENSE:
+            names = dict.fromkeys(name for r in group for name in r["under"])
+            sparse = "; ".join(f"{name}: {spread([r['under'][name] for r in group if name in r['under']])}" for name in names)
+        last = spread([statistics.mean(values(r, "reward/mean")[-10:]) for r in group if values(r, "reward/mean")])
+        steps = ", ".join(str(r["steps"]) for r in group)
+        lines.append(
+            f"| {setting} | {method} | {steps} | {spread([final(r, 'dense') for r in group])} | {sparse} | {last} | "
+            f"{mean_of(group, 'reject/trajectories/frac', '.0%')} | {mean_of(group, 'gap/alpha/p05', '.2f')} | "
+            f"{mean_of(group, 'rollout/length/mean', '.0f')} | {mean_of(group, 'cache/tokens_saved/frac', '.0%')} | "
+            f"{mean_of(group, 'cache/bytes_saved/frac', '.0%')} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """One panel per curve; a colour per method, a line style per setting; the mean of the seeds, and thin lines for each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {
+        "reward/mean": "reward of rollouts",
+        "reject/trajectories/frac": "trajectories rejected",
+        "gap/alpha/p05": "alpha p05",
+        "eval/dense/accuracy": "accuracy, dense inference",
+        "eval/sparse/accuracy": "accuracy, sparse inference",
+    }
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), constrained_layout=True)
+    groups = grouped(rows)
+    colours = {method: f"C{i}" for i, method in enumerate(dict.fromkeys(method for _, method in groups))}
+    styles = dict(zip(dict.fromkeys(setting for setting, _ in groups), itertools.cycle(["-", "--", ":", "-."])))
+    for axis, (curve, title) in zip(axes, panels.items()):
+        for (setting, method), group in groups.items():
+            lines = [dict(map(tuple, row["curves"][curve])) for row in group]
+            steps = sorted(set.intersection(*map(set, lines)))  # those every seed has
+            look = {"color": colours[method], "linestyle": styles[setting]}
+            for line in lines if len(lines) > 1 else ():
+                axis.plot(list(line), list(line.values()), linewidth=0.5, alpha=0.5, **look)
+            if steps:
+                label = method if setting == method else f"{method}, {setting}"
+                axis.plot(steps, [statistics.mean(line[s] for line in lines) for s in steps], linewidth=1.8, label=label, **look)
+        axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    print(path)
