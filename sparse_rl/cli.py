@@ -27,7 +27,7 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in
 
 @app.command()
 def rollout(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (built in, random weights).")],
+    model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")],
     prompts: Annotated[Path, typer.Option(help="JSONL: each line has the prompt as `prompt` (text) or `tokens` (ids).")],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and traces/.")] = Path("rollouts"),
     compressor: CompressorName = "rkv",
@@ -112,7 +112,7 @@ def read_prompts(path: Path, field: str) -> list[dict]:
 @app.command()
 def plan(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as qwen2.5-1.5b.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as tiny:4x256 or qwen2.5-1.5b.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Plan a training run instead; the recipe says what is not given here.")] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,

@@ -32,7 +32,7 @@ from .learn.optimizer import OptimizerSettings
 
 @dataclass(frozen=True)
 class ModelSettings:
-    name: str = key("hub id, folder, .gguf file, `tiny-sums` (built in), or random:qwen2.5-1.5b (a shape with random weights)")
+    name: str = key("hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b")
     dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
     gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)

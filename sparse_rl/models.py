@@ -1,4 +1,4 @@
-"""Models: from a hub id, a folder, a GGUF file, a named shape with random weights, or the built-in tiny one.
+"""Models: from a hub id, a folder, a GGUF file, a named shape with random weights, or a character-level one of any size.
 
 Also what the engine must know of a model before it runs (`ModelShape`), read from its config alone, and the refusal of
 architectures whose attention a slot cache cannot stand in for.
@@ -7,6 +7,7 @@ architectures whose attention a slot cache cannot stand in for.
 from __future__ import annotations
 
 import inspect
+import re
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,11 +138,11 @@ def check_supported(config) -> None:
 
 
 def load_config(name: str):
-    """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b. Weights are not touched."""
+    """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b or tiny:4x256. Weights are not touched."""
     from transformers import AutoConfig
 
-    if name == "tiny":
-        return tiny_config()
+    if is_tiny(name):
+        return tiny_config(*tiny_size(name))
     name = str(BUILT_IN[name]) if name in BUILT_IN else name.removeprefix("random:")
     known = name.lower().split("/")[-1].removesuffix("-instruct")
     if known in _SHAPES and not Path(name).exists():  # a public model's shape is known without a download
@@ -232,19 +233,44 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
-def tiny_config():
-    """A character-level Llama of 0.3 M parameters: small enough for a test, large enough to learn running sums."""
+TINY_HEAD = 32  # head dimension of a character-level model of chosen size
+
+
+def is_tiny(name: str) -> bool:
+    return name == "tiny" or name.startswith("tiny:")
+
+
+def tiny_size(name: str) -> tuple[int, int, int]:
+    """(layers, hidden size, query heads) of `tiny` (3, 96, 4), or of one of chosen size such as `tiny:4x256`: 4 layers, 256 wide."""
+    if name == "tiny":
+        return 3, 96, 4
+    size = re.fullmatch(r"tiny:([1-9]\d*)x([1-9]\d*)", name)
+    if size is None:
+        raise SparseRLError(f"{name!r} names no size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers, 256 wide.")
+    layers, hidden = map(int, size.groups())
+    if hidden % (2 * TINY_HEAD):
+        below = hidden - hidden % (2 * TINY_HEAD)
+        raise SparseRLError(
+            f"{name}: a width of {hidden} is no multiple of {2 * TINY_HEAD} (pairs of heads of {TINY_HEAD}); "
+            f"use tiny:{layers}x{below or 2 * TINY_HEAD}."
+        )
+    return layers, hidden, hidden // TINY_HEAD
+
+
+def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4):
+    """A character-level Llama, two query heads to a KV head. As it stands 0.3 M parameters: small enough for a test, large enough to
+    learn running sums; 4 layers of 256 have 3.0 M, 10 layers of 512 have 29 M."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=2 + len(_CHARACTERS),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=-(-8 * hidden // 96) * 32,  # 8/3 of the width, in multiples of 32
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=4096,
-        initializer_range=0.06,
+        initializer_range=0.06 * (96 / hidden) ** 0.5,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
@@ -280,15 +306,15 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0):
     """(model in eval mode, tokenizer).
 
-    `tiny-sums` is built in and can add a little; `tiny` is the same with random weights made from `seed`, and `random:SHAPE` a public
-    architecture with random weights and the tiny tokenizer, to measure speed and memory.
+    `tiny-sums` is built in and can add a little; `tiny` is the same with random weights made from `seed`, `tiny:4x256` one of another
+    size (layers x width), and `random:SHAPE` a public architecture with random weights and the tiny tokenizer, to measure speed and memory.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = dtype_of(dtype)
-    if name == "tiny" or name.startswith("random:"):
+    if is_tiny(name) or name.startswith("random:"):
         config = load_config(name.removeprefix("random:"))
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
