@@ -8,6 +8,7 @@ from sparse_rl import COMPRESSORS, Engine, Sampling
 from sparse_rl.cache.trace import NEVER
 from sparse_rl.compressors import make
 from sparse_rl.errors import SparseRLError
+from sparse_rl.evaluate import dense_engine
 from sparse_rl.models import ModelShape
 from sparse_rl.plan import make_plan
 
@@ -82,6 +83,16 @@ def test_rows_grow_with_the_call_and_the_plan_knows(llama):
     fresh = make_plan(ModelShape.of(llama.config), engine.compressor, rows=4, prompt_tokens=60, new_tokens=31, weight_bytes=0, on_gpu=False)
     assert fresh.cache_bytes == engine.cache.nbytes
     assert "prompt-only:snapkv (prompt evicted to 20, response whole = 51 slots)" in fresh.text()
+
+
+def test_a_dense_evaluation_takes_no_more_than_these_rows(llama):
+    """Also before the first rollout, when there are none yet."""
+    engine = engine_of(llama, "prompt-only:knorm", rows=12)
+    assert engine.cache is None
+    before = dense_engine(llama, prompts_of(100, 7), 20, rows=12, like=engine)
+    engine.generate(prompts_of(100), sampling=Sampling(20))
+    after = dense_engine(llama, prompts_of(100, 7), 20, rows=12, like=engine)
+    assert before.rows == after.rows == 4  # 12 rows of 20 + 20 slots hold as much as 4 of 100 + 20
 
 
 def test_the_largest_budget_that_fits_is_suggested(llama):
