@@ -48,22 +48,14 @@ def measure(setting: Setting, dtype: str | None = None, device: str | None = Non
 def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     """Medians over the repeats, after a short rollout that compiles and captures."""
     device = next(model.parameters()).device
-    evicts = setting.compressor != "dense"
-    engine = Engine(
-        model,
-        compressor=setting.compressor,
-        budget=setting.budget,
-        interval=setting.interval,
-        rows=setting.rows,
-        max_tokens=None if evicts else setting.prompt + setting.new,
-    )
+    engine = Engine(model, compressor=setting.compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows)
+    engine.reserve(setting.prompt, setting.new)  # so that what is captured while warming up serves the timed runs
     sampling = Sampling(max_new_tokens=setting.new, stop_ids=())
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, engine.shape.vocabulary, (setting.rows, setting.prompt), generator=generator).tolist()
     capacity = engine.cache.capacity
     until_full = capacity - setting.prompt if setting.prompt < capacity else setting.interval
-    warm = min(setting.new, until_full + 2 if evicts else 8)  # up to and beyond the first eviction while decoding
-    engine.reserve(setting.prompt, setting.new)  # so that what is captured while warming up serves the timed runs
+    warm = min(setting.new, until_full + 2 if engine.compressor.evicts_response else 8)  # beyond the first eviction while decoding
     engine.generate(prompts, sampling=replace(sampling, max_new_tokens=warm))
     _reset_peak(device)
     runs = []

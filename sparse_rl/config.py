@@ -50,9 +50,9 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    compressor: str = key("a name from `sparse-rl list compressors`", "rkv")
+    compressor: str = key("a name from `sparse-rl list compressors`, or prompt-only:NAME", "rkv")
     budget: int = key("slots a row keeps at an eviction", 512)
-    interval: int = key("tokens between evictions", 128)
+    interval: int = key("tokens between evictions; no meaning under prompt-only", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
     rows: int = key("sequences decoded at a time", 64)
     prompts: int = key("prompts of a step", 128)

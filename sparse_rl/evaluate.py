@@ -33,7 +33,8 @@ def accuracy(
 
 def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:
     """An engine that evicts nothing, with as many rows as fit in the bytes of `like`, but no more than `rows`."""
-    tokens = max(map(len, prompts)) + new_tokens
+    longest = max(map(len, prompts))
+    tokens = longest + new_tokens
     row_bytes = ModelShape.of(model.config, like.shape.dtype).cache_shape().row_bytes(tokens)
-    fitting = like.cache.nbytes // row_bytes if like.cache is not None else rows
+    fitting = like.plan(longest, new_tokens).cache_bytes // row_bytes
     return Engine(model, compressor="dense", rows=max(1, min(rows, fitting)), max_tokens=tokens)

@@ -25,9 +25,10 @@ _ALLOCATOR_SHARE = 0.05
 @dataclass(frozen=True)
 class Plan:
     compressor: str
+    rule: str  # what a row holds, in words
     evicts: bool
     budget: int
-    interval: int
+    beside_budget: int  # slots of a row beyond the budget: the interval, or the new tokens where responses stay whole
     capacity: int
     rows: int
     prompt_tokens: int  # the longest prompt
@@ -107,20 +108,19 @@ class Plan:
         if rows >= 1:
             return f"At this capacity use rows={rows}."
         capacity = _largest(lambda slots: self.with_rows(1).with_capacity(slots).total_bytes, memory)
-        if self.evicts and capacity > self.interval:
-            return f"Not even one row fits: with rows=1, use budget={capacity - self.interval}."
+        if self.evicts and capacity > self.beside_budget:
+            return f"Not even one row fits: with rows=1, use budget={capacity - self.beside_budget}."
         if not self.evicts and capacity > self.prompt_tokens:
             return f"Not even one row fits: with rows=1 there is room for {capacity} tokens; generate less, or use a compressor."
         return f"The weights and the working set leave nothing of {size(memory)}: use a smaller model, dtype or prompt."
 
     def lines(self, memory: int | None = None) -> list[tuple[str, str]]:
-        kind = f"budget {self.budget} + interval {self.interval}" if self.evicts else "nothing evicted"
         saved = 1 - self.row_bytes / self.dense_row_bytes
         against = f"{saved:.0%} less" if saved >= 0 else f"{-saved:.0%} more"
         lines = [
             ("weights", size(self.weight_bytes)),
             (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
-            (f"KV per row, {self.compressor} ({kind} = {self.capacity} slots)", f"{size(self.row_bytes)} ({against})"),
+            (f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots)", f"{size(self.row_bytes)} ({against})"),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
             (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
             ("trace per row", size(self.trace_row_bytes)),
@@ -164,9 +164,10 @@ def make_plan(
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # a row's logits in fp32, softmax, sum
     return Plan(
         compressor=compressor.name,
+        rule=compressor.rule(),
         evicts=compressor.evicts,
         budget=compressor.budget,
-        interval=compressor.interval,
+        beside_budget=compressor.interval if compressor.evicts_response else new_tokens,
         capacity=capacity,
         rows=rows,
         prompt_tokens=prompt_tokens,

@@ -167,7 +167,7 @@ def test_kept_slots_are_unique_ordered_and_protect_sinks_and_window(name, used, 
         assert (kept == slot).any(-1).all()
 
 
-@pytest.mark.parametrize("name", [n for n, c in COMPRESSORS.items() if c.evicts and n != "window"])
+@pytest.mark.parametrize("name", [n for n, c in COMPRESSORS.items() if c.evicts_response and n != "window"])
 def test_prompt_can_be_protected(name, llama):
     compressor = COMPRESSORS[name](protect_prompt=True)
     engine = Engine(llama, compressor=compressor, budget=48, interval=8, rows=2)

@@ -61,7 +61,7 @@ def test_shadow_view_equals_sampler(compressor, architecture):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "gemma2", "olmo2"])
-@pytest.mark.parametrize("compressor", ["rkv", "h2o", "dense"])
+@pytest.mark.parametrize("compressor", ["rkv", "h2o", "prompt-only", "dense"])
 def test_captured_steps_are_the_eager_ones(name, compressor, monkeypatch):
     """Greedy, fp32: the same tokens, log-probs and evictions, whether fused, captured through the modules, or launched one by one."""
     model = on_gpu(name, **(SMALL if name != "gemma2" else {}))

@@ -32,7 +32,8 @@ def test_shadow_view_equals_sampler(compressor, architecture, budget, interval, 
         assert shadow < 1e-4
         differs = max(differs, dense)
         evicted = bool((trajectory.trace.evicted_at.long() < len(trajectory.tokens)).any())
-        assert evicted == (compressor != "dense")
+        chosen = engine.compressor
+        assert evicted == (chosen.evicts_response or (chosen.evicts and trajectory.num_prompt_tokens > budget))
     if compressor == "dense":
         assert differs < 1e-4
     else:

@@ -27,6 +27,7 @@ HARDER = {
     "countdown": dict(count=6, highest=50),
     "linsys": dict(unknowns=4, highest=9),
     "stargraph": dict(arms=6, length=5, nodes=99),
+    "recall": dict(count=[8, 300], queries=8, filler=16),
 }
 
 
@@ -137,6 +138,38 @@ def test_linsys_and_stargraph_want_the_whole_answer():
         assert star.reward(prompt, f"answer: {text}") == worth, text
 
 
+def test_recall_asks_for_pairs_that_are_there():
+    """The question, read back from the prompt's text, is answered by the pairs listed there."""
+    task = make("recall")
+    for prompt in task.sample(0, 20):
+        listed, question, rest = prompt.text.split("\n")
+        pairs = {pair[:2]: pair[2:] for pair in listed.split()}
+        assert len(pairs) == 200 and len(prompt.text) == 5 * 200 + 3 * 4 and rest == ""
+        assert {key: pairs[key] for key in question.split()} == prompt.answer
+    assert len({position for p in task.sample(0, 200) for position in [p.text.index(next(iter(p.answer)))]}) > 100  # anywhere in the list
+    prompt = Prompt("Qk58 Bt10 Xm99\nXm Qk\n", {"Xm": "99", "Qk": "58"})
+    assert task.solution(prompt) == "Xm99 Qk58\nanswer: 99 58"
+    for text, worth in [("99 58", 1), ("99  58 ", 1), ("58 99", 0), ("99", 0), ("99 58 10", 0), ("9958", 0), ("Xm99 Qk58", 0)]:
+        assert task.reward(prompt, f"Xm99 Qk58\nanswer: {text}") == worth, text
+
+
+def test_recall_draws_short_prompts_as_often_as_long_ones():
+    lengths = [prompt.text.count(" ") - 7 + 1 for prompt in make("recall", count=[8, 128], queries=8).sample(0, 800)]
+    assert min(lengths) >= 8 and max(lengths) <= 128
+    assert 340 < sum(length < 32 for length in lengths) < 460  # two doublings of four
+    assert all(p.text.endswith("\n...") for p in make("recall", filler=3).sample(0, 5))
+
+
+def test_recall_uses_characters_of_the_tiny_model():
+    from sparse_rl.models import tiny_tokenizer
+
+    task, tokenizer = make("recall", count=40, filler=2), tiny_tokenizer()
+    for prompt in task.sample(0, 20):
+        for text in (prompt.text, task.solution(prompt)):
+            tokens = tokenizer.encode(text)
+            assert len(tokens) == len(text) and tokenizer.decode(tokens) == text
+
+
 def test_bad_options_are_told():
     for name, options, message in [
         ("sums", dict(count=1), "count is 1"),
@@ -144,6 +177,11 @@ def test_bad_options_are_told():
         ("countdown", dict(search=-1), "search -1 at least 0"),
         ("linsys", dict(unknowns=9), "unknowns 9 must be 2 to 6"),
         ("stargraph", dict(arms=10, length=10), "need 101 nodes, but nodes is 50"),
+        ("recall", dict(count=3), "4 queries among 3 to 3 pairs"),
+        ("recall", dict(count=[50, 20]), "4 queries among 50 to 20 pairs"),
+        ("recall", dict(count=700), "at most 676 of them"),
+        ("recall", dict(count=[5, 6, 7]), r"the task recall cannot use the options \{'count': \[5, 6, 7\]\}"),
+        ("recall", dict(filler=-1), "filler is -1"),
     ]:
         with pytest.raises(SparseRLError, match=message):
             make(name, **options)

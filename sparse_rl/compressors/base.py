@@ -58,6 +58,7 @@ class Compressor:
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     evicts: bool = True
+    evicts_response: bool = True  # whether full rows are evicted; where they are not, a row has room for the whole response
     protect_prompt: bool = False
 
     def __init__(self, *, sinks: int | None = None, window: int | None = None, protect_prompt: bool = False):
@@ -73,6 +74,14 @@ class Compressor:
     def capacity(self, prompt: int, new: int) -> int:
         """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones."""
         return self.budget + self.interval
+
+    def evicts_prompt(self, tokens: int) -> bool:
+        """Whether a prompt of that length is evicted, down to the budget, when it has been read."""
+        return self.evicts and tokens >= self.capacity(0, 0)
+
+    def rule(self) -> str:
+        """What a row holds, for the plan."""
+        return f"budget {self.budget} + interval {self.interval}"
 
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last slots are always kept."""
@@ -151,17 +160,22 @@ def register(cls: type[Compressor]) -> type[Compressor]:
 
 
 def make(compressor: str | Compressor | type[Compressor], **options) -> Compressor:
-    """A compressor from its name (`rkv`, `kvpress:KnormPress`) or class, or as given."""
+    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`) or class, or as given."""
     if isinstance(compressor, Compressor):
         return compressor
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
         return compressor(**options)
     if not isinstance(compressor, str):
         raise SparseRLError(f"compressor must be a name or a Compressor, not {type(compressor).__name__}.")
-    if compressor.startswith("kvpress:"):
+    kind, _, inner = compressor.partition(":")
+    if kind == "kvpress" and inner:
         from .kvpress import KVPress
 
-        return KVPress(compressor.removeprefix("kvpress:"), **options)
+        return KVPress(inner, **options)
+    if kind == "prompt-only":
+        from .prompt_only import PromptOnly
+
+        return PromptOnly(inner or "snapkv", **options)
     if compressor not in COMPRESSORS:
         raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, COMPRESSORS)}")
     known = _parameters(COMPRESSORS[compressor])

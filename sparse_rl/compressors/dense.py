@@ -6,10 +6,13 @@ from .base import Compressor, register
 @register
 class Dense(Compressor):
     name = "dense"
-    evicts = False
+    evicts = evicts_response = False
 
     def capacity(self, prompt: int, new: int) -> int:
         return prompt + new
+
+    def rule(self) -> str:
+        return "nothing evicted"
 
     def has_room(self, budget: int, prompt: int = 0) -> bool:
         return True  # nothing is chosen, so the budget has no meaning

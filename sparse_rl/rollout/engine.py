@@ -46,7 +46,8 @@ class Engine:
         prefill_rows: int | None = None,
         poll: tuple[int, int] | None = None,
     ):
-        """`max_tokens` (prompt + new) sizes the rows of `dense` once and for all; otherwise they grow with the longest call.
+        """`max_tokens` (prompt + new) sizes rows that hold whole responses (`dense`, `prompt-only`) once and for all; otherwise they grow
+        with the longest call.
 
         `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: prompts they may belong to; `poll`: least and most decode steps
         between two looks at the device. By default 512, 1 and (1, 1) on a CPU; 16,384, as many as that holds, and (8, 16) on a GPU.
@@ -77,7 +78,7 @@ class Engine:
         self.steps = 0  # decode steps of the last call
         self.waited = 0  # of all rows together: steps in which one was full and waited for the end of a round
         self.keeps_state = on_gpu  # captured steps hold the addresses of what rows write down
-        if self.compressor.evicts:
+        if self.compressor.evicts_response:
             capacity = self.compressor.capacity(0, 0)
             new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
             self._allocate_rows(capacity, self.plan(prompt_tokens=capacity, new_tokens=new_tokens))
@@ -233,8 +234,9 @@ class Engine:
 
     def _allocate_rows(self, capacity: int, plan: Plan) -> None:
         """The cache, once and for all."""
-        if self.cache is not None and not self.compressor.evicts and self.max_tokens is None and capacity > self.cache.capacity:
-            self.cache = self.state = None  # dense rows are as long as the longest call so far
+        grows = not self.compressor.evicts_response and self.max_tokens is None
+        if self.cache is not None and grows and capacity > self.cache.capacity:
+            self.cache = self.state = None  # rows that hold whole responses are as long as the longest call so far
             self.decoders.clear()
             plan = replace(plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity))
         if self.cache is None:

@@ -27,8 +27,7 @@ def evict(
     """
     shape, budget, n = cache.shape, compressor.budget, len(rows)
     streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
-    # A full row has been fed at least its capacity: that many queries are there whoever is evicted beside it.
-    num_queries = min(compressor.num_queries, compressor.capacity(0, 0))
+    num_queries = min(compressor.num_queries, used)  # at least `used` tokens have been fed, so that many are there
     fine = torch.ones((), dtype=torch.bool, device=rows.device)
     for layers in cache.layer_chunks(n, used):
         feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]

@@ -36,7 +36,7 @@ from .sampling import Sampling, sample
 if TYPE_CHECKING:
     from .engine import Engine
 
-_DENSE_SPAN = 64  # a dense cache is read in multiples of this many slots
+_DENSE_SPAN = 64  # rows that are not evicted are read in multiples of this many slots
 _TOGETHER = 64  # rows whose first tokens are sampled, or whose records are copied to the host, at a time
 
 
@@ -123,7 +123,7 @@ class Rollout:
         return len(self.running) > busy
 
     def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
-        """Feed prompts densely, in chunks, the shorter ones padded; compress those that fill a row."""
+        """Feed prompts densely, in chunks, the shorter ones padded; compress those that are too long."""
         scratch, lengths = self.scratch, [len(w.prompt) for w in prompts]
         n, longest = len(prompts), max(lengths)
         tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=self.device)  # [N, P]
@@ -137,7 +137,7 @@ class Rollout:
             logits = forward(self.model, tokens[:, part], feed)
             self.ready_logits = logits if start == 0 else torch.where((ends > start)[:, None], logits, self.ready_logits)
         check_sliding_windows(self.model.config, scratch.sliding_window)
-        long = [i for i, length in enumerate(lengths) if self.compressor.evicts and length >= self.cache.capacity]
+        long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
         self.ready_trace = None
         if long:
             self.ready_trace = self.state.trace.new_full((n, scratch.shape.layers, scratch.shape.heads, longest), self.state.never)
@@ -186,8 +186,8 @@ class Rollout:
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
-        """Slots to read. All of a fixed row, so that the arithmetic is the same whoever runs beside; of a dense row what is in use."""
-        if self.compressor.evicts:
+        """Slots to read. All of a fixed row, so that the arithmetic is the same whoever runs beside; of one that grows what is in use."""
+        if self.compressor.evicts_response:
             return self.cache.capacity
         longest = max(row.used for row in self.running.values()) + self.engine.poll[1]
         return min(self.cache.capacity, -(-longest // _DENSE_SPAN) * _DENSE_SPAN)
@@ -195,7 +195,7 @@ class Rollout:
     def evict(self) -> None:
         """Every row whose slots are full keeps `budget` of them."""
         full = [i for i, row in self.running.items() if row.used == self.cache.capacity]
-        if not full or not self.compressor.evicts:
+        if not full or not self.compressor.evicts_response:
             return
         with self.phases("evict"):
             columns = [(i, self.running[i].fed, len(self.running[i].waiting.prompt)) for i in full]
