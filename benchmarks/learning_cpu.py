@@ -74,7 +74,7 @@ def run(args: tuple, more: dict | None = None) -> dict:
     row["curves"] = {
         key: [round(line[key], 4) for line in lines if line.get(key) is not None]
         for key in ("reward/mean", "reject/trajectories/frac", "gap/xi/p05", "gap/alpha/p05", "update/grad_norm", "cache/tokens_saved/frac",
-                    "rollout/truncated/frac", "old/entropy/mean", "eval/dense/accuracy", "eval/sparse/accuracy")
+                    "rollout/truncated/frac", "rollout/budget", "old/entropy/mean", "eval/dense/accuracy", "eval/sparse/accuracy")
     }  # fmt: skip
     if job[2] == "dense":
         row["under"] = {setting: under(trainer, *SETTINGS[setting]) for setting in SETTINGS}

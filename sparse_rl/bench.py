@@ -129,7 +129,7 @@ def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
     floor = 1000 * (weight_bytes + slot_bytes) / bandwidth
     with torch.no_grad(), evaluating(engine.model), use_attention(engine.model, "slots"):
         decoder = engine.decoder(sampling, stop_ids_of(engine.model, sampling))
-        state.begin(sampling.max_new_tokens)
+        state.begin(sampling.max_new_tokens, cache.capacity)
 
         def full_step() -> float:
             state.done.fill_(False)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .adapt import Adaptive
 from .errors import SparseRLError, nearest, whole
 from .keys import key
 from .learn.advantage import ESTIMATORS
@@ -51,7 +52,7 @@ class TaskSettings:
 @dataclass(frozen=True)
 class RolloutSettings:
     compressor: str = key("a name from `sparse-rl list compressors`, or prompt-only:NAME", "rkv")
-    budget: int = key("slots a row keeps at an eviction", 512)
+    budget: int | Adaptive = key("slots a row keeps at an eviction; moved between steps by {min: 32, max: 64, target: {alpha_5: 0.9}}", 512)
     interval: int = key("tokens between evictions; no meaning under prompt-only", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
     rows: int = key("sequences decoded at a time", 64)
@@ -62,11 +63,15 @@ class RolloutSettings:
     stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
 
     def __post_init__(self):
-        whole(
-            **{f"rollout.{n}": getattr(self, n) for n in ("budget", "interval", "rows", "prompts", "group_size", "max_new_tokens")},
-        )
+        whole(**{"rollout.budget": self.max_budget})
+        whole(**{f"rollout.{n}": getattr(self, n) for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")})
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise SparseRLError(f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0.")
+
+    @property
+    def max_budget(self) -> int:
+        """What rows are made for."""
+        return self.budget.max if isinstance(self.budget, Adaptive) else self.budget
 
 
 @dataclass(frozen=True)
@@ -169,9 +174,11 @@ class Recipe:
             )
         if self.rollout.group_size < 2:
             raise SparseRLError("rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2.")
-        how = self.learn.how().correction
-        if self.learn.refill and how.reject_below is None and how.reject_outside is None:
+        how = self.learn.how()
+        if self.learn.refill and not how.correction.rejects:
             raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
+        if isinstance(self.rollout.budget, Adaptive):
+            self.rollout.budget.check(self.learn.method, how.view, how.correction.rejects, self.run.diagnose)
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError("loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only.")
 
@@ -227,7 +234,8 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
         target = sections.setdefault(section, {})
         for part in path[:-1]:
             inner = target.get(part) or {}
-            if not isinstance(inner, Mapping) or (section != "task" and _types(SECTIONS[section]).get(part) is not dict):
+            holds_keys = section == "task" or inner or _types(SECTIONS[section]).get(part) is dict
+            if not (isinstance(inner, Mapping) and holds_keys):
                 raise SparseRLError(f"--{dotted} looks inside {section}.{part}, which holds no keys; write --{section}.{part} VALUE.")
             target[part] = dict(inner)
             target = target[part]
@@ -239,10 +247,13 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
 
 
 def _section(name: str, content: dict):
-    kind = SECTIONS[name]
-    known, hints = _names(kind), _types(kind)
     if name == "task":  # whatever is not `name` belongs to the task
         content = {"name": content.get("name"), "options": {k: v for k, v in content.items() if k != "name"}}
+    return _settings(SECTIONS[name], content, name)
+
+
+def _settings(kind: type, content: Mapping, name: str):
+    known, hints = _names(kind), _types(kind)
     for k in content:
         if k not in known:
             raise SparseRLError(f"there is no key {name}.{k}; {nearest(str(k), known)}")
@@ -285,7 +296,11 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
-        return _convert(value, next(a for a in args if a is not type(None)), where)
+        kinds = [a for a in args if a is not type(None)]
+        with_keys = [a for a in kinds if dataclasses.is_dataclass(a)] if isinstance(value, Mapping) else []
+        return _convert(value, (with_keys or kinds)[0], where)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return _settings(kind, value, where)
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
         return tuple(_convert(v, a, where) for v, a in zip(value, args))
     if origin is list:
@@ -307,7 +322,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         return value
     if kind is dict and isinstance(value, Mapping):
         return dict(value)
-    shape = f"a list of {len(args)} numbers" if origin is tuple else getattr(kind, "__name__", str(kind))
+    shape = "dict" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
+    shape = f"a list of {len(args)} numbers" if origin is tuple else shape
     expected = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "keys", "list": "a list"}
     raise SparseRLError(f"{where} is {value!r}; it must be {expected.get(shape, shape)}.")
 
@@ -315,6 +331,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
+    if dataclasses.is_dataclass(value):
+        return {k: _plain(v) for k, v in vars(value).items() if v is not None}
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -97,16 +97,31 @@ class TrajectoryWriter:
 
 def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
     """The trajectories a `TrajectoryWriter` wrote, in the order they finished. A last line cut off by a crash is left out."""
-    folder = Path(folder)
-    with (folder / "trajectories.jsonl").open(encoding="utf-8") as lines:
-        for line in (json.loads(text) for text in lines if text.endswith("\n")):
-            yield Trajectory(
-                tokens=torch.tensor(line["tokens"], dtype=torch.int64),
-                num_prompt_tokens=line["num_prompt_tokens"],
-                sampler_logprobs=torch.tensor(line["sampler_logprobs"], dtype=torch.float32),
-                trace=Trace.load(folder / line["trace"]),
-                finish_reason=line["finish_reason"],
-                prompt_index=line["prompt_index"],
-                sample_index=line["sample_index"],
-                version=line["version"],
-            )
+    path = Path(folder) / "trajectories.jsonl"
+    if not path.is_file():
+        raise SparseRLError(f"there is no {path}; give a folder that `sparse-rl rollout` or a run's samples/ wrote.")
+    with path.open(encoding="utf-8") as lines:
+        for number, text in enumerate((text for text in lines if text.endswith("\n")), 1):
+            try:
+                trajectory = _trajectory(json.loads(text), Path(folder))
+            except (ValueError, KeyError, TypeError) as error:  # SparseRLError and JSONDecodeError among them
+                why = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+                raise SparseRLError(f"{path}, line {number} is not a trajectory ({why}).") from error
+            yield trajectory
+
+
+def _trajectory(line: dict, folder: Path) -> Trajectory:
+    trajectory = Trajectory(
+        tokens=torch.tensor(line["tokens"], dtype=torch.int64),
+        num_prompt_tokens=line["num_prompt_tokens"],
+        sampler_logprobs=torch.tensor(line["sampler_logprobs"], dtype=torch.float32),
+        trace=Trace.load(folder / line["trace"]),
+        finish_reason=line["finish_reason"],
+        prompt_index=line["prompt_index"],
+        sample_index=line["sample_index"],
+        version=line["version"],
+    )
+    lengths = {"tokens": len(trajectory.tokens), "log-probs": len(trajectory.sampler_logprobs), "trace": trajectory.trace.num_tokens}
+    if len(set(lengths.values())) > 1:
+        raise SparseRLError(f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}; trace file {line['trace']}")
+    return trajectory

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from .checkpoint import require_space
-from .compressors import make
 from .config import Recipe, load_recipe
+from .control import compressor_of
 from .errors import SparseRLError
 from .metrics import write_text
 from .models import ModelShape, dtype_of, load_config, weight_bytes
@@ -75,7 +75,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
     weights = weight_bytes(config, shape.dtype)
     rollout = make_plan(
         shape,
-        make(recipe.rollout.compressor, **recipe.rollout.compressor_options).bind(recipe.rollout.budget, recipe.rollout.interval),
+        compressor_of(recipe.rollout),
         rows=recipe.rollout.rows,
         prompt_tokens=prompt_tokens,
         new_tokens=recipe.rollout.max_new_tokens,

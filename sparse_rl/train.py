@@ -22,8 +22,8 @@ from torch import Tensor
 
 from . import tasks
 from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint, writing
-from .compressors import make
 from .config import Recipe
+from .control import BudgetControl, compressor_of
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy, dense_engine
 from .learn.advantage import advantage
@@ -64,6 +64,7 @@ class Trainer:
         self.recipe, self.folder = recipe, folder
         self.method = recipe.learn.how()
         self.how = self.method.correction
+        compressor = compressor_of(recipe.rollout)
         loss = recipe.loss
         self.loss = dataclasses.replace(loss, constant=loss.constant or recipe.rollout.max_new_tokens)
         self.task = tasks.make(recipe.task.name, **recipe.task.options)
@@ -91,12 +92,13 @@ class Trainer:
         )
         self.engine = Engine(
             self.model,
-            compressor=make(recipe.rollout.compressor, **recipe.rollout.compressor_options),
-            budget=recipe.rollout.budget,
+            compressor=compressor,
+            budget=recipe.rollout.max_budget,
             interval=recipe.rollout.interval,
             rows=recipe.rollout.rows,
         )
         self.sampling = Sampling(recipe.rollout.max_new_tokens, recipe.rollout.temperature, stop_ids=self._stop_ids(), for_correction=True)
+        self.budget = BudgetControl(recipe.rollout.budget, self.engine)
         self.step = 0  # steps done
         self.updating = False  # some of a step's updates may be done, others not
         self.saved = -1  # the step of the newest checkpoint
@@ -130,6 +132,8 @@ class Trainer:
                             metrics |= average([self.learner.step(batch) for batch in batches])
                         self.engine.version = self.learner.version
                         self.step, self.updating = self.step + 1, False
+                        metrics |= self.budget.logged("rollout/budget")
+                        self.budget.after_step(metrics)
                         self.write(metrics, clock, rollout)
                         self.keep_samples(rollout, advantages, fixed.accepted)
                     if self._due(recipe.run.checkpoint_every):
@@ -176,7 +180,7 @@ class Trainer:
     def _complete(self, prompts: list[Prompt], group: int, turn: int, clock: Clock) -> Rollout:
         recipe = self.recipe
         with clock.stage("rollout"):
-            ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+            ids = self._encode(prompts)
             trajectories = self.engine.generate(ids, group, self.sampling, stream_key(recipe.run.seed, [self.step, turn]))
         with clock.stage("grade"):
             asked = [prompts[t.prompt_index] for t in trajectories]
@@ -242,15 +246,15 @@ class Trainer:
         self.view.show(self.step, {**metrics, **timing})
 
     def evaluate(self) -> None:
-        """Held-out accuracy under the dense cache and under the compressor, with the same random numbers every time."""
+        """Held-out accuracy under the dense cache and under the compressor as it is now, with the same random numbers every time."""
         settings, clock = self.recipe.eval, Clock(self.view.now)
         prompts = self.held_out.sample(0, min(settings.prompts, self.held_out.num_prompts or settings.prompts))
         sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
-        ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+        ids = self._encode(prompts)
         engines = {"dense": dense_engine(self.model, ids, sampling.max_new_tokens, self.recipe.rollout.rows, like=self.engine)}
         if self.engine.compressor.evicts:
             engines["sparse"] = self.engine
-        metrics = {}
+        metrics = self.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
             for name in list(engines):
                 engine = engines.pop(name)  # so that the dense cache is gone before the next engine runs
@@ -289,9 +293,8 @@ class Trainer:
             return
         with uninterrupted():
             checkpoints = self.folder / "checkpoints"
-            save_checkpoint(
-                checkpoints, self.step, self.model, self.tokenizer, {"learner": self.learner.state_dict()}, self.recipe.run.keep
-            )
+            state = {"learner": self.learner.state_dict(), "budget": self.budget.state_dict()}
+            save_checkpoint(checkpoints, self.step, self.model, self.tokenizer, state, self.recipe.run.keep)
             self.saved = self.step
 
     def resume(self) -> None:
@@ -304,6 +307,7 @@ class Trainer:
             self.step = state["step"]
             self.learner.skipped %= self.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
             self.engine.version = self.learner.version
+            self.budget.load_state_dict(state.get("budget"))
         self.log.cut(self.step)
         for folder in (self.folder / "samples").glob("step-*"):
             number = folder.name.removeprefix("step-")
@@ -321,6 +325,11 @@ class Trainer:
         unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
         if self.step and not between_steps and not unexpected and not isinstance(error, CannotWrite):
             self.save()
+
+    def _encode(self, prompts: list[Prompt]) -> list[list[int]]:
+        ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+        self.budget.check_prompts(ids)
+        return ids
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)

@@ -250,7 +250,7 @@ def test_a_logprob_that_is_not_finite_ends_the_row():
     engine = Engine(tiny("llama"), budget=20, interval=12, rows=4)
     engine.reserve(5, 10)
     state = engine.state
-    state.begin(10)
+    state.begin(10, engine.capacity)
     rows = torch.arange(4)
     state.start(rows, rows, rows + 1, rows)
     logprobs = torch.tensor([-1.0, float("nan"), -float("inf"), -2.0])

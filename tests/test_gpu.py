@@ -146,6 +146,24 @@ def test_after_an_update_nothing_is_captured_again():
     assert decoder not in engine.decoders.values()
 
 
+@pytest.mark.parametrize("compressor", ["rkv", "h2o"])
+def test_another_budget_needs_no_new_capture(compressor):
+    model = on_gpu("llama", **SMALL)
+    engine = Engine(model, compressor=compressor, budget=64, interval=16, rows=8)
+    engine.generate(prompts_of(20, 90), group_size=4, sampling=Sampling(100, temperature=0.0))
+    (decoder,) = engine.decoders.values()
+    graphs, nbytes = dict(decoder.graphs), engine.cache.nbytes
+    for budget in (32, 48):
+        engine.set_budget(budget)
+        mine = engine.generate(prompts_of(20, 90), group_size=4, sampling=Sampling(100, temperature=0.0))
+        made = Engine(model, compressor=compressor, budget=budget, interval=16, rows=8)
+        for a, b in zip(mine, made.generate(prompts_of(20, 90), group_size=4, sampling=Sampling(100, temperature=0.0)), strict=True):
+            assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
+        assert mean_gap(model, mine, shadow=True) < 1e-5
+    assert list(engine.decoders.values()) == [decoder] and all(decoder.graphs[w] is g for w, g in graphs.items())
+    assert engine.cache.nbytes == nbytes
+
+
 def test_a_model_that_cannot_be_captured_runs_all_the_same(monkeypatch):
     model = on_gpu("llama")
     model.model.layers[1].register_forward_hook(lambda module, args, output: output[0].sum().item() and None)

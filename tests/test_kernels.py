@@ -17,6 +17,7 @@ from sparse_rl.rollout.sampling import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
+CAPACITY = 10
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -121,22 +122,22 @@ def state_of(rows: int, new: int, seed: int = 0) -> RowState:
     used = torch.randint(0, 11, (rows,), generator=generator)
     done = torch.rand(rows, generator=generator) < 0.2
     fields = [torch.zeros(rows).long(), counts + 3, used, stream, counts, done, torch.zeros(rows, new).long(), torch.zeros(rows, new)]
-    return RowState(*[f.to(DEVICE) for f in fields], torch.zeros(1, device=DEVICE), torch.tensor([new - 1], device=DEVICE))
+    return RowState(*[f.to(DEVICE) for f in fields], torch.zeros(1, device=DEVICE), *torch.tensor([[new - 1], [CAPACITY]], device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("vocabulary", [61, 4096, 9000])
 def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatch):
-    rows, new, capacity = 40, 9, 10
+    rows, new = 40, 9
     logits = draw(rows, vocabulary, dtype=dtype) * 4
     logits[0, : vocabulary - 1] = -torch.inf  # all mass on the last token
     logits[1, 1:] = -torch.inf
     stop_ids = torch.tensor([3, 7, vocabulary - 1], device=DEVICE)
     mine, theirs = state_of(rows + 2, new), state_of(rows + 2, new)
-    sample_and_record(logits, mine, capacity, temperature, stop_ids)
+    sample_and_record(logits, mine, temperature, stop_ids)
     monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
-    sample_next(logits, theirs, capacity, Sampling(new, temperature), stop_ids, None)
+    sample_next(logits, theirs, Sampling(new, temperature), stop_ids, None)
     for name in ("token", "index", "used", "count", "done", "tokens"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
@@ -155,7 +156,7 @@ def test_logits_that_are_not_finite_end_the_row(bad, temperature, whole_row):
     logits[2, 4321] = bad
     if whole_row:
         logits[2] = bad
-    sample_and_record(logits, state, 10, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    sample_and_record(logits, state, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE))
     assert state.logprobs[:, 2].isfinite().tolist() == [True, True, False, True]
     assert state.done.tolist() == [False, False, True, False]
 
@@ -166,7 +167,7 @@ def test_samples_follow_the_distribution():
     state = state_of(rows, 3)
     state.done[:], state.used[:], state.count[:] = False, 0, 0
     logits = draw(1, vocabulary).expand(rows, -1).contiguous()
-    sample_and_record(logits, state, 10, 1.0, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    sample_and_record(logits, state, 1.0, torch.tensor([], dtype=torch.int64, device=DEVICE))
     share = torch.bincount(state.token.cpu(), minlength=vocabulary) / rows
     expected = logits[0].softmax(-1).cpu()
     assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / rows).sqrt() + 1e-3).all()

@@ -6,6 +6,8 @@ is a complete record of what the sampler could see:
     visible(l, h, q, k) = (k <= q) and (q < evicted_at[l, h, k])
 
 Queries and tokens are counted by feed index, the order in which tokens entered the cache.
+
+A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that points to one of the few moments of eviction.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -22,7 +25,10 @@ from torch import Tensor
 from ..errors import SparseRLError
 
 NEVER = 65535  # `evicted_at` of a token that stayed, in uint16
-_FORMAT = "sparse_rl.trace.1"
+_PLAIN, _EVENTS = "sparse_rl.trace.1", "sparse_rl.trace.2"  # a file's two forms
+_TENSORS = {_PLAIN: ("evicted_at",), _EVENTS: ("moments", "which")}
+_WIDTHS = (torch.uint16, torch.int32)
+_KINDS = {"evicted_at": (3, _WIDTHS), "moments": (1, _WIDTHS), "which": (3, (torch.uint8,))}  # (rank, dtypes)
 
 
 def trace_dtype(tokens: int) -> torch.dtype:
@@ -71,23 +77,72 @@ class Trace:
         return Trace(torch.where(part >= stop, never(dtype), (part - start).clamp(min=0)).to(dtype))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write atomically: the file is whole or absent."""
+        """Write atomically: the file is whole or absent. Of the two forms, the smaller."""
         path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        partial.write_bytes(save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _FORMAT}))
+        forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN})]
+        if (events := _events(self.evicted_at)) is not None:
+            forms.append(save(events, metadata={"format": _EVENTS}))
+        partial.write_bytes(min(forms, key=len))
         os.replace(partial, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
+        """A trace as it was saved; whatever else a file may hold is refused."""
+        if not Path(path).is_file():
+            raise SparseRLError(f"there is no trace file {path}; was it moved without its trajectories?")
         try:
             with safe_open(path, framework="pt") as file:
-                known = (file.metadata() or {}).get("format") == _FORMAT
-                evicted_at = file.get_tensor("evicted_at") if known else None
-        except SafetensorError as error:
+                form = (file.metadata() or {}).get("format")
+                tensors = {name: file.get_tensor(name) for name in _TENSORS.get(form, ())}
+        except (SafetensorError, OSError) as error:
             raise SparseRLError(f"{path} is not a trace file or is damaged ({error}); write it again.") from error
-        if evicted_at is None or evicted_at.dim() != 3:
-            raise SparseRLError(f"{path} is a safetensors file but not a trace; write it with Trace.save.")
+        if not tensors:
+            raise SparseRLError(f"{path} is a safetensors file but not a trace (its format is {form!r}); write it with Trace.save.")
+        wrong = _wrong_in(tensors)
+        if wrong is None:
+            evicted_at = tensors["evicted_at"] if form == _PLAIN else _from_events(**tensors)
+            wrong = _impossible_in(evicted_at)
+        if wrong is not None:
+            raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
         return cls(evicted_at)
+
+
+def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:
+    """The moments at which something was evicted, and which of them is each token's; None where there are too many. [L, H, T]
+
+    A row's layers and heads evict together, once in `interval` tokens: a byte per token is enough for most.
+    """
+    moments, which = np.unique(evicted_at.numpy(), return_inverse=True)
+    if len(moments) > 256:
+        return None
+    return {"moments": torch.from_numpy(moments), "which": torch.from_numpy(which.astype(np.uint8)).view(evicted_at.shape)}
+
+
+def _from_events(moments: Tensor, which: Tensor) -> Tensor:
+    return torch.from_numpy(moments.numpy()[which.numpy()])
+
+
+def _wrong_in(tensors: dict[str, Tensor]) -> str | None:
+    """What about a file's tensors no trace has."""
+    for name, tensor in tensors.items():
+        rank, dtypes = _KINDS[name]
+        if tensor.dim() != rank or tensor.dtype not in dtypes:
+            return f"its {name} has {tensor.dim()} dimensions of {tensor.dtype}, not {rank} of {' or '.join(map(str, dtypes))}"
+    which = tensors.get("which")
+    if which is not None and which.numel() and int(which.max()) >= len(tensors["moments"]):
+        return f"it names moment {int(which.max())}, but has {len(tensors['moments'])}"
+    return None
+
+
+def _impossible_in(evicted_at: Tensor) -> str | None:
+    """What no rollout leaves behind. [L, H, T]"""
+    tokens = evicted_at.shape[-1]
+    if evicted_at.dtype == torch.uint16 and trace_dtype(tokens) != torch.uint16:
+        return f"{tokens} tokens do not fit in uint16"
+    if (evicted_at.numpy() <= np.arange(tokens)).any():
+        return "a token is gone before it has been fed"
+    return None
 
 
 def visible(evicted_at: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _pick(
     logprob = at - highest - tl.log(total).to(tl.float32)
 
     taken = tl.load(used + row)
-    if (tl.load(done + row) == 0) & (taken < capacity):
+    if (tl.load(done + row) == 0) & (taken < tl.load(capacity)):
         tl.store(tokens + row * room + drawn, chosen.to(tl.int64))
         tl.store(logprobs + row * room + drawn, logprob)
         tl.store(token + row, chosen.to(tl.int64))
@@ -91,7 +91,7 @@ def _pick(
         tl.store(done + row, (ended | (finite == 0)).to(tl.int8))
 
 
-def sample_and_record(logits: Tensor, state, capacity: int, temperature: float, stop_ids: Tensor) -> None:
+def sample_and_record(logits: Tensor, state, temperature: float, stop_ids: Tensor) -> None:
     """Draw one token for each of the first B rows that runs, and write it down. logits [B, V]; state: RowState; temperature 0: greedy."""
     rows, size = logits.shape
     assert logits.is_contiguous()
@@ -101,7 +101,7 @@ def sample_and_record(logits: Tensor, state, capacity: int, temperature: float, 
     inverse = 1.0 / temperature if temperature > 0 else 1.0
     _summarise[(rows, chunks)](logits, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, GREEDY=temperature == 0, num_warps=4)
     _pick[(rows,)](
-        logits, tops, sums, bests, size, inverse, capacity,
+        logits, tops, sums, bests, size, inverse, state.capacity,
         state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit, stop_ids,
         state.tokens, state.logprobs, state.tokens.shape[1],
         CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks), CHUNK=_CHUNK,

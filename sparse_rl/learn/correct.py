@@ -44,6 +44,11 @@ class Correction:
             if band is not None and not 0 <= band[0] <= band[1]:
                 raise SparseRLError(f"correction.{name} is {band}; it must be (low, high) with 0 <= low <= high.")
 
+    @property
+    def rejects(self) -> bool:
+        """Whether it may reject trajectories: it has a bound, and a gap to compare with it."""
+        return self.old == "learner" and (self.reject_below is not None or self.reject_outside is not None)
+
 
 PRESETS = {
     "naive": Correction(old="sampler"),

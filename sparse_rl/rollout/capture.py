@@ -44,12 +44,12 @@ class Decoder:
             self.graphs[width].replay()
 
     def step(self, width: int, span: int) -> None:
-        live = self.state.live(width, self.cache.capacity) if self.waits else None
+        live = self.state.live(width) if self.waits else None
         if self.forward is not None:
             logits = self.forward(self.state, width, live)
         else:
             logits = forward_modules(self.model, self.cache, self.state, width, live, span)
-        sample_next(logits, self.state, self.cache.capacity, self.sampling, self.stop_ids, live)
+        sample_next(logits, self.state, self.sampling, self.stop_ids, live)
 
     def capture(self, width: int) -> None:
         """Record one step. While it is tried out every row is done, so it changes nothing."""

@@ -33,6 +33,7 @@ class RowState:
     logprobs: Tensor  # [R, N] fp32
     trace: Tensor  # [R, L, H, T]
     limit: Tensor  # [1] new tokens of this call, at most N
+    capacity: Tensor  # [1] slots at which a row of this call is full, at most the cache's
 
     @classmethod
     def empty(cls, cache: SlotCache, tokens: int, new: int) -> RowState:
@@ -40,8 +41,8 @@ class RowState:
         zeros = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)]
         done = torch.ones(rows, dtype=torch.bool, device=device)
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
-        limit = torch.full((1,), new, dtype=torch.int64, device=device)
-        return cls(*zeros, done, record, record.float(), empty_trace(cache, tokens), limit)
+        limit, capacity = torch.tensor([[new], [cache.capacity]], device=device).unbind()
+        return cls(*zeros, done, record, record.float(), empty_trace(cache, tokens), limit, capacity)
 
     @property
     def never(self) -> int:
@@ -50,16 +51,17 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.__dataclass_fields__ if name != "limit"]
+        return [getattr(self, name) for name in self.__dataclass_fields__ if name not in ("limit", "capacity")]
 
-    def begin(self, new: int) -> None:
+    def begin(self, new: int, capacity: int) -> None:
         """A new call: every row is idle."""
         self.limit.fill_(new)
+        self.capacity.fill_(capacity)
         self.done.fill_(True)
 
-    def live(self, width: int, capacity: int) -> Tensor:
+    def live(self, width: int) -> Tensor:
         """Of the first `width` rows, those that take part in a step. bool [B]"""
-        return ~self.done[:width] & (self.used[:width] < capacity)
+        return ~self.done[:width] & (self.used[:width] < self.capacity)
 
     def move(self, source: Tensor, to: Tensor) -> None:
         for tensor in self.by_row:
@@ -149,15 +151,15 @@ def forward_modules(model: nn.Module, cache: SlotCache, state: RowState, width: 
     return forward(model, state.token[:width, None], feed)
 
 
-def sample_next(logits: Tensor, state: RowState, capacity: int, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:
+def sample_next(logits: Tensor, state: RowState, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:
     """Sample a token for every row that runs, and write it down. logits [B, V]"""
     width = len(logits)
     if logits.is_cuda and kernels.has_triton() and not (sampling.top_k or sampling.top_p < 1):
         from ..kernels.sample import sample_and_record
 
-        sample_and_record(logits, state, capacity, sampling.temperature, stop_ids)
+        sample_and_record(logits, state, sampling.temperature, stop_ids)
         return
-    live = state.live(width, capacity) if live is None else live
+    live = state.live(width) if live is None else live
     tokens, logprobs = sample(logits, state.stream[:width], state.count[:width], sampling)
     state.used[:width] += live
     state.record(slice(0, width), tokens, logprobs, stop_ids, live)

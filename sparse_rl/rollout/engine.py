@@ -65,7 +65,7 @@ class Engine:
         check_model(model)
         self.model = model
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
-        self.compressor = make(compressor).bind(budget, interval)
+        self.largest = self.compressor = make(compressor).bind(budget, interval)  # what rows are made for; what evicts now
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.rows, self.max_tokens, self.prefill_chunk, self.prefill_rows = rows, max_tokens, prefill_chunk, prefill_rows
@@ -89,11 +89,31 @@ class Engine:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def capacity(self) -> int:
+        """Slots at which a row is full: all it has, unless `set_budget` asked for less."""
+        return self.compressor.capacity(0, 0) if self.compressor.evicts_response else self.cache.capacity
+
+    def set_budget(self, budget: int) -> None:
+        """Keep `budget` slots at an eviction from the next call on, at most as many as the engine was made with.
+
+        Rows stay as they are, only less of them is used; so nothing is allocated, and nothing captured, anew.
+        """
+        if not self.compressor.evicts:
+            raise SparseRLError(f"{self.compressor.name} evicts nothing, so it has no budget to set to {budget}; use another compressor.")
+        bound = self.compressor.bind(budget, self.compressor.interval)
+        if budget > self.largest.budget:
+            raise SparseRLError(
+                f"the budget cannot be set to {budget}: rows of this engine were made for {self.largest.budget} + {bound.interval} slots; "
+                f"make it with Engine(..., budget={budget})."
+            )
+        self.compressor = bound
+
     def plan(self, prompt_tokens: int, new_tokens: int) -> Plan:
         """What a call with prompts of up to `prompt_tokens` takes."""
         return make_plan(
             self.shape,
-            self.compressor,
+            self.largest,
             rows=self.rows,
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
@@ -107,7 +127,7 @@ class Engine:
     def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
         """Allocate now what a call of that size will take, so that smaller calls before it leave nothing to be made anew."""
         plan = self.plan(prompt_tokens, new_tokens)
-        self._allocate_rows(self.compressor.capacity(prompt_tokens, new_tokens), plan)
+        self._allocate_rows(self.largest.capacity(prompt_tokens, new_tokens), plan)
         self._allocate_scratch(plan)
         self._allocate_state(plan)
 

@@ -75,6 +75,7 @@ class Rollout:
     def __init__(self, engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, seed: int):
         self.engine, self.sampling = engine, sampling
         self.model, self.cache, self.scratch, self.compressor = engine.model, engine.cache, engine.scratch, engine.compressor
+        self.capacity = engine.capacity  # slots at which a row is full
         self.device = self.cache.keys.device
         self.state = engine.state
         self.stop_ids = stop_ids_of(self.model, sampling)
@@ -93,7 +94,7 @@ class Rollout:
     def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
         """Hand every trajectory to `deliver` the moment it is known to be finished."""
         start = time.perf_counter()
-        self.state.begin(self.sampling.max_new_tokens)
+        self.state.begin(self.sampling.max_new_tokens, self.capacity)
         while self.waiting or self.ready or self.running:
             if self.admit():
                 self.finish(deliver)  # some end with their first token
@@ -170,7 +171,7 @@ class Rollout:
             self.decoder.run(width, steps, self.span())
         self.num_steps += steps
         for row in self.running.values():
-            advanced = min(steps, self.cache.capacity - row.used)
+            advanced = min(steps, self.capacity - row.used)
             row.used += advanced
             row.fed += advanced
             self.num_tokens += advanced
@@ -180,29 +181,28 @@ class Rollout:
         """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
         least, most = self.engine.poll
         least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait: half a round on average
-        until_full = self.cache.capacity - max(row.used for row in self.running.values())
+        until_full = self.capacity - max(row.used for row in self.running.values())
         shortest = min(row.fed - len(row.waiting.prompt) for row in self.running.values())
         until_end = self.sampling.max_new_tokens - 1 - shortest
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
-        """Slots to read. All of a fixed row, so that the arithmetic is the same whoever runs beside; of one that grows what is in use."""
+        """Slots to read. All a fixed row may use, so that arithmetic is the same whoever runs beside; of one that grows those in use."""
         if self.compressor.evicts_response:
-            return self.cache.capacity
+            return self.capacity
         longest = max(row.used for row in self.running.values()) + self.engine.poll[1]
-        return min(self.cache.capacity, -(-longest // _DENSE_SPAN) * _DENSE_SPAN)
+        return min(self.capacity, -(-longest // _DENSE_SPAN) * _DENSE_SPAN)
 
     def evict(self) -> None:
         """Every row whose slots are full keeps `budget` of them."""
-        full = [i for i, row in self.running.items() if row.used == self.cache.capacity]
+        full = [i for i, row in self.running.items() if row.used == self.capacity]
         if not full or not self.compressor.evicts_response:
             return
         with self.phases("evict"):
             columns = [(i, self.running[i].fed, len(self.running[i].waiting.prompt)) for i in full]
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
-            capacity = self.cache.capacity
-            stream, live = self.state.stream[rows], self.state.used[rows] == capacity  # the others have ended before
-            self.fine &= evict(self.cache, self.compressor, rows, capacity, fed, stream, prompts, self.state.trace, live)
+            stream, live = self.state.stream[rows], self.state.used[rows] == self.capacity  # the others have ended before
+            self.fine &= evict(self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live)
             self.state.used[rows] = self.compressor.budget
         for i in full:
             self.running[i].used = self.compressor.budget
@@ -224,7 +224,7 @@ class Rollout:
         last = (self.state.count - 1).clamp(min=0)[:, None]
         finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
         done, count, finite, fine = torch.stack([self.state.done, self.state.count, finite, self.fine.expand(len(finite))]).tolist()
-        check_fine(all(fine), self.cache.capacity, self.compressor)
+        check_fine(all(fine), self.capacity, self.compressor)
         for row, sequence in self.running.items():
             if not finite[row]:
                 who = f"row {row} (prompt {sequence.waiting.prompt_index}, sample {sequence.sample_index})"
