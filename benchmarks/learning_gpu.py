@@ -71,6 +71,12 @@ STUDIES = {
         settings={f"rkv {budget}": Setting("rkv", budget, 16, {"protect_prompt": True}) for budget in (40, 48, 64, 80, 96, 128, 192)},
         chosen=("rkv 128", "rkv 64"),
     ),
+    "recall": Study(
+        warmup="recall-warmup",
+        recipe="recall",
+        settings={f"prompt {budget}": Setting("prompt-only", budget, 1, {"window": 24}) for budget in (48, 64, 96, 128, 192, 256, 384)},
+        chosen=("prompt 256", "prompt 96"),
+    ),
 }
 
 
