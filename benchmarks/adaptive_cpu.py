@@ -37,7 +37,7 @@ def table(rows: list[dict]) -> str:
             path = row["curves"]["rollout/budget"] or [float(budget)] * row["steps"]
             half = len(path) // 2
             mean = {k: statistics.mean(row["curves"][k][half:]) for k in ("gap/alpha/p05", "reject/trajectories/frac")}
-            moved = " / ".join(f"{path[round(i * (len(path) - 1) / 4)]:.0f}" for i in range(5)) if row["curves"]["rollout/budget"] else ""
+            moved = " / ".join(f"{path[max(1, i * len(path) // 4) - 1]:.0f}" for i in range(5)) if row["curves"]["rollout/budget"] else ""
             lines.append(
                 f"| {method} | {held} | {row['seed']} | {moved} | {statistics.mean(path[half:]):.1f} | {mean['gap/alpha/p05']:.2f} | "
                 f"{mean['reject/trajectories/frac']:.0%} | {final(row, 'dense'):.2f} | {final(row, 'sparse'):.2f} |"
