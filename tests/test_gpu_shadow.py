@@ -81,7 +81,7 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
         assert error(gradients[n], gradient) < 1e-3, n
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
 def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
     model = on_gpu(name, head_dim=16)
     done = rollouts(model, lengths=(5, 200), new=100)

@@ -21,13 +21,11 @@ def _compiled():
     return torch.compile(flex_attention, dynamic=True)
 
 
-def flex_under_trace(
-    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None, softcap: float | None
-) -> Tensor:
+def flex_under_trace(query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None) -> Tensor:
     """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at int32 [B, H, T] -> [B, T, H * G, D]"""
     group = query.shape[1] // key.shape[1]
     mask = trace_block_mask(evicted_at, group, sliding_window)
-    out = _compiled()(query, key, value, score_mod=_soft_cap(softcap), block_mask=mask, scale=scaling, enable_gqa=group > 1)
+    out = _compiled()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
     return out.transpose(1, 2).contiguous()
 
 
@@ -64,13 +62,3 @@ def visible_blocks(evicted_at: Tensor, sliding_window: int | None) -> tuple[Tens
         some &= q - (k + _BLOCK - 1) < sliding_window
         whole &= q + _BLOCK - 1 - k < sliding_window
     return some, whole
-
-
-def _soft_cap(softcap: float | None):
-    if softcap is None:
-        return None
-
-    def capped(score, b, h, q, k):
-        return torch.tanh(score / softcap) * softcap
-
-    return capped

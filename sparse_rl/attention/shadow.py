@@ -49,14 +49,14 @@ def shadow_attention(
     if not fits_kernels(query, value, dropout):
         mask = layer_mask(replay.evicted_at[:, module.layer_idx], sliding_window)
         return attend(query, key, value, mask, scaling, softcap, dropout), None
-    if replay.segments.are_few:
+    if replay.segments.are_few or softcap is not None:  # FlexAttention cannot differentiate a soft-cap under dynamic shapes
         from ..kernels.segments import segment_attention
 
         layout = replay.layout(query.shape[-1], query.dtype)
         return segment_attention(query, key, value, layout, module.layer_idx, scaling, sliding_window, softcap), None
     from .flex import flex_under_trace
 
-    return flex_under_trace(query, key, value, replay.evicted_at[:, module.layer_idx], scaling, sliding_window, softcap), None
+    return flex_under_trace(query, key, value, replay.evicted_at[:, module.layer_idx], scaling, sliding_window), None
 
 
 def fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
