@@ -1,5 +1,6 @@
 """The importance ratio at the first optimizer step, learner over sampler, token by token: a histogram of Sparse-RL's (dense learner)
-beside the shadow learner's and the noise floor (dense rollouts, dense learner).
+beside the shadow learner's and the noise floor (dense rollouts, dense learner). On a GPU also what two kernels differ by on the tokens
+of the sparse rollouts: the shadow view by segments against the same view under a boolean mask.
 
     python benchmarks/first_ratio.py countdown-search --model runs/study/warm --dtype bfloat16 --budgets 64,128 --out runs/ratio
 
@@ -15,9 +16,10 @@ from pathlib import Path
 import torch
 
 from sparse_rl import Engine, Sampling, tasks
+from sparse_rl.attention import shadow
 from sparse_rl.compressors import make
 from sparse_rl.config import load_recipe
-from sparse_rl.learn.batch import collate, score
+from sparse_rl.learn.batch import Sampled, collate, score
 from sparse_rl.learn.diagnose import percentiles
 from sparse_rl.models import encode, load_model
 
@@ -25,10 +27,20 @@ EDGES = torch.linspace(-2, 2, 161, dtype=torch.float64)  # of log ratios; what l
 QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
 
 
-def gaps(model, engine: Engine, prompts, sampling: Sampling, views: tuple[str, ...], group: int) -> dict[str, torch.Tensor]:
-    """log(learner / sampler) of every response token, by the learner's view."""
-    sampled = collate(engine.generate(prompts, group, sampling, seed=0))
-    return {view: score(model, sampled, 65536, sampling.temperature, view=view).gap[sampled.mask].double() for view in views}
+def gap(model, sampled: Sampled, temperature: float, view: str) -> torch.Tensor:
+    """log(learner / sampler) of every response token."""
+    return score(model, sampled, 65536, temperature, view=view).gap[sampled.mask].double()
+
+
+def between_kernels(model, sampled: Sampled, temperature: float) -> torch.Tensor:
+    """log(one learner / the other) of every response token: the same view by segments and under a mask."""
+    by_segments = score(model, sampled, 8192, temperature, view="shadow")
+    fits, shadow.fits_kernels = shadow.fits_kernels, lambda *_: False
+    try:
+        under_mask = score(model, sampled, 8192, temperature, view="shadow")
+    finally:
+        shadow.fits_kernels = fits
+    return (by_segments.old_logprobs - under_mask.old_logprobs)[sampled.mask].double()
 
 
 def summary(gap: torch.Tensor) -> dict:
@@ -75,15 +87,19 @@ def main() -> None:
     task = tasks.make(recipe.task.name, **recipe.task.options)
     prompts = [encode(tokenizer, p.text) for p in task.sample(0, args.prompts)]
     sampling = Sampling(rollout.max_new_tokens, rollout.temperature, for_correction=True)
-    dense = Engine(model, compressor="dense", rows=rollout.rows)
-    noise = gaps(model, dense, prompts, sampling, ("dense",), rollout.group_size)
-    found = {"noise floor: dense rollouts, dense learner": summary(noise["dense"])}
+
+    def sample(compressor, **how) -> Sampled:
+        engine = Engine(model, compressor=compressor, rows=rollout.rows, **how)
+        return collate(engine.generate(prompts, rollout.group_size, sampling, seed=0))
+
+    found = {"noise floor: dense rollouts, dense learner": summary(gap(model, sample("dense"), sampling.temperature, "dense"))}
     for budget in map(int, args.budgets.split(",")):
-        compressor = make(rollout.compressor, **rollout.compressor_options)
-        engine = Engine(model, compressor=compressor, budget=budget, interval=rollout.interval, rows=rollout.rows)
-        both = gaps(model, engine, prompts, sampling, ("dense", "shadow"), rollout.group_size)
+        sampled = sample(make(rollout.compressor, **rollout.compressor_options), budget=budget, interval=rollout.interval)
         name = f"{rollout.compressor} {budget}"
-        found |= {f"{name}, dense learner (Sparse-RL)": summary(both["dense"]), f"{name}, shadow learner": summary(both["shadow"])}
+        found[f"{name}, dense learner (Sparse-RL)"] = summary(gap(model, sampled, sampling.temperature, "dense"))
+        found[f"{name}, shadow learner"] = summary(gap(model, sampled, sampling.temperature, "shadow"))
+        if torch.cuda.is_available():
+            found[f"{name}, two kernels of the shadow learner"] = summary(between_kernels(model, sampled, sampling.temperature))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "ratios.json").write_text(json.dumps(found, indent=1))
     plot(found, args.out / "ratios.png")

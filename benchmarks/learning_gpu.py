@@ -74,7 +74,7 @@ STUDIES = {
     "recall": Study(
         warmup="recall-warmup",
         recipe="recall",
-        settings={f"prompt {budget}": Setting("prompt-only", budget, 1, {"window": 24}) for budget in (48, 64, 96, 128, 192, 256, 384)},
+        settings={f"prompt {budget}": Setting("prompt-only", budget, 1, {"window": 16}) for budget in (48, 64, 96, 128, 192, 256, 384)},
         chosen=("prompt 256", "prompt 96"),
     ),
 }

@@ -38,7 +38,7 @@ def assert_same(mine: list, theirs: list) -> None:
 # ------------------------------------------------------------------------------------------------------------ the engine
 
 
-EVERY = [(name, "llama") for name in COMPRESSORS if name != "dense"]
+EVERY = [(name, "llama") for name, kind in COMPRESSORS.items() if kind.evicts_response]
 
 
 @pytest.mark.parametrize(("compressor", "architecture"), [*EVERY, ("rkv", "gemma3")])
@@ -52,6 +52,21 @@ def test_an_engine_set_to_a_budget_is_an_engine_made_with_it(compressor, archite
         assert_same(mine, rollout(Engine(model, compressor=compressor, budget=budget, interval=8, rows=4), seed=step))
         assert max(t.trace.visible()[:, :, t.num_prompt_tokens :].sum(-1).max() for t in mine) <= budget + 8
     assert engine.cache is cache and cache.nbytes == nbytes == engine.plan(60, 50).cache_bytes
+
+
+def test_prompts_alone_are_evicted_to_the_budget_that_was_set(llama):
+    """Rows that hold whole responses were made for the largest budget, and stay."""
+    engine = Engine(llama, compressor="prompt-only", budget=32, interval=8, rows=4)
+    engine.reserve(60, 50)
+    cache = engine.cache
+    for step, budget in enumerate((20, 12, 32)):
+        engine.set_budget(budget)
+        mine = rollout(engine, seed=step)
+        assert_same(mine, rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step))
+        assert [int(t.trace.slots_in_use().max()) for t in mine] == [
+            min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine
+        ]
+    assert engine.cache is cache and cache.nbytes == engine.plan(60, 50).cache_bytes
 
 
 @pytest.mark.parametrize("poll", [(1, 1), (3, 7)])
