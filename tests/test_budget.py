@@ -62,7 +62,9 @@ def test_prompts_alone_are_evicted_to_the_budget_that_was_set(llama):
     for step, budget in enumerate((20, 12, 32)):
         engine.set_budget(budget)
         mine = rollout(engine, seed=step)
-        assert_same(mine, rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step))
+        for a, b in zip(mine, rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step), strict=True):
+            assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
+            torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5)  # a longer row is summed in another order
         assert [int(t.trace.slots_in_use().max()) for t in mine] == [
             min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine
         ]
