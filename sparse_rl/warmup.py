@@ -23,6 +23,7 @@ from .checkpoint import save_model, writing
 from .config import Recipe, WarmupSettings
 from .errors import SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy
+from .learn.batch import pack
 from .learn.learner import learning
 from .learn.optimizer import MasterAdamW, OptimizerSettings
 from .learn.score import batch_logprobs
@@ -50,7 +51,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
             for done, (tokens, mask) in enumerate(_batches(tokenizer, task, settings), start=1):
-                loss = _backward(model, tokens, mask)
+                loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
                 with uninterrupted():
                     norm, _ = optimizer.step(min(1.0, done / _RISE))
                 if not math.isfinite(norm):
@@ -93,13 +94,18 @@ def _batch(tokenizer, task, start: int, count: int) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
-def _backward(model, tokens: Tensor, mask: Tensor) -> float:
-    """Gradients of one batch, accumulated; its loss."""
+def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
+    """Gradients of one batch, accumulated over micro-batches of about equally long rows; its loss."""
     device = next(model.parameters()).device
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
+    total, loss = mask.sum().item(), 0.0
     with learning(model):
-        loss = -batch_logprobs(model, tokens.to(device), mask.to(device)).sum() / mask.sum()
-        loss.backward()
-    return loss.item()
+        for rows in pack(lengths, micro_batch_tokens):
+            rows, width = rows.sort().values, int(lengths[rows].max())
+            part = -batch_logprobs(model, tokens[rows, :width].to(device), mask[rows, :width].to(device)).sum() / total
+            part.backward()
+            loss += part.item()
+    return loss
 
 
 def _write(folder: Path, model, tokenizer, recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
 """Runs: killed, interrupted, out of disk, badly graded; nothing is lost, and a resumed run writes the very same metrics."""
 
+import copy
 import json
 import random
 import signal
@@ -614,6 +615,26 @@ def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
     with pytest.raises(SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"):
         sparse_rl.warmup.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_warm_up_in_micro_batches_has_the_gradient_of_the_batch():
+    from conftest import tiny
+
+    import sparse_rl.warmup as module
+
+    tokens = torch.randint(1, 60, (7, 40), generator=torch.Generator().manual_seed(0))
+    place, ends = torch.arange(40), torch.tensor([40, 12, 33, 9, 20, 40, 11])
+    mask = (place >= 5) & (place < ends[:, None])
+    found = []
+    for micro_batch_tokens in (10_000, 80, 1):
+        model = copy.deepcopy(tiny("llama"))
+        loss = module._backward(model, tokens, mask, micro_batch_tokens)
+        found.append((loss, torch.cat([p.grad.flatten() for p in model.parameters()])))
+    logprobs = module.batch_logprobs(tiny("llama"), tokens, mask)
+    assert found[0][0] == pytest.approx(-logprobs.sum().item() / mask.sum().item(), rel=1e-6)
+    for loss, gradient in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        torch.testing.assert_close(gradient, found[0][1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch):
