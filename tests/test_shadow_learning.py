@@ -25,9 +25,9 @@ from sparse_rl.run import train
 STEADY = OptimizerSettings(lr=1e-3)
 
 
-def rollouts(model, compressor="rkv", lengths=(5, 30, 14), new=40, group=2):
+def rollouts(model, compressor="rkv", lengths=(5, 30, 14), new=40, group=2, temperature=1.0):
     engine = Engine(model, compressor=compressor, budget=12, interval=6, rows=6)
-    return engine.generate(prompts_of(*lengths), group, Sampling(new, stop_ids=(7,)))
+    return engine.generate(prompts_of(*lengths), group, Sampling(new, temperature, stop_ids=(7,)))
 
 
 def explicit_logits(model, trajectory, shadow: bool) -> torch.Tensor:
@@ -175,7 +175,7 @@ def test_the_first_ratio_is_one_and_nothing_is_rejected(compressor):
 
 @pytest.mark.parametrize("direction", ["a", "b", "c"])
 def test_distillation_is_the_kl_of_the_full_distributions(direction):
-    done = rollouts(tiny("llama"))
+    done = rollouts(tiny("llama"), temperature=0.7)
     scored = score(tiny("llama"), collate(done), 10_000, 0.7, view="shadow")
     model = copy.deepcopy(tiny("llama")).double()
     (batch,) = weigh(scored, torch.zeros(len(done)), PRESETS["none"], Loss(mean="token-mean"), 1)
@@ -303,3 +303,27 @@ def test_methods_and_their_settings():
         with pytest.raises(SparseRLError, match=message):
             learn(**wrong)
     assert method("tis").correction.cap == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_traces_of_other_trajectories_are_refused_though_their_shapes_fit(dtype):
+    """What a trace shows is the sampler's own view, so a trace that shows something else is found out before any update."""
+    model = copy.deepcopy(tiny("llama")).to(dtype)
+    done = [t for t in rollouts(model, new=60) if len(t.tokens) > 40]
+    first, second = done[0], next(t for t in done[1:] if t.prompt_index != done[0].prompt_index)
+    length = min(len(first.tokens), len(second.tokens))
+    swapped = [cut(first, length, second.trace), cut(second, length, first.trace)]
+    score(model, collate([cut(first, length, first.trace), cut(second, length, second.trace)]), 1000, view="shadow")  # their own are fine
+    with pytest.raises(
+        SparseRLError, match=r"nats off the sampler's on average, where rounding in \w+ explains .*sample the trajectories again"
+    ):
+        score(model, collate(swapped), 1000, view="shadow")
+    with pytest.raises(SparseRLError, match="other weights or another temperature"):
+        score(model, collate([first, second]), 1000, temperature=0.3, view="shadow")
+    score(model, collate(swapped), 1000, view="dense")  # where traces are not looked at
+
+
+def cut(t, length: int, trace: Trace):
+    """The first tokens of a trajectory, with a trace that may be another's."""
+    logprobs = t.sampler_logprobs[:length]
+    return dataclasses.replace(t, tokens=t.tokens[:length], sampler_logprobs=logprobs, trace=trace.slice(0, length))

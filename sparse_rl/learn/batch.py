@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from ..attention import Replay
 from ..cache import Trace
+from ..errors import SparseRLError
 from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, correct
 from .loss import Loss, token_scale
 from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks, replay_of
+
+_ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}  # mean nats between two kernels: ten times what is seen
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ def score(
             values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
             for whole, part in zip((old, entropies), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
+    if view == "shadow":
+        check_replay(old - sampled.sampler_logprobs, sampled.mask, next(model.parameters()).dtype)
     if reference is None:
         return Scored(sampled, old, entropies, view=view)
     references = torch.zeros_like(old)
@@ -128,6 +133,18 @@ def score(
             seen = replay(model, sampled, rows) if view == "shadow" else None
             references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature, seen).cpu()
     return Scored(sampled, old, entropies, references, view)
+
+
+def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
+    """Refuse traces that are not those of their tokens: under its own trace a trajectory has the sampler's log-probs, up to rounding."""
+    off = gap[mask].abs().mean().item() if mask.any() else 0.0
+    rounding = _ROUNDING.get(dtype, _ROUNDING[torch.float32])
+    if not off <= rounding:
+        raise SparseRLError(
+            f"in the shadow view the learner's log-probs are {off:.3g} nats off the sampler's on average, where rounding in "
+            f"{str(dtype).removeprefix('torch.')} explains {rounding}: the traces are not those of these tokens, or other weights or "
+            "another temperature sampled them; sample the trajectories again."
+        )
 
 
 def old_for(scored: Scored, how: Correction) -> Tensor:
