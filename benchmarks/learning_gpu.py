@@ -6,10 +6,8 @@
     python benchmarks/learning_gpu.py --out runs/search --table --plot curves.png
 
 Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. Finished runs are lines of results.jsonl and are not run
-again, so the last command can be repeated, also elsewhere if the folder is taken along. When --minutes are over, running ones are
-stopped; what they had reached is read from their folders. To carry a folder in pieces:
-
-    tar cz --exclude checkpoints --exclude 'warm-*' -C runs/search . | split -b 15M - piece.           cat piece.* | tar xz -C runs/search
+again, so the last command can be repeated; with other keys (--set) use another folder. When --minutes are over, running ones are
+stopped; what they had reached is read from their folders.
 """
 
 from __future__ import annotations
@@ -321,6 +319,10 @@ def main() -> None:
     unknown = [name for name in settings if name not in study.settings]
     if unknown:
         parser.error(f"study {args.study} has no setting {unknown[0]!r}; it has {', '.join(study.settings)}")
+    from sparse_rl.learn.method import METHODS
+
+    if unknown := [name for name in methods if name not in (DENSE, *METHODS)]:
+        parser.error(f"there is no method {unknown[0]!r}; there are {DENSE}, {', '.join(METHODS)}")
     more = tuple((key, value) for key, value in args.set)
     plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, args.minutes, args.until, more)
     if args.warm:

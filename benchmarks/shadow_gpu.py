@@ -10,6 +10,7 @@ Budget 512, interval 128, random survivors at every eviction: no structure that 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -21,7 +22,6 @@ from types import SimpleNamespace
 import torch
 
 from sparse_rl.attention import Replay, shadow
-from sparse_rl.cache.segments import Segments
 from sparse_rl.learn.score import batch_logprobs
 from sparse_rl.models import load_model
 
@@ -45,15 +45,15 @@ def random_traces(rows: int, layers: int, heads: int, tokens: int, budget: int =
 @contextmanager
 def forced(way: str):
     """One of the shadow view's ways, whichever it would choose."""
-    fits, few = shadow.fits_kernels, Segments.are_few
+    fits, find = shadow.fits_kernels, shadow.find_segments
     try:
         if "boolean" in way:
             shadow.fits_kernels = lambda *_: False
         if "Flex" in way:
-            Segments.are_few = property(lambda _: False)
+            shadow.find_segments = lambda *given: dataclasses.replace(find(*given), are_few=False)
         yield
     finally:
-        shadow.fits_kernels, Segments.are_few = fits, few
+        shadow.fits_kernels, shadow.find_segments = fits, find
 
 
 def measure(run: Callable[[], None], repeats: int = 10) -> dict:

@@ -266,7 +266,7 @@ def make_training_plan(
     tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
     layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
     kept = tokens * shape.hidden * item
-    lists = 4 * (1 + rollout.budget // rollout.beside_budget) + 3 * 8  # per token and head: the trace and what segments keep; finding them
+    lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # per token and head: the trace and what segments keep; finding them
     traces = tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim) if shadow else 0  # and fp32 gradients of a layer's K, V
     activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
     activations = (2 if distills else 1) * activations + traces

@@ -6,6 +6,7 @@ T tokens of a trajectory (prompt + response), L layers, H KV heads. All tensors 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -100,17 +101,22 @@ def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
     path = Path(folder) / "trajectories.jsonl"
     if not path.is_file():
         raise SparseRLError(f"there is no {path}; give a folder that `sparse-rl rollout` or a run's samples/ wrote.")
-    with path.open(encoding="utf-8") as lines:
-        for number, text in enumerate((text for text in lines if text.endswith("\n")), 1):
+    with path.open("rb") as lines:
+        for number, text in enumerate((text for text in lines if text.endswith(b"\n")), 1):
             try:
                 trajectory = _trajectory(json.loads(text), Path(folder))
-            except (ValueError, KeyError, TypeError) as error:  # SparseRLError and JSONDecodeError among them
+            except (ValueError, KeyError, TypeError, RecursionError) as error:  # SparseRLError, JSON and UTF-8 errors among them
                 why = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
                 raise SparseRLError(f"{path}, line {number} is not a trajectory ({why}).") from error
             yield trajectory
 
 
 def _trajectory(line: dict, folder: Path) -> Trajectory:
+    if not isinstance(line, dict):
+        raise SparseRLError(f"it holds {type(line).__name__}, not keys")
+    wrong = _wrong_in(line)
+    if wrong is not None:
+        raise SparseRLError(wrong)
     trajectory = Trajectory(
         tokens=torch.tensor(line["tokens"], dtype=torch.int64),
         num_prompt_tokens=line["num_prompt_tokens"],
@@ -125,3 +131,24 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
     if len(set(lengths.values())) > 1:
         raise SparseRLError(f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}; trace file {line['trace']}")
     return trajectory
+
+
+def _wrong_in(line: dict) -> str | None:
+    """What about a line's values no rollout writes."""
+    for name in ("num_prompt_tokens", "prompt_index", "sample_index", "version"):
+        if not _is_count(line[name]):
+            return f"{name} is {line[name]!r}, not a whole number from 0 on"
+    for name, fits, what in (("tokens", _is_count, "token ids"), ("sampler_logprobs", _is_finite, "finite numbers")):
+        if not isinstance(line[name], list) or not all(map(fits, line[name])):
+            return f"{name} is not a list of {what}"
+    if line["num_prompt_tokens"] > len(line["tokens"]):
+        return f"num_prompt_tokens is {line['num_prompt_tokens']}, but there are {len(line['tokens'])} tokens"
+    return None
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_finite(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

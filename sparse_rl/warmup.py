@@ -50,17 +50,18 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     done = 0
     with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
-            for done, (tokens, mask) in enumerate(_batches(tokenizer, task, settings), start=1):
+            for tokens, mask in _batches(tokenizer, task, settings):
                 loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
                 with uninterrupted():
-                    norm, _ = optimizer.step(min(1.0, done / _RISE))
+                    norm, _ = optimizer.step(min(1.0, (done + 1) / _RISE))
+                    done += 1
                 if not math.isfinite(norm):
                     raise SparseRLError(f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr}).")
                 if done % 25 == 0:
                     view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
         except KeyboardInterrupt:
             _write(folder, model, tokenizer, recipe)
-            view.say(f"sparse-rl: interrupted after {done - 1} of {settings.steps} steps; the model as it was then is in {folder}.")
+            view.say(f"sparse-rl: interrupted after {done} of {settings.steps} steps; the model as it was then is in {folder}.")
             raise
     _write(folder, model, tokenizer, recipe)
     held_out = task.held_out()

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from test_train import command, recipe, weights, write_recipe
 
 from sparse_rl import COMPRESSORS, Engine, Sampling
-from sparse_rl.adapt import STEP, Adaptive, Dial, Target, move, start
+from sparse_rl.adapt import METRICS, STEP, Adaptive, Dial, Target, move, start
 from sparse_rl.checkpoint import find_checkpoints, load_state
+from sparse_rl.compressors import make
 from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.metrics import read_lines
@@ -38,7 +39,7 @@ def assert_same(mine: list, theirs: list) -> None:
 # ------------------------------------------------------------------------------------------------------------ the engine
 
 
-EVERY = [(name, "llama") for name, kind in COMPRESSORS.items() if kind.evicts_response]
+EVERY = [(name, "llama") for name in COMPRESSORS if make(name).evicts_response]
 
 
 @pytest.mark.parametrize(("compressor", "architecture"), [*EVERY, ("rkv", "gemma3")])
@@ -71,17 +72,19 @@ def test_prompts_alone_are_evicted_to_the_budget_that_was_set(llama):
     assert engine.cache is cache and cache.nbytes == engine.plan(60, 50).cache_bytes
 
 
-@pytest.mark.parametrize("poll", [(1, 1), (3, 7)])
-def test_rows_wait_at_the_budget_that_was_set(poll, llama):
-    """Rounds of several steps: a row stops at budget + interval, not at the end of its memory."""
-    engine = Engine(llama, budget=40, interval=6, rows=4, poll=poll)
+def test_rows_wait_at_the_budget_that_was_set(llama):
+    """Rounds of several steps: a row stops at budget + interval, not at the end of its memory, and waits there."""
+    prompts, sampling = prompts_of(33, 4, 60, 12, 45), Sampling(330)
+    engine = Engine(llama, budget=40, interval=128, rows=4, poll=(8, 16))
     engine.set_budget(16)
-    assert_same(rollout(engine), rollout(Engine(llama, budget=16, interval=6, rows=4)))
+    mine = engine.generate(prompts, 1, sampling)
+    assert engine.waited > 0
+    assert_same(mine, Engine(llama, budget=16, interval=128, rows=4, poll=(1, 1)).generate(prompts, 1, sampling))
 
 
 def test_budgets_that_cannot_be_set(llama):
     engine = Engine(llama, budget=32, interval=8, rows=2)
-    for budget, message in ((33, r"cannot be set to 33: rows of this engine were made for 32 \+ 8 slots; .*budget=33"),
+    for budget, message in ((33, "cannot be set to 33: rows of this engine were made for 32; .*budget=33"),
                             (8, "budget 8 must be above sinks 0 . window 8"), (0, "budget is 0")):  # fmt: skip
         with pytest.raises(SparseRLError, match=message):
             engine.set_budget(budget)
@@ -330,3 +333,14 @@ def test_prompts_the_smallest_budget_cannot_protect_are_refused_at_once(tmp_path
     """The first step runs at the largest budget, where they would fit."""
     with pytest.raises(SparseRLError, match=r"protects the prompt, but \d+ prompt tokens . window 8 leave nothing of budget 12"):
         train(adaptive({"alpha_5": 0.9}, rollout={"budget": {**ADAPTIVE, "min": 12}}), tmp_path / "run", show=False)
+
+
+def test_what_is_held_is_the_tail_that_was_named():
+    """The names in a target are those of docs/methods.md: the 5th percentile, and the share of trajectories."""
+    assert METRICS == {"alpha_5": "gap/alpha/p05", "rejection": "reject/trajectories/frac"}
+
+
+def test_a_run_resumed_with_other_bounds_starts_inside_them():
+    how = Adaptive(40, 60, Target(alpha_5=0.9))
+    for budget, inside in ((20.0, 40.0), (50.5, 50.5), (99.0, 60.0)):
+        assert start(how, {"budget": budget, "smoothed": 0.8, "statistic": "alpha_5"}) == Dial(inside, 0.8)

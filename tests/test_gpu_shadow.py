@@ -1,6 +1,7 @@
 """The shadow view on a CUDA device: by segments, by FlexAttention and under a boolean mask it is the same view, forward and backward."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from test_gpu import SMALL, on_gpu
 
 from sparse_rl import Engine, Sampling, Trace
 from sparse_rl.attention import shadow
-from sparse_rl.cache.segments import Segments
+from sparse_rl.cache.segments import find_segments
 from sparse_rl.config import load_recipe
 from sparse_rl.learn.advantage import advantage
 from sparse_rl.learn.batch import collate, score, weigh
@@ -48,7 +49,7 @@ def under_the_mask(monkeypatch):
 
 
 def by_flex(monkeypatch):
-    monkeypatch.setattr(Segments, "are_few", property(lambda _: False))
+    monkeypatch.setattr(shadow, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False))
 
 
 def error(a, b):

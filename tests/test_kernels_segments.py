@@ -1,6 +1,7 @@
 """Attention under a trace by segments, forward and backward, against the boolean mask in fp64: on a GPU where there is one, else in
 Triton's interpreter."""
 
+import copy
 import os
 
 import pytest
@@ -10,14 +11,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from conftest import prompts_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_rl import Engine, Sampling
+from sparse_rl.attention import shadow
 from sparse_rl.attention.core import attend
 from sparse_rl.attention.flex import visible_blocks
 from sparse_rl.attention.shadow import layer_mask
 from sparse_rl.cache.segments import find_segments, key_tiles, query_tiles
 from sparse_rl.kernels.segments import lay_out, segment_attention
+from sparse_rl.learn.batch import collate
+from sparse_rl.learn.score import batch_logprobs, replay_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
@@ -30,7 +36,7 @@ def trace(tokens: int, length: int, budget: int, interval: int, prompt: int = 1,
     generator = torch.Generator().manual_seed(seed)
     evicted_at = torch.full((layers, heads, tokens), NEVER, dtype=torch.int32)
     moment = max(prompt, budget + interval)
-    while moment < length:
+    while moment <= length:  # also after the last token
         for head in evicted_at.flatten(0, 1):
             alive = (head[:moment] == NEVER).nonzero()[:, 0]
             head[alive[torch.randperm(len(alive), generator=generator)[budget:]]] = moment
@@ -43,12 +49,13 @@ def any_trace(tokens: int, length: int, seed: int, layers: int = 2, heads: int =
     generator = torch.Generator().manual_seed(seed)
     life = 1 + (torch.rand(layers, heads, tokens, generator=generator) ** 3 * tokens).int()
     evicted_at = torch.arange(tokens, dtype=torch.int32) + life
-    return torch.where((evicted_at < length) & (torch.arange(tokens) < length), evicted_at, NEVER)
+    return torch.where((evicted_at <= length) & (torch.arange(tokens) < length), evicted_at, NEVER)  # also after the last one
 
 
 def micro_batch(kind: str, tokens: int = 70):
-    lengths = torch.tensor([tokens, 41, 6])
+    lengths = torch.tensor([tokens, 40, 6])
     if kind == "irregular":
+        tokens, lengths = 32, torch.tensor([32, 21, 6])
         rows = [any_trace(tokens, n, seed) for seed, n in enumerate(lengths.tolist())]
     else:
         budget, interval, prompt = {"even": (12, 8, 1), "odd": (9, 5, 30), "nothing evicted": (tokens, 1, 1)}[kind]
@@ -101,19 +108,65 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
         assert error(a.grad, b.grad) < 2 * TOLERANCE[dtype], name
 
 
-def test_gradients_of_inputs_that_are_slices():
-    """Keys and values cut out of one projection, a query whose head dim is not innermost in memory: strides are honoured."""
+@pytest.mark.parametrize("innermost", [True, False])
+def test_gradients_of_inputs_that_are_slices(innermost):
+    """Queries, keys and values cut out of one projection, with the head dim innermost in memory or not: strides are honoured."""
     evicted_at, lengths = micro_batch("even")
     rows, _, heads, tokens = evicted_at.shape
-    whole = draw(rows, tokens, 3 * heads, 16).requires_grad_()
+    whole = (draw(rows, tokens, 3 * heads, 16) if innermost else draw(rows, tokens, 16, 3 * heads).transpose(2, 3)).requires_grad_()
     query, key, value = whole.transpose(1, 2).split(heads, 1)
     layout = lay_out(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
-    upstream = draw(rows, heads, tokens, 16, seed=3).transpose(1, 2)
+    upstream = draw(rows, heads, tokens, 16, seed=3).transpose(1, 2) if innermost else draw(rows, tokens, 16, heads, seed=3).transpose(2, 3)
     upstream = upstream * (torch.arange(tokens, device=DEVICE) < lengths[:, None])[:, :, None, None]
+    assert innermost == (upstream.stride(-1) == 1) == (query.stride(-1) == 1)
     segment_attention(query, key, value, layout, 0, 0.25, None, None).backward(upstream)
     again = whole.detach().double().requires_grad_()
     attend(*again.transpose(1, 2).split(heads, 1), layer_mask(evicted_at[:, 0], None), 0.25).backward(upstream.double())
     assert error(whole.grad, again.grad) < 4e-5
+
+
+def test_lists_of_long_rows():
+    """What each segment keeps, over several blocks of the kernel that lists it."""
+    tokens = 2600
+    evicted_at = torch.stack([trace(tokens, n, 300, 200, layers=1, seed=n) for n in (tokens, 1700)]).to(DEVICE)
+    segments = find_segments(evicted_at, torch.tensor([tokens, 1700], device=DEVICE))
+    layout = lay_out(segments, evicted_at, 16, torch.float32)
+    assert segments.most_kept == 300 and segments.begins.shape[1] == 12
+    for b in range(2):
+        for s, begin in enumerate(segments.begins[b].tolist()):
+            for head in range(2):
+                kept = (evicted_at[b, 0, head, :begin] > begin).nonzero()[:, 0]
+                count = int(segments.counts[b, 0, head, s])
+                assert begin == segments.lengths[b] or layout.kept[b, 0, head, s, :count].tolist() == kept.tolist()
+
+
+def test_a_second_derivative_is_refused():
+    evicted_at, lengths = micro_batch("irregular")
+    query, key, value = (draw(3, 2, 32, 16, seed=seed).requires_grad_() for seed in range(3))
+    layout = lay_out(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
+    out = segment_attention(query, key, value, layout, 0, 0.25, None, None)
+    (gradient,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (gradient.square().sum() + query.sum()).backward()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_gpu_shadow.py does it on the device")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_through_a_model(name, monkeypatch):
+    """The attention as a model calls it: log-probs and gradients by segments equal those under the mask, windows and soft-caps included."""
+    model = copy.deepcopy(tiny(name))
+    done = Engine(model, budget=10, interval=6, rows=2).generate(prompts_of(4, 20), sampling=Sampling(16))
+    tokens = collate(done)
+    found = []
+    for way in (True, False):
+        monkeypatch.setattr(shadow, "fits_kernels", lambda *_, way=way: way)
+        replay = replay_of(model, [(t.tokens, t.trace) for t in done])
+        model.zero_grad()
+        logprobs = batch_logprobs(model, tokens.tokens, tokens.mask, 1.0, replay)
+        logprobs.sum().backward()
+        assert bool(replay.layouts) == way  # the kernels were used, or were not
+        found.append((logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-4 and error(found[0][1], found[1][1]) < 1e-4
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,20 +200,24 @@ def test_segments_say_what_each_query_sees(tokens, seed):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(100, 600), st.integers(0, 10_000), st.sampled_from([None, 1, 100, 300]))
+@given(st.integers(100, 700), st.integers(0, 10_000), st.sampled_from([None, 1, 127, 128, 129, 255, 256, 257, 384]))
 def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
-    """No visible pair lies outside `some`, and inside `whole` all pairs are visible; `whole` is not empty where it need not be."""
-    evicted_at = trace(tokens, tokens, 40, 16, seed=seed)[:1]
+    """`some` are the blocks in which, but for causality and the window, something is visible; `whole` those in which all is."""
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.randint(1, 6, (1, 2, -(-tokens // 128)), generator=generator) * 128 + torch.randint(-1, 2, (1, 2, 1), generator=generator)
+    evicted_at = edges.repeat_interleave(128, -1)[..., :tokens].int()  # whole blocks leave together, at or beside the edges of others
+    lonely = torch.rand(1, 2, tokens, generator=generator) < 0.005
+    evicted_at = torch.where(lonely, NEVER, evicted_at).maximum(torch.arange(1, tokens + 1, dtype=torch.int32))
     some, whole = visible_blocks(evicted_at, window)
     mask = layer_mask(evicted_at, window)[0]  # [H, T, T]
     short = -tokens % 128
     blocks = torch.nn.functional.pad(mask, (0, short, 0, short)).unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))  # [H, Q, 128, K, 128]
-    assert not (blocks.any(-1).any(-2) & ~some[0]).any()
-    assert not (whole[0] & ~blocks.all(-1).all(-2)).any()
-    dense = torch.full_like(evicted_at, NEVER)
-    _, whole = visible_blocks(dense, None)
-    full = tokens // 128
-    assert torch.equal(whole[0, 0, :full, :full], torch.ones(full, full, dtype=torch.bool).tril(-1))
+    below = torch.ones(blocks.shape[1], blocks.shape[3], dtype=torch.bool).tril(-1)
+    anything, everything = blocks.any(-1).any(-2), blocks.all(-1).all(-2) & below
+    assert not (anything & ~some[0]).any()
+    assert torch.equal(whole[0], everything)
+    if window is None:  # then nothing is listed in vain, below the diagonal
+        assert torch.equal(some[0] & below, anything & below)
 
 
 def test_many_segments_are_told_apart():
@@ -170,3 +227,5 @@ def test_many_segments_are_told_apart():
     chunks = torch.arange(1, 4097, dtype=torch.int32).view(1, 1, 1, -1).clone()  # every other token goes at once, the rest stays: beacons
     chunks[..., ::2] = NEVER
     assert not find_segments(chunks, torch.tensor([4096])).are_few
+    for interval, few in ((8, True), (6, False)):  # 512 kept at every eighth token are 64 a token; more is too much
+        assert find_segments(trace(4096, 4096, 512, interval, layers=1, heads=1)[None], torch.tensor([4096])).are_few == few

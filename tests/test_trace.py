@@ -103,7 +103,7 @@ def test_the_smaller_form_is_written(tmp_path):
         seen[len(trace.evicted_at.long().unique())] = assert_comes_back(trace, tmp_path) / trace.nbytes
     assert {255, 256, 257} & set(seen)
     assert all(share < 0.55 if count <= 256 else 1 < share < 1.05 for count, share in seen.items()), seen
-    assert assert_comes_back(Trace.dense(1, 1, 3), tmp_path) < 150  # too few tokens for a table of moments to pay
+    assert assert_comes_back(Trace.dense(1, 1, 3), tmp_path) < 180  # too few tokens for a table of moments to pay
 
 
 def test_long_traces_come_back(tmp_path):
@@ -225,3 +225,55 @@ def test_lines_that_are_no_trajectories_are_refused(written):
     assert len(list(read_trajectories(written))) == 1
     with pytest.raises(SparseRLError, match=r"there is no .*trajectories\.jsonl"):
         list(read_trajectories(written / "traces"))
+
+
+@pytest.mark.parametrize("interval", [4, 1])
+def test_a_flipped_bit_is_noticed(interval, tmp_path):
+    """Whichever bit of a file flips: it is refused, or it was one that nobody reads and the trace comes back as it was."""
+    evicted_at = torch.full((2, 2, 300), NEVER, dtype=torch.int32)
+    for moment in range(20, 300, interval):
+        evicted_at[:, :, moment - 20] = moment
+    trace = Trace(evicted_at.to(torch.uint16))
+    trace.save(tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        (tmp_path / "damaged").write_bytes(damaged)
+        try:
+            assert Trace.load(tmp_path / "damaged").evicted_at.equal(trace.evicted_at)
+        except SparseRLError:
+            refused += 1
+    assert refused > 0.9 * len(whole) / 7
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"num_prompt_tokens": 1000}, "num_prompt_tokens is 1000, but there are"),
+        ({"num_prompt_tokens": "ten"}, "num_prompt_tokens is 'ten', not a whole number"),
+        ({"tokens": [1.7] * 30}, "tokens is not a list of token ids"),
+        ({"tokens": [[1, 2], [3, 4]]}, "tokens is not a list of token ids"),
+        ({"tokens": [-1] * 30}, "tokens is not a list of token ids"),
+        ({"tokens": 5}, "tokens is not a list of token ids"),
+        ({"sampler_logprobs": [float("nan")] * 30}, "sampler_logprobs is not a list of finite numbers"),
+        ({"version": None}, "version is None"),
+    ],
+)
+def test_lines_that_no_rollout_writes_are_refused(changes, why, tmp_path, llama):
+    (done,) = Engine(llama, budget=12, interval=4, rows=1).generate(prompts_of(10), sampling=Sampling(20))
+    with TrajectoryWriter(tmp_path) as writer:
+        writer.write(done)
+    path = tmp_path / "trajectories.jsonl"
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps(line | changes) + "\n")
+    with pytest.raises(SparseRLError, match=f"line 1 is not a trajectory .{why}"):
+        list(read_trajectories(tmp_path))
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\n", b"7\n", b"[" * 100_000 + b"\n", b"{}\n"])
+def test_lines_that_are_no_records_are_refused(text, tmp_path):
+    (tmp_path / "trajectories.jsonl").write_bytes(text)
+    with pytest.raises(SparseRLError, match="line 1 is not a trajectory"):
+        list(read_trajectories(tmp_path))

@@ -16,16 +16,20 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 _BLOCK = 128
 
 
+_VARIANTS = 64  # of the compiled kernel: with and without a window, a gradient, one row, one block of tokens
+
+
 @functools.cache
 def _compiled():
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # fullgraph: beyond _VARIANTS it fails, where it would build [T, T]
 
 
 def flex_under_trace(query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None) -> Tensor:
     """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at int32 [B, H, T] -> [B, T, H * G, D]"""
     group = query.shape[1] // key.shape[1]
     mask = trace_block_mask(evicted_at, group, sliding_window)
-    out = _compiled()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
+    with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+        out = _compiled()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
     return out.transpose(1, 2).contiguous()
 
 

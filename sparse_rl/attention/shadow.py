@@ -1,8 +1,8 @@
 """`shadow`: a full forward pass in which every query sees exactly what the sampler's cache still held for it.
 
 On a GPU by segments, our own kernel, whose memory follows the tokens; where a trace has so many segments that listing what each keeps
-would not, by FlexAttention. Elsewhere, and for attention those do not know (fp64, dropout, values of another width), under a mask that
-is built per layer, so [L, H, T, T] never exists.
+would not, by FlexAttention. Elsewhere, and for what those do not know (fp64, dropout, values of another width or dtype; of FlexAttention
+soft-caps), under a mask that is built per layer, so [L, H, T, T] never exists.
 """
 
 from __future__ import annotations
@@ -46,23 +46,25 @@ def shadow_attention(
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
     check_call(module, attention_mask, kwargs, replay, "replay")
     scaling = scaling or query.shape[-1] ** -0.5
-    if not fits_kernels(query, value, dropout):
-        mask = layer_mask(replay.evicted_at[:, module.layer_idx], sliding_window)
-        return attend(query, key, value, mask, scaling, softcap, dropout), None
-    if replay.segments.are_few or softcap is not None:  # FlexAttention cannot differentiate a soft-cap under dynamic shapes
-        from ..kernels.segments import segment_attention
+    evicted_at = replay.evicted_at[:, module.layer_idx]
+    if fits_kernels(query, key, value, dropout):
+        if replay.segments.are_few:
+            from ..kernels.segments import segment_attention
 
-        layout = replay.layout(query.shape[-1], query.dtype)
-        return segment_attention(query, key, value, layout, module.layer_idx, scaling, sliding_window, softcap), None
-    from .flex import flex_under_trace
+            layout = replay.layout(query.shape[-1], query.dtype)
+            return segment_attention(query, key, value, layout, module.layer_idx, scaling, sliding_window, softcap), None
+        if softcap is None:  # FlexAttention cannot differentiate a soft-cap of dynamic shapes
+            from .flex import flex_under_trace
 
-    return flex_under_trace(query, key, value, replay.evicted_at[:, module.layer_idx], scaling, sliding_window), None
+            return flex_under_trace(query, key, value, evicted_at, scaling, sliding_window), None
+    return attend(query, key, value, layer_mask(evicted_at, sliding_window), scaling, softcap, dropout), None
 
 
-def fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
+def fits_kernels(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether attention can be computed tile by tile here."""
-    known = query.dtype in (torch.bfloat16, torch.float16, torch.float32) and query.shape[-1] == value.shape[-1] <= 256
-    return query.is_cuda and kernels.has_triton() and known and dropout == 0
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= 256
+    known = query.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return query.is_cuda and kernels.has_triton() and alike and known and dropout == 0
 
 
 def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MOST_KEPT = 64  # kept tokens listed per token of the row: the lists are still small beside keys and values
+_MOST_KEPT = 64  # kept tokens listed per token: the lists of a head take 256 bytes a token, as much as its keys and values of 64 numbers
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,7 @@ class Segments:
     counts: Tensor  # int32 [B, L, H, S]: tokens kept there
     lengths: Tensor  # int64 [B]
     most_kept: int  # K
-
-    @property
-    def are_few(self) -> bool:
-        """Whether listing what each keeps takes memory in proportion to the tokens."""
-        return self.begins.shape[1] * self.most_kept <= _MOST_KEPT * int(self.lengths.max())
+    are_few: bool  # whether listing what each keeps takes memory in proportion to the tokens
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
@@ -48,7 +44,9 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
     left.scatter_add_(2, segment, torch.ones(1, 1, 1, dtype=torch.int32, device=evicted_at.device).expand_as(segment))
     counts = begins[:, None] - left[..., :most].cumsum(2)  # all before it, less those gone by then
     counts = torch.where(begins[:, None] < lengths[:, None, None], counts, 0).to(torch.int32)
-    return Segments(begins.to(torch.int32), counts.view(rows, layers, heads, most), lengths, int(counts.max()))
+    most_kept = int(counts.max())
+    few = most * most_kept <= _MOST_KEPT * int(lengths.max())
+    return Segments(begins.to(torch.int32), counts.view(rows, layers, heads, most), lengths, most_kept, few)
 
 
 def query_tiles(segments: Segments, size: int) -> Tensor:

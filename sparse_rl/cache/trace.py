@@ -13,6 +13,7 @@ A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that p
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +81,10 @@ class Trace:
         """Write atomically: the file is whole or absent. Of the two forms, the smaller."""
         path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN})]
+        crc = str(_crc(self.evicted_at))
+        forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN, "crc32": crc})]
         if (events := _events(self.evicted_at)) is not None:
-            forms.append(save(events, metadata={"format": _EVENTS}))
+            forms.append(save(events, metadata={"format": _EVENTS, "crc32": crc}))
         partial.write_bytes(min(forms, key=len))
         os.replace(partial, path)
 
@@ -93,7 +95,8 @@ class Trace:
             raise SparseRLError(f"there is no trace file {path}; was it moved without its trajectories?")
         try:
             with safe_open(path, framework="pt") as file:
-                form = (file.metadata() or {}).get("format")
+                about = file.metadata() or {}
+                form = about.get("format")
                 tensors = {name: file.get_tensor(name) for name in _TENSORS.get(form, ())}
         except (SafetensorError, OSError) as error:
             raise SparseRLError(f"{path} is not a trace file or is damaged ({error}); write it again.") from error
@@ -103,9 +106,15 @@ class Trace:
         if wrong is None:
             evicted_at = tensors["evicted_at"] if form == _PLAIN else _from_events(**tensors)
             wrong = _impossible_in(evicted_at)
+            if "crc32" in about and about["crc32"] != str(_crc(evicted_at)):  # files of older versions have none
+                wrong = "its checksum differs: it is damaged"
         if wrong is not None:
             raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
         return cls(evicted_at)
+
+
+def _crc(evicted_at: Tensor) -> int:
+    return zlib.crc32(evicted_at.contiguous().numpy().tobytes())
 
 
 def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:
@@ -113,10 +122,12 @@ def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:
 
     A row's layers and heads evict together, once in `interval` tokens: a byte per token is enough for most.
     """
-    moments, which = np.unique(evicted_at.numpy(), return_inverse=True)
+    gone = evicted_at.numpy()
+    moments = np.unique(gone) if gone.dtype != np.uint16 else np.bincount(gone.ravel(), minlength=NEVER + 1).nonzero()[0].astype(np.uint16)
     if len(moments) > 256:
         return None
-    return {"moments": torch.from_numpy(moments), "which": torch.from_numpy(which.astype(np.uint8)).view(evicted_at.shape)}
+    which = np.searchsorted(moments, gone).astype(np.uint8)
+    return {"moments": torch.from_numpy(moments), "which": torch.from_numpy(which)}
 
 
 def _from_events(moments: Tensor, which: Tensor) -> Tensor:

@@ -58,7 +58,6 @@ class Compressor:
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     evicts: bool = True
-    evicts_response: bool = True  # whether full rows are evicted; where they are not, a row has room for the whole response
     protect_prompt: bool = False
 
     def __init__(self, *, sinks: int | None = None, window: int | None = None, protect_prompt: bool = False):
@@ -74,6 +73,11 @@ class Compressor:
     def capacity(self, prompt: int, new: int) -> int:
         """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones."""
         return self.budget + self.interval
+
+    @property
+    def evicts_response(self) -> bool:
+        """Whether full rows are evicted; where they are not, a row has room for the whole response."""
+        return self.evicts
 
     def evicts_prompt(self, tokens: int) -> bool:
         """Whether a prompt of that length is evicted, down to the budget, when it has been read."""

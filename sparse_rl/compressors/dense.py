@@ -6,7 +6,7 @@ from .base import Compressor, register
 @register
 class Dense(Compressor):
     name = "dense"
-    evicts = evicts_response = False
+    evicts = False
 
     def capacity(self, prompt: int, new: int) -> int:
         return prompt + new

@@ -16,16 +16,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..cache.segments import Segments, key_tiles, query_tiles, typical_length
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_SIZES = ["num_tiles", "num_segments", "most", "tokens"]  # differ from micro-batch to micro-batch: no kernel of its own for each
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_heads", *_SIZES[1:]])
 def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most, BLOCK: tl.constexpr):
     """The tokens one head keeps at one segment's begin, ascending."""
-    program, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    program, segment = (tl.program_id(0) // num_segments).to(tl.int64), tl.program_id(0) % num_segments
     begin = tl.load(begins + program // rows_heads * num_segments + segment)
     evicted_at += program * tokens
     kept += (program * num_segments + segment) * most
@@ -69,7 +71,7 @@ def _visible(q, token, WINDOW: tl.constexpr):
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _forward(
     query, key, value, out, lse, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, kept_b, count_b,
@@ -112,7 +114,7 @@ def _forward(
     tl.store(lse + (b * tl.num_programs(1) + head) * tokens + q, top + tl.log2(total), mask=q < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _backward_queries(
     query, key, value, out, upstream, lse, delta, d_query, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, up_b, up_t, up_h,
@@ -156,7 +158,7 @@ def _backward_queries(
     tl.store(place, (result * scaling).to(d_query.dtype.element_ty), mask=(q < end)[:, None] & (d < DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _backward_keys(
     query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, up_b, up_t, up_h, kept_b, count_b,
@@ -243,7 +245,7 @@ def lay_out(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype
     rows, layers, heads, tokens = evicted_at.shape
     num_segments, device = segments.begins.shape[1], evicted_at.device
     kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
-    _list_kept[(rows * layers * heads, num_segments)](
+    _list_kept[(rows * layers * heads * num_segments,)](
         evicted_at.contiguous(), segments.begins.contiguous(), kept, layers * heads, tokens, num_segments, kept.shape[-1], BLOCK=1024
     )
     forward, d_queries, d_keys = tiles_for(typical_length(segments), dim, dtype)
@@ -277,6 +279,7 @@ class _SegmentAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, upstream):
         query, key, value, out, lse = ctx.saved_tensors
         layout, scaling, meta = ctx.layout, ctx.scaling, ctx.meta

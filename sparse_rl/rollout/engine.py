@@ -104,7 +104,7 @@ class Engine:
         bound = self.compressor.bind(budget, self.compressor.interval)
         if budget > self.largest.budget:
             raise SparseRLError(
-                f"the budget cannot be set to {budget}: rows of this engine were made for {self.largest.budget} + {bound.interval} slots; "
+                f"the budget cannot be set to {budget}: rows of this engine were made for {self.largest.budget}; "
                 f"make it with Engine(..., budget={budget})."
             )
         self.compressor = bound

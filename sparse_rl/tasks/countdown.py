@@ -23,7 +23,7 @@ import ast
 import functools
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from ..errors import SparseRLError
@@ -62,7 +62,7 @@ class Countdown(GeneratedTask):
             numbers = [draw.randint(1, self.highest) for _ in range(self.count)]
             if is_held_out(numbers) != (self.split == "held-out"):
                 continue
-            results = list(dict.fromkeys(parts[0][0] for _, parts in searched(tuple(numbers)) if len(parts) == 1))
+            results = list(dict.fromkeys(parts[0][0] for _, parts in searched(numbers) if len(parts) == 1))
             target = results[max(draw.choices(range(len(results)), k=3))]  # of three, the one that is found last
             if len(search(numbers, target)) <= self.search:
                 return Prompt(self._asked(numbers, target), answer={"numbers": numbers, "target": target}, index=i)
@@ -116,10 +116,18 @@ def _random_path(numbers: list[int], draw) -> tuple[list[tuple[int, str, int]], 
     return steps, values[0]
 
 
+def searched(numbers: list[int]) -> Iterable[tuple[str, list[Part]]]:
+    """The whole search of some numbers. Three numbers up to 25 can be drawn in 15,625 ways, and are drawn again and again: kept."""
+    return _searched_before(tuple(numbers)) if len(numbers) <= 3 else depth_first(_leaves(numbers))
+
+
 @functools.lru_cache(maxsize=20_000)
-def searched(numbers: tuple[int, ...]) -> list[tuple[str, list[Part]]]:
-    """The whole search of some numbers, kept: three numbers up to 25 can be drawn in 15,625 ways, and are drawn again and again."""
-    return list(depth_first([(n, str(n)) for n in numbers]))
+def _searched_before(numbers: tuple[int, ...]) -> list[tuple[str, list[Part]]]:
+    return list(depth_first(_leaves(numbers)))
+
+
+def _leaves(numbers: Sequence[int]) -> list[Part]:
+    return [(n, str(n)) for n in numbers]
 
 
 def depth_first(parts: list[Part]) -> Iterator[tuple[str, list[Part]]]:
@@ -141,7 +149,7 @@ def depth_first(parts: list[Part]) -> Iterator[tuple[str, list[Part]]]:
 def search(numbers: list[int], target: int) -> str:
     """The search up to the first result that is the target, and the answer."""
     lines = []
-    for operation, parts in searched(tuple(numbers)):
+    for operation, parts in searched(numbers):
         value, expression = parts[-1]
         if len(parts) > 1:
             lines.append(f"{operation} left {' '.join(str(v) for v, _ in parts)}")
