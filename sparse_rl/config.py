@@ -65,6 +65,9 @@ class RolloutSettings:
     def __post_init__(self):
         whole(**{"rollout.budget": self.max_budget})
         whole(**{f"rollout.{n}": getattr(self, n) for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")})
+        for name in self.compressor_options:
+            if not isinstance(name, str):
+                raise SparseRLError(f"rollout.compressor_options has a key {name!r}; its keys are names, such as {{window: 8}}.")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise SparseRLError(f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0.")
 

@@ -20,7 +20,7 @@ from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS, method
 from sparse_rl.learn.optimizer import OptimizerSettings
-from sparse_rl.run import train
+from sparse_rl.run import plan_run, train
 
 STEADY = OptimizerSettings(lr=1e-3)
 
@@ -327,3 +327,14 @@ def cut(t, length: int, trace: Trace):
     """The first tokens of a trajectory, with a trace that may be another's."""
     logprobs = t.sampler_logprobs[:length]
     return dataclasses.replace(t, tokens=t.tokens[:length], sampler_logprobs=logprobs, trace=trace.slice(0, length))
+
+
+def test_the_plan_counts_traces():
+    """Beside the dense learner: what was gone when, what each segment keeps, and fp32 gradients of one layer's keys and values."""
+    plans = [plan_run(load_recipe("qwen2.5-1.5b-simplerl", [("learn.method", name)]), prompt_tokens=256) for name in ("none", "shadow")]
+    more = plans[1].update_bytes - plans[0].update_bytes
+    tokens, layers, heads, dim = 16384, 28, 2, 128
+    lists = 4 * tokens * layers * heads * (1 + 512 / 128)  # evicted_at, and 512 tokens kept every 128
+    gradients = 2 * 4 * tokens * heads * dim
+    assert lists + gradients < more < 3 * (lists + gradients)
+    assert plans[1].total_bytes - plans[0].total_bytes in (0, more)

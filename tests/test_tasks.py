@@ -94,6 +94,13 @@ def test_a_countdown_search_shows_its_dead_ends_in_a_fixed_order():
     assert "\n6/3=2 left 12 2\n12+2=14 no\n12-2=10 no\n12*2=24 yes\nanswer: (12*(6/3))" in search([6, 3, 12], 24)
 
 
+def test_countdown_searches_are_long():
+    """Of three results the one that is found last is asked for: twice what one drawn first would take."""
+    task = make("countdown", count=3, highest=25, search=640)
+    lengths = [len(task.solution(prompt)) for prompt in task.sample(0, 300)]
+    assert 260 < sum(lengths) / 300 < 330
+
+
 @pytest.mark.parametrize(
     "options", [dict(count=3, highest=25, search=640), dict(count=3, highest=9, search=200), dict(count=4, highest=6, search=3000)]
 )
@@ -173,8 +180,8 @@ def test_recall_uses_characters_of_the_tiny_model():
 def test_bad_options_are_told():
     for name, options, message in [
         ("sums", dict(count=1), "count is 1"),
-        ("countdown", dict(count=1), "count 1"),
-        ("countdown", dict(search=-1), "search -1 at least 0"),
+        ("countdown", dict(count=1), "count is 1"),
+        ("countdown", dict(search=-1), "search is -1"),
         ("linsys", dict(unknowns=9), "unknowns 9 must be 2 to 6"),
         ("stargraph", dict(arms=10, length=10), "need 101 nodes, but nodes is 50"),
         ("recall", dict(count=3), "4 queries among 3 to 3 pairs"),
@@ -182,6 +189,8 @@ def test_bad_options_are_told():
         ("recall", dict(count=700), "at most 676 of them"),
         ("recall", dict(count=[5, 6, 7]), r"the task recall cannot use the options \{'count': \[5, 6, 7\]\}"),
         ("recall", dict(filler=-1), "filler is -1"),
+        ("recall", dict(count=[4.5, 10]), "least count is 4.5"),
+        ("countdown", dict(search=640.5), "search is 640.5"),
     ]:
         with pytest.raises(SparseRLError, match=message):
             make(name, **options)

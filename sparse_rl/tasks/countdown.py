@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, whole
 from .base import GeneratedTask, Prompt, final_answer, register
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -41,8 +41,8 @@ class Countdown(GeneratedTask):
     name = "countdown"
 
     def __init__(self, count: int = 4, highest: int = 20, search: int = 0, seed: int = 0, split: str = "train"):
-        if count < 2 or highest < 2 or search < 0:
-            raise SparseRLError(f"countdown: count {count} and highest {highest} must both be at least 2, search {search} at least 0.")
+        whole(at_least=2, **{"countdown: count": count, "countdown: highest": highest})
+        whole(at_least=0, **{"countdown: search": search})
         super().__init__(seed, split)
         self.count, self.highest, self.search = count, highest, search
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, whole
 from .base import GeneratedTask, Prompt, final_answer, register
 
 KEYS = [upper + lower for upper in string.ascii_uppercase for lower in string.ascii_lowercase]
@@ -29,13 +29,14 @@ class Recall(GeneratedTask):
         they teach what long ones need. `queries`: keys asked for. `filler`: dots after the question, which push it out of the window
         that a compressor observes."""
         least, most = (count, count) if isinstance(count, int) else count
+        whole(
+            at_least=0, **{"recall: least count": least, "recall: most count": most, "recall: queries": queries, "recall: filler": filler}
+        )
         if not 1 <= queries <= least <= most <= len(KEYS):
             raise SparseRLError(
                 f"recall: {queries} queries among {least} to {most} pairs; use at least 1 query, as many pairs or more, and at most "
                 f"{len(KEYS)} of them, one for each key."
             )
-        if filler < 0:
-            raise SparseRLError(f"recall: filler is {filler}; use 0 or more dots.")
         super().__init__(seed, split)
         self.least, self.most, self.queries, self.filler = least, most, queries, filler
 
