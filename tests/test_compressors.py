@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, CacheView, Engine, Sampling
+from sparse_rl.compressors import make
 from sparse_rl.compressors.base import best
 from sparse_rl.errors import SparseRLError
 
@@ -167,7 +168,7 @@ def test_kept_slots_are_unique_ordered_and_protect_sinks_and_window(name, used, 
         assert (kept == slot).any(-1).all()
 
 
-@pytest.mark.parametrize("name", [n for n, c in COMPRESSORS.items() if c.evicts_response and n != "window"])
+@pytest.mark.parametrize("name", [n for n in COMPRESSORS if make(n).evicts_response and n != "window"])
 def test_prompt_can_be_protected(name, llama):
     compressor = COMPRESSORS[name](protect_prompt=True)
     engine = Engine(llama, compressor=compressor, budget=48, interval=8, rows=2)

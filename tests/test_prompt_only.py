@@ -13,7 +13,7 @@ from sparse_rl.models import ModelShape
 from sparse_rl.plan import make_plan
 
 BUDGET = 20
-CHOOSERS = [name for name, cls in COMPRESSORS.items() if cls.evicts_response]
+CHOOSERS = [name for name in COMPRESSORS if make(name).evicts_response]
 
 
 def engine_of(model, compressor="prompt-only", rows=4, **options):
