@@ -13,7 +13,7 @@ from sparse_rl import Engine, Sampling
 from sparse_rl.cache import Trace
 from sparse_rl.learn.correct import PRESETS, correct
 from sparse_rl.learn.diagnose import ends_in_loop, gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
-from sparse_rl.learn.score import overlap
+from sparse_rl.learn.score import overlap, replay_of
 from sparse_rl.records import Trajectory
 
 
@@ -133,7 +133,7 @@ def test_alpha_is_one_minus_total_variation(temperature):
     with torch.no_grad():
         dense = model(t.tokens[None], use_cache=False).logits[0]
         with use_attention(model, "shadow"):
-            shadow = model(t.tokens[None], use_cache=False, evicted_at=t.trace.evicted_at.to(torch.int32)[None]).logits[0]
+            shadow = model(t.tokens[None], use_cache=False, replay=replay_of(model, [(t.tokens, t.trace)])).logits[0]
     p, q = ((x.double() / temperature).softmax(-1)[t.num_prompt_tokens - 1 : -1] for x in (dense, shadow))
     expected = 1 - (p - q).abs().sum(-1) / 2
     assert expected.min() < 0.9  # compression matters here

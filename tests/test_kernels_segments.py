@@ -55,7 +55,7 @@ def any_trace(tokens: int, length: int, seed: int, layers: int = 2, heads: int =
 def micro_batch(kind: str, tokens: int = 70):
     lengths = torch.tensor([tokens, 40, 6])
     if kind == "irregular":
-        tokens, lengths = 32, torch.tensor([32, 21, 6])
+        tokens, lengths = 20, torch.tensor([20, 13, 4])
         rows = [any_trace(tokens, n, seed) for seed, n in enumerate(lengths.tolist())]
     else:
         budget, interval, prompt = {"even": (12, 8, 1), "odd": (9, 5, 30), "nothing evicted": (tokens, 1, 1)}[kind]
@@ -142,7 +142,7 @@ def test_lists_of_long_rows():
 
 def test_a_second_derivative_is_refused():
     evicted_at, lengths = micro_batch("irregular")
-    query, key, value = (draw(3, 2, 32, 16, seed=seed).requires_grad_() for seed in range(3))
+    query, key, value = (draw(3, 2, 20, 16, seed=seed).requires_grad_() for seed in range(3))
     layout = lay_out(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
     out = segment_attention(query, key, value, layout, 0, 0.25, None, None)
     (gradient,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
