@@ -84,6 +84,8 @@ def error(actual, expected):
     ],
 )
 def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
+    if kind == "irregular" and DEVICE == "cpu" and (window is None) == (softcap is None):
+        pytest.skip("many segments are slow in the interpreter: a window, or a soft-cap, is enough")
     evicted_at, lengths = micro_batch(kind)
     (rows, _, heads, tokens), layer, scaling = evicted_at.shape, 1, 0.3
     query = draw(rows, tokens, heads * group, dim, dtype=dtype).transpose(1, 2)  # as a model has them: heads inside tokens in memory

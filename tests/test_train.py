@@ -95,7 +95,7 @@ def test_a_run_folder_holds_everything(finished):
     assert all(not torch.equal(start[name], value) for name, value in model.state_dict().items() if value.dim() > 1)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, seed):
     """SIGKILL, several times, whenever: the metrics stream and the weights are those of the run that was left alone, bit for bit."""
     draw, folder = random.Random(seed), tmp_path / "run"
