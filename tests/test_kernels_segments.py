@@ -153,7 +153,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_gpu_shadow.py does it on the device")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["gemma2"])  # windows and soft-caps; the others on a GPU
 def test_through_a_model(name, monkeypatch):
     """The attention as a model calls it: log-probs and gradients by segments equal those under the mask, windows and soft-caps included."""
     model = copy.deepcopy(tiny(name))
