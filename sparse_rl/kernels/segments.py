@@ -40,6 +40,13 @@ def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most,
 
 
 @triton.jit
+def _tile_of(tiles, b, num_tiles, head, num_segments):
+    """This program's line of the table: its first query or place (-1: none), its segment's end and begin, and where in [H, S] that is."""
+    tiles += (b * num_tiles + tl.program_id(0)) * 4
+    return tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), head * num_segments + tl.load(tiles + 3)
+
+
+@triton.jit
 def _listed(n, count, begin, total, kept):
     """Tokens at places n of a segment's list; a token no query sees beyond its end. [N]"""
     token = tl.load(kept + n, mask=n < count, other=0)
@@ -80,13 +87,10 @@ def _forward(
 ):  # fmt: skip
     """One tile of queries of one query head."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    tiles += (b * num_tiles + tl.program_id(0)) * 4
-    first = tl.load(tiles)
+    first, end, begin, entry = _tile_of(tiles, b, num_tiles, head // GROUP, num_segments)
     if first < 0:
         return
-    end, begin, segment = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
-    count = tl.load(counts + b * count_b + (head // GROUP) * num_segments + segment)
-    kept += b * kept_b + ((head // GROUP) * num_segments + segment) * most
+    count, kept = tl.load(counts + b * count_b + entry), kept + b * kept_b + entry * most
     key += b * key_b + (head // GROUP) * key_h
     value += b * value_b + (head // GROUP) * value_h
     d, q = tl.arange(0, DIM_BLOCK), first + tl.arange(0, QUERIES)
@@ -124,13 +128,10 @@ def _backward_queries(
 ):  # fmt: skip
     """dQ of one tile of queries of one query head, and delta = sum(out * upstream), which dK needs too."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    tiles += (b * num_tiles + tl.program_id(0)) * 4
-    first = tl.load(tiles)
+    first, end, begin, entry = _tile_of(tiles, b, num_tiles, head // GROUP, num_segments)
     if first < 0:
         return
-    end, begin, segment = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
-    count = tl.load(counts + b * count_b + (head // GROUP) * num_segments + segment)
-    kept += b * kept_b + ((head // GROUP) * num_segments + segment) * most
+    count, kept = tl.load(counts + b * count_b + entry), kept + b * kept_b + entry * most
     key += b * key_b + (head // GROUP) * key_h
     value += b * value_b + (head // GROUP) * value_h
     d, q = tl.arange(0, DIM_BLOCK), first + tl.arange(0, QUERIES)
@@ -168,13 +169,10 @@ def _backward_keys(
     """What one segment's queries add to dK and dV of one tile of its list."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    tiles += (b * num_tiles + tl.program_id(0)) * 4
-    start = tl.load(tiles)
+    start, end, begin, entry = _tile_of(tiles, b, num_tiles, head, num_segments)
     if start < 0:
         return
-    end, begin, segment = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
-    count = tl.load(counts + b * count_b + head * num_segments + segment)
-    kept += b * kept_b + (head * num_segments + segment) * most
+    count, kept = tl.load(counts + b * count_b + entry), kept + b * kept_b + entry * most
     last = count + end - begin
     if start >= last:
         return
