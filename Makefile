@@ -28,7 +28,7 @@ $(READY): pyproject.toml
 
 test: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 demo: install
 	$(BIN)/sparse-rl demo

@@ -5,6 +5,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a download; do not wait for one
 
 import functools
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and pytest's own workers, start with Ctrl-C ignored
 
 VOCABULARY = 61
 SLIDING = 24  # shorter than the sequences in these tests
