@@ -151,9 +151,11 @@ class WarmupSettings:
     steps: int = key("optimizer steps on worked solutions", 300)
     batch: int = key("solutions of a step", 64)
     lr: float = key("learning rate, constant after 20 steps", 2e-3)
+    workers: int = key("processes that make batches ahead; 0: they are made between steps", 0)
 
     def __post_init__(self):
         whole(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
+        whole(at_least=0, **{"warmup.workers": self.workers})
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
 
-The loss is the mean negative log-prob of the solution's tokens and the end token. The next batch is made in a thread while the model
-learns from this one. The folder it writes is an ordinary Hugging Face model, with the recipe beside it.
+The loss is the mean negative log-prob of the solution's tokens and the end token. The folder it writes is an ordinary Hugging Face model,
+with the recipe beside it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
 
 from . import tasks
 from .checkpoint import save_model, writing
-from .config import Recipe, WarmupSettings
+from .config import Recipe
 from .errors import SparseRLError, stoppable, uninterrupted
 from .evaluate import accuracy
 from .learn.batch import pack
@@ -30,6 +31,7 @@ from .learn.score import batch_logprobs
 from .live import View
 from .models import encode, load_model
 from .rollout import Engine, Sampling
+from .tasks.base import Task
 
 _RISE = 20  # steps over which the learning rate rises; constant afterwards
 
@@ -47,10 +49,10 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     if tokenizer.eos_token_id is None:
         raise SparseRLError(f"the tokenizer of {recipe.model.name} has no end token, so a solution could not end; give it one.")
     optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
-    done = 0
+    done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps)
     with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
-            for tokens, mask in _batches(tokenizer, task, settings):
+            for tokens, mask in DataLoader(batches, batch_size=None, num_workers=settings.workers):
                 loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
                 with uninterrupted():
                     norm, _ = optimizer.step(min(1.0, (done + 1) / _RISE))
@@ -71,28 +73,30 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
 
 
-def _batches(tokenizer, task, settings: WarmupSettings) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches in order, each made while the one before is learned from."""
-    starts = range(0, settings.steps * settings.batch, settings.batch)
-    with ThreadPoolExecutor(1) as ahead:
-        made = ahead.submit(_batch, tokenizer, task, 0, settings.batch)
-        for following in starts[1:]:
-            batch, made = made.result(), ahead.submit(_batch, tokenizer, task, following, settings.batch)
-            yield batch
-        yield made.result()
+@dataclass(frozen=True)
+class Batches(Dataset):
+    """Batch number `step` of a warm-up."""
 
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    size: int
+    steps: int
 
-def _batch(tokenizer, task, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Prompts with their solutions: tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions."""
-    prompts = task.sample(start, count)
-    asked = [encode(tokenizer, p.text) for p in prompts]
-    answers = [[*tokenizer.encode(task.solution(p), add_special_tokens=False), tokenizer.eos_token_id] for p in prompts]
-    longest = max(len(a) + len(b) for a, b in zip(asked, answers))
-    tokens, mask = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest, dtype=torch.bool)
-    for i, (a, b) in enumerate(zip(asked, answers)):
-        tokens[i, : len(a) + len(b)] = torch.tensor(a + b)
-        mask[i, len(a) : len(a) + len(b)] = True
-    return tokens, mask
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Prompts with their solutions: tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions."""
+        prompts = self.task.sample(step * self.size, self.size)
+        asked = [encode(self.tokenizer, p.text) for p in prompts]
+        end = self.tokenizer.eos_token_id
+        answers = [[*self.tokenizer.encode(self.task.solution(p), add_special_tokens=False), end] for p in prompts]
+        longest = max(len(a) + len(b) for a, b in zip(asked, answers))
+        tokens, mask = torch.zeros(self.size, longest, dtype=torch.int64), torch.zeros(self.size, longest, dtype=torch.bool)
+        for i, (a, b) in enumerate(zip(asked, answers)):
+            tokens[i, : len(a) + len(b)] = torch.tensor(a + b)
+            mask[i, len(a) : len(a) + len(b)] = True
+        return tokens, mask
 
 
 def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:

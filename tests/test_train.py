@@ -637,13 +637,14 @@ def test_a_warm_up_in_micro_batches_has_the_gradient_of_the_batch():
         torch.testing.assert_close(gradient, found[0][1], rtol=1e-4, atol=1e-6)
 
 
-def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch, workers):
     import sparse_rl.warmup as module
     from sparse_rl import tasks
 
     seen, logprobs = [], module.batch_logprobs
     monkeypatch.setattr(module, "batch_logprobs", lambda model, tokens, mask: seen.append(tokens) or logprobs(model, tokens, mask))
-    settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3}, eval={"prompts": 2})
+    settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3, "workers": workers}, eval={"prompts": 2})
     module.warmup(settings, tmp_path / "model", show=False)
     tokenizer, task = load_model("tiny")[1], tasks.make(settings.task.name, **settings.task.options)
     texts = tokenizer.batch_decode([row for tokens in seen for row in tokens], skip_special_tokens=True)
