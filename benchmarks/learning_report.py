@@ -66,7 +66,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """One panel per curve; a colour per method, a line style per setting; the mean of the seeds, and thin lines for each."""
+    """A row of panels per cache, dense rollouts in each; a colour per method; the mean of the seeds, and thin lines for each."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,22 +79,27 @@ def plot(rows: list[dict], path: Path) -> None:
         "eval/dense/accuracy": "accuracy, dense inference",
         "eval/sparse/accuracy": "accuracy, sparse inference",
     }
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), constrained_layout=True)
     groups = grouped(rows)
+    caches = [name for name in dict.fromkeys(setting for setting, _ in groups) if name != DENSE] or [DENSE]
     colours = {method: f"C{i}" for i, method in enumerate(dict.fromkeys(method for _, method in groups))}
-    styles = dict(zip(dict.fromkeys(setting for setting, _ in groups), itertools.cycle(["-", "--", ":", "-."])))
-    for axis, (curve, title) in zip(axes, panels.items()):
+    size = (3.3 * len(panels), 2.6 * len(caches) + 0.5)
+    figure, axes = pyplot.subplots(len(caches), len(panels), figsize=size, squeeze=False, sharex=True, constrained_layout=True)
+    for (row, cache), (column, curve) in itertools.product(enumerate(caches), enumerate(panels)):
+        axis = axes[row][column]
         for (setting, method), group in groups.items():
-            lines = [dict(map(tuple, row["curves"][curve])) for row in group]
-            steps = sorted(set.intersection(*map(set, lines)))  # those every seed has
-            look = {"color": colours[method], "linestyle": styles[setting]}
-            for line in lines if len(lines) > 1 else ():
-                axis.plot(list(line), list(line.values()), linewidth=0.5, alpha=0.5, **look)
-            if steps:
-                label = method if setting == method else f"{method}, {setting}"
-                axis.plot(steps, [statistics.mean(line[s] for line in lines) for s in steps], linewidth=1.8, label=label, **look)
-        axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+            if setting in (DENSE, cache):
+                draw(axis, group, curve, colours[method], method)
+        axis.set(ylim=(-0.02, 1.02), title=panels[curve] if row == 0 else "", xlabel="step" if row == len(caches) - 1 else "")
+        axis.set_ylabel(cache if column == 0 else "")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(colours), frameon=False)
+    figure.savefig(path, dpi=90)
     print(path)
+
+
+def draw(axis, group: list[dict], curve: str, colour: str, label: str) -> None:
+    lines = [dict(map(tuple, row["curves"][curve])) for row in group]
+    for line in lines if len(lines) > 1 else ():
+        axis.plot(list(line), list(line.values()), linewidth=0.5, alpha=0.5, color=colour)
+    if steps := sorted(set.intersection(*map(set, lines))):  # those every seed has
+        axis.plot(steps, [statistics.mean(line[s] for line in lines) for s in steps], linewidth=1.8, color=colour, label=label)
