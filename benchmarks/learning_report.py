@@ -92,7 +92,8 @@ def plot(rows: list[dict], path: Path) -> None:
         axis.set(ylim=(-0.02, 1.02), title=panels[curve] if row == 0 else "", xlabel="step" if row == len(caches) - 1 else "")
         axis.set_ylabel(cache if column == 0 else "")
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(colours), frameon=False)
+    shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(colours), frameon=False)
     figure.savefig(path, dpi=90)
     print(path)
 

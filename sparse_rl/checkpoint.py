@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from .beacon import beacon_of, save_beacon, without_beacon
 from .errors import CannotWrite, SparseRLError
 from .models import no_progress_bar
 
@@ -48,8 +49,13 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict, keep
 
 
 def save_model(folder: Path, model, tokenizer) -> None:
+    """An ordinary Hugging Face folder; a beacon lies beside the weights."""
     with no_progress_bar():
-        model.save_pretrained(folder)
+        if beacon_of(model) is None:
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()))
+            save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
 
 

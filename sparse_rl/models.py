@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .beacon import load_beacon
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
 
@@ -343,7 +344,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         raise SparseRLError(f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`.") from error
     if name.endswith(".gguf"):
         _forget_quantisation(model)
-    return model.to(device).eval(), tokenizer
+    return load_beacon(Path(source), model).to(device).eval(), tokenizer
 
 
 def _forget_quantisation(model: nn.Module) -> None:

@@ -6,7 +6,6 @@ T tokens of a trajectory (prompt + response), L layers, H KV heads. All tensors 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ class Trajectory:
     prompt_index: int  # which prompt of the call
     sample_index: int  # which member of its group
     version: int = 0  # optimizer steps behind the weights that sampled it
+    beacon_id: int | None = None  # what stands in `tokens` where a beacon was fed; its log-prob is 0
+    positions: Tensor | None = None  # int64 [T]: for RoPE, where they are not the feed indices
 
     @property
     def prompt_tokens(self) -> Tensor:
@@ -38,13 +39,20 @@ class Trajectory:
 
     @property
     def response_tokens(self) -> Tensor:
-        return self.tokens[self.num_prompt_tokens :]
+        """What was sampled: beacons are not."""
+        return self.tokens[self.response_mask]
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool [T]"""
+        response = torch.arange(len(self.tokens)) >= self.num_prompt_tokens
+        return response if self.beacon_id is None else response & (self.tokens != self.beacon_id)
 
 
 def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
     """1 - slots in use at the end / tokens, over all trajectories: the counting of the Sparse-RL paper."""
     slots = sum(t.trace.slots_in_use().double().mean().item() for t in trajectories)
-    return 1 - slots / sum(len(t.tokens) for t in trajectories)
+    return 1 - slots / sum(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
 
 
 class TrajectoryWriter:
@@ -81,6 +89,7 @@ class TrajectoryWriter:
             "tokens": trajectory.tokens.tolist(),
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
             "trace": trace,
+            **({} if trajectory.beacon_id is None else {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}),
         }
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
@@ -105,7 +114,7 @@ def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
         for number, text in enumerate((text for text in lines if text.endswith(b"\n")), 1):
             try:
                 trajectory = _trajectory(json.loads(text), Path(folder))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:  # SparseRLError, JSON and UTF-8 errors among them
+            except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:  # SparseRLError, JSON and UTF-8 errors among them
                 why = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
                 raise SparseRLError(f"{path}, line {number} is not a trajectory ({why}).") from error
             yield trajectory
@@ -126,6 +135,7 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         prompt_index=line["prompt_index"],
         sample_index=line["sample_index"],
         version=line["version"],
+        **({"beacon_id": line["beacon_id"], "positions": torch.tensor(line["positions"])} if "beacon_id" in line else {}),
     )
     lengths = {"tokens": len(trajectory.tokens), "log-probs": len(trajectory.sampler_logprobs), "trace": trajectory.trace.num_tokens}
     if len(set(lengths.values())) > 1:
@@ -138,11 +148,21 @@ def _wrong_in(line: dict) -> str | None:
     for name in ("num_prompt_tokens", "prompt_index", "sample_index", "version"):
         if not _is_count(line[name]):
             return f"{name} is {line[name]!r}, not a whole number from 0 on"
-    for name, fits, what in (("tokens", _is_count, "token ids"), ("sampler_logprobs", _is_finite, "finite numbers")):
+    for name, fits, what in (("tokens", _is_count, "token ids"), ("sampler_logprobs", _is_logprob, "log-probs, up to 0")):
         if not isinstance(line[name], list) or not all(map(fits, line[name])):
             return f"{name} is not a list of {what}"
     if line["num_prompt_tokens"] > len(line["tokens"]):
         return f"num_prompt_tokens is {line['num_prompt_tokens']}, but there are {len(line['tokens'])} tokens"
+    if line["finish_reason"] not in ("stop", "length"):
+        return f"finish_reason is {line['finish_reason']!r}, not 'stop' or 'length'"
+    if any(line["sampler_logprobs"][: line["num_prompt_tokens"]]):
+        return "its prompt has log-probs, but was not sampled"
+    if "beacon_id" in line:
+        positions = line["positions"]
+        if not (_is_count(line["beacon_id"]) and isinstance(positions, list) and all(map(_is_count, positions))):
+            return "beacon_id and positions are not whole numbers from 0 on"
+        if len(positions) != len(line["tokens"]):
+            return f"there are {len(positions)} positions, but {len(line['tokens'])} tokens"
     return None
 
 
@@ -150,5 +170,5 @@ def _is_count(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_finite(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_logprob(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -3e38 < value <= 1e-4  # rounding may lead beyond 0

@@ -9,8 +9,11 @@ with the recipe beside it.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import shutil
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +55,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps)
     with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
-            for tokens, mask in DataLoader(batches, batch_size=None, num_workers=settings.workers):
+            for tokens, mask in batches.made(settings.workers):
                 loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
                 with uninterrupted():
                     norm, _ = optimizer.step(min(1.0, (done + 1) / _RISE))
@@ -73,9 +76,12 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
 
 
+Pairs = list[tuple[list[int], list[int]]]  # token ids of prompts, and of their solutions with the end token
+
+
 @dataclass(frozen=True)
 class Batches(Dataset):
-    """Batch number `step` of a warm-up."""
+    """Batch number `step` of a warm-up; a task that cannot make it is said by its error, which a worker could not raise in one sentence."""
 
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -85,18 +91,44 @@ class Batches(Dataset):
     def __len__(self) -> int:
         return self.steps
 
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Prompts with their solutions: tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions."""
-        prompts = self.task.sample(step * self.size, self.size)
-        asked = [encode(self.tokenizer, p.text) for p in prompts]
-        end = self.tokenizer.eos_token_id
-        answers = [[*self.tokenizer.encode(self.task.solution(p), add_special_tokens=False), end] for p in prompts]
-        longest = max(len(a) + len(b) for a, b in zip(asked, answers))
-        tokens, mask = torch.zeros(self.size, longest, dtype=torch.int64), torch.zeros(self.size, longest, dtype=torch.bool)
-        for i, (a, b) in enumerate(zip(asked, answers)):
-            tokens[i, : len(a) + len(b)] = torch.tensor(a + b)
-            mask[i, len(a) : len(a) + len(b)] = True
-        return tokens, mask
+    def __getitem__(self, step: int) -> Pairs | SparseRLError:
+        try:
+            prompts = self.task.sample(step * self.size, self.size)
+            solutions = [self.tokenizer.encode(self.task.solution(p), add_special_tokens=False) for p in prompts]
+        except SparseRLError as error:
+            return error
+        return [(encode(self.tokenizer, p.text), [*ids, self.tokenizer.eos_token_id]) for p, ids in zip(prompts, solutions)]
+
+    def made(self, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches in order, padded; with workers they are made ahead, in processes that a signal to all leaves to this one."""
+        workers = min(workers, os.cpu_count() or 1)
+        start = "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None  # tasks need not be picklable
+        loader = DataLoader(
+            self, None, num_workers=workers, collate_fn=_as_made, worker_init_fn=_ignore_signals, multiprocessing_context=start
+        )
+        for pairs in loader:
+            if isinstance(pairs, SparseRLError):
+                raise pairs
+            yield _padded(pairs)
+
+
+def _as_made(pairs: Pairs) -> Pairs:
+    return pairs
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions"""
+    longest = max(len(asked) + len(answer) for asked, answer in pairs)
+    tokens, mask = torch.zeros(len(pairs), longest, dtype=torch.int64), torch.zeros(len(pairs), longest, dtype=torch.bool)
+    for i, (asked, answer) in enumerate(pairs):
+        tokens[i, : len(asked) + len(answer)] = torch.tensor(asked + answer)
+        mask[i, len(asked) : len(asked) + len(answer)] = True
+    return tokens, mask
 
 
 def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:

@@ -89,7 +89,7 @@ def test_budgets_that_cannot_be_set(llama):
         with pytest.raises(SparseRLError, match=message):
             engine.set_budget(budget)
     assert engine.compressor.budget == 32  # refused: nothing changed
-    with pytest.raises(SparseRLError, match="dense evicts nothing"):
+    with pytest.raises(SparseRLError, match="dense chooses nothing to evict"):
         Engine(llama, compressor="dense", rows=2, max_tokens=80).set_budget(16)
 
 

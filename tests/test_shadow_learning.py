@@ -14,7 +14,7 @@ from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import collate, join, score, weigh
+from sparse_rl.learn.batch import check_replay, collate, join, score, weigh
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
@@ -321,6 +321,21 @@ def test_traces_of_other_trajectories_are_refused_though_their_shapes_fit(dtype)
     with pytest.raises(SparseRLError, match="other weights or another temperature"):
         score(model, collate([first, second]), 1000, temperature=0.3, view="shadow")
     score(model, collate(swapped), 1000, view="dense")  # where traces are not looked at
+
+
+def test_one_foreign_trace_among_many_and_many_short_ones_are_refused():
+    """Neither hides behind the mean of the batch, nor behind what a short response is allowed."""
+    mask = torch.zeros(32, 40, dtype=torch.bool)
+    mask[:, 8:] = True
+    gap = torch.full(mask.shape, 0.001) * mask
+    check_replay(gap, mask, torch.float32)
+    gap[5, 8:] = 0.1  # of 32 nats allowed in all
+    with pytest.raises(SparseRLError, match=r"of 1 of 32 trajectories are up to 0.1 nats off"):
+        check_replay(gap, mask, torch.float32)
+    short = mask & (torch.arange(40) < 16)
+    with pytest.raises(SparseRLError, match=r"of 32 of 32 trajectories are up to 0.05 nats off"):
+        check_replay(torch.full(mask.shape, 0.05) * short, short, torch.float32)  # each below what 64 tokens may have
+    check_replay(0.05 * short[:1], short[:1], torch.float32)  # a few odd tokens of one alone
 
 
 def cut(t, length: int, trace: Trace):

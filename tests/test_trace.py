@@ -257,7 +257,12 @@ def test_a_flipped_bit_is_noticed(interval, tmp_path):
         ({"tokens": [[1, 2], [3, 4]]}, "tokens is not a list of token ids"),
         ({"tokens": [-1] * 30}, "tokens is not a list of token ids"),
         ({"tokens": 5}, "tokens is not a list of token ids"),
-        ({"sampler_logprobs": [float("nan")] * 30}, "sampler_logprobs is not a list of finite numbers"),
+        ({"sampler_logprobs": [float("nan")] * 30}, "sampler_logprobs is not a list of log-probs"),
+        ({"sampler_logprobs": [10**400] * 30}, "sampler_logprobs is not a list of log-probs"),
+        ({"sampler_logprobs": [-1e300] * 30}, "sampler_logprobs is not a list of log-probs"),
+        ({"sampler_logprobs": [-1.0] * 30}, "its prompt has log-probs"),
+        ({"finish_reason": None}, "finish_reason is None"),
+        ({"trace": "x" * 5000}, r"\[Errno|there is no trace file"),
         ({"version": None}, "version is None"),
     ],
 )

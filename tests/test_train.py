@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import random
 import signal
 import subprocess
@@ -649,3 +650,29 @@ def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch, workers):
     tokenizer, task = load_model("tiny")[1], tasks.make(settings.task.name, **settings.task.options)
     texts = tokenizer.batch_decode([row for tokens in seen for row in tokens], skip_special_tokens=True)
     assert texts == [prompt.text + task.solution(prompt) for prompt in task.sample(0, 15)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_warm_up_that_is_stopped_leaves_its_model(tmp_path, how, workers):
+    """The signal goes to the whole group, as terminals and schedulers send it."""
+    given = write_recipe(tmp_path, model={"name": "tiny"}, warmup={"steps": 100_000, "batch": 4, "workers": workers})
+    process = subprocess.Popen(
+        command("warmup", given, "--out", tmp_path / "model"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    while b"step 25/" not in process.stderr.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, how)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error.decode()
+    assert "Traceback" not in error.decode() and "interrupted after" in error.decode()
+    assert load_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_task_that_cannot_warm_up_is_told_in_a_sentence(tmp_path, workers):
+    import sparse_rl.warmup as module
+
+    settings = recipe(model={"name": "tiny"}, task={"name": "countdown", "search": 5}, warmup={"steps": 2, "workers": workers})
+    with pytest.raises(SparseRLError, match=r"^countdown: none of 1000 problems .* had a search of at most 5 characters"):
+        module.warmup(settings, tmp_path / "model", show=False)

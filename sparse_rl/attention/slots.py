@@ -30,6 +30,7 @@ class Feed:
     span: int  # slots to read: at least the fullest row's, afterwards
     first: bool = False  # the rows were empty: plain causal attention
     ends: Tensor | None = None  # [B] where each prompt ends; tokens from there on are padding. None: all are real
+    position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
     live: Tensor | None = None  # [B] bool, while decoding: rows that are fed; the others are left as they are. None: all are
     layers_seen: set[int] = field(default_factory=set)
 

@@ -58,6 +58,7 @@ class Compressor:
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     evicts: bool = True
+    folds: bool = False  # the model itself folds chunks into beacons while it decodes; nothing is chosen
     protect_prompt: bool = False
 
     def __init__(self, *, sinks: int | None = None, window: int | None = None, protect_prompt: bool = False):
@@ -164,7 +165,7 @@ def register(cls: type[Compressor]) -> type[Compressor]:
 
 
 def make(compressor: str | Compressor | type[Compressor], **options) -> Compressor:
-    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`) or class, or as given."""
+    """A compressor from its name (`rkv`, `prompt-only:rkv`, `beacon:16`, `kvpress:KnormPress`) or class, or as given."""
     if isinstance(compressor, Compressor):
         return compressor
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
@@ -180,6 +181,12 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
         from .prompt_only import PromptOnly
 
         return PromptOnly(inner or "snapkv", **options)
+    if kind == "beacon":
+        from .beacon import Beacon
+
+        if inner and not inner.isdigit():
+            raise SparseRLError(f"{compressor!r} names no chunk; write beacon:16 for a beacon after every 16 tokens.")
+        return Beacon(**options, **({"chunk": int(inner)} if inner else {}))
     if compressor not in COMPRESSORS:
         raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, COMPRESSORS)}")
     known = _parameters(COMPRESSORS[compressor])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import Replay, use_attention_through_backward
+from ..beacon import beacon_of
 from ..cache import Trace
 from ..errors import SparseRLError
 from ..models import head_chunk
@@ -25,7 +26,7 @@ from ..records import Trajectory
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None, temperature: float = 1.0) -> Tensor:
-    """fp32 [T]: the log-prob of each token given those before it; 0 for the first. Differentiable.
+    """fp32 [T]: the log-prob of each token given those before it; 0 for the first, and for beacons. Differentiable.
 
     tokens [T]. Without a trace every token sees all before it; with one, exactly what the sampler's cache still held. Temperature 0
     reads as 1, as in the sampler.
@@ -33,6 +34,8 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens, device=device)[None]
     asked = torch.arange(tokens.shape[1], device=device)[None] > 0
+    if (beacon := beacon_of(model)) is not None:
+        asked &= ~beacon.is_beacon(tokens)
     replay = None if trace is None else replay_of(model, [(tokens[0], trace)])
     return batch_logprobs(model, tokens, asked, temperature, replay)[0]
 
@@ -56,6 +59,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
     inputs = {"input_ids": tokens, "use_cache": False}
+    beacon = beacon_of(model)
+    if beacon is not None:
+        inputs["position_ids"] = beacon.positions(tokens)
     if "logits_to_keep" in inspect.signature(_causal_lm(model).forward).parameters:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
@@ -68,7 +74,11 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
         hook.remove()
     if not caught:
         raise SparseRLError(f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: log-probs of it are not supported.")
-    return caught[0]
+    states = caught[0]
+    if beacon is not None:  # what follows a beacon was predicted before it
+        after = states.last_hidden_state
+        states.last_hidden_state = torch.where(beacon.is_beacon(tokens)[..., None], after.roll(1, 1), after)
+    return states
 
 
 def over_chunks(model: nn.Module, states, asked: Tensor, function: Callable[..., Tensor], *per_token: Tensor) -> Tensor:
@@ -153,11 +163,12 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     The sampler's distribution comes from the shadow view, which equals it; so both are exact.
     """
     device = next(model.parameters()).device
-    tokens = trajectory.tokens.to(device)[None]
-    asked = torch.arange(tokens.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
-    dense = hidden_states(model, tokens)
-    shadow = hidden_states(model, tokens, replay_of(model, [(trajectory.tokens, trajectory.trace)]))
-    pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(_chunk(model)) for states in (dense, shadow))
+    whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
+    dense = hidden_states(model, whole)
+    shadow = hidden_states(model, trajectory.tokens.to(device)[None], replay_of(model, [(trajectory.tokens, trajectory.trace)]))
+    asked = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
+    views = ((dense, asked), (shadow, trajectory.response_mask.to(device)[None]))
+    pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(_chunk(model)) for states, asked in views)
     shares = []
     for ours, theirs in zip(*pairs, strict=True):
         p, q = ((head(model, dense, part) / temperature).softmax(-1) for part in (ours, theirs))

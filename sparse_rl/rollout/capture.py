@@ -11,9 +11,12 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from ..beacon import beacon_of
 from ..cache import SlotCache
+from ..compressors import Compressor
 from ..plan import is_out_of_memory
 from .decode import RowState, forward_modules, sample_next
+from .fold import begin, fold
 from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
 
@@ -21,11 +24,21 @@ from .sampling import Sampling
 class Decoder:
     """Advances the first rows of a cache by some tokens."""
 
-    def __init__(self, model: nn.Module, cache: SlotCache, state: RowState, sampling: Sampling, stop_ids: Tensor, waits: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: SlotCache,
+        state: RowState,
+        compressor: Compressor,
+        sampling: Sampling,
+        stop_ids: Tensor,
+        waits: bool,
+    ):
         """`waits`: several steps may run between two looks, so rows that are full must be left alone."""
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
+        self.compressor, self.beacon = compressor, beacon_of(model) if compressor.folds else None
         fused = fusing_pays(cache.keys.device) and FusedForward.fits(model, cache)
-        self.waits = waits or fused or cache.keys.is_cuda
+        self.waits = waits or fused or cache.keys.is_cuda or compressor.folds
         self.forward = FusedForward(model, cache) if fused else None  # before the addresses are read: weights may move once
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if cache.keys.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if cache.keys.is_cuda else None
@@ -44,12 +57,24 @@ class Decoder:
             self.graphs[width].replay()
 
     def step(self, width: int, span: int) -> None:
-        live = self.state.live(width) if self.waits else None
+        state = self.state
+        live = state.live(width) if self.waits else None
+        if self.beacon is None:
+            logits = self.logits(state.token[:width], state.index[:width], live, span)
+            sample_next(logits, state, self.sampling, self.stop_ids, live)
+            return
+        turn = begin(state, width, live, self.beacon, self.compressor)
+        logits = self.logits(turn.token, turn.position, live, span)
+        state.done[:width] |= turn.folding  # a beacon's output is not used: nothing is sampled from it
+        sample_next(logits, state, self.sampling, self.stop_ids, live & ~turn.folding)
+        state.done[:width] &= ~turn.folding
+        fold(self.cache, state, turn)
+
+    def logits(self, token: Tensor, position: Tensor, live: Tensor | None, span: int) -> Tensor:
+        """After feeding one token to each of the first rows. token, position, live [B] -> [B, V]"""
         if self.forward is not None:
-            logits = self.forward(self.state, width, live)
-        else:
-            logits = forward_modules(self.model, self.cache, self.state, width, live, span)
-        sample_next(logits, self.state, self.sampling, self.stop_ids, live)
+            return self.forward(self.state, token, position, live)
+        return forward_modules(self.model, self.cache, self.state, token, position, live, span)
 
     def capture(self, width: int) -> None:
         """Record one step. While it is tried out every row is done, so it changes nothing."""

@@ -16,6 +16,7 @@ from ..attention import Feed
 from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
+from .fold import Chunks
 from .sampling import Sampling, sample
 
 
@@ -34,15 +35,17 @@ class RowState:
     trace: Tensor  # [R, L, H, T]
     limit: Tensor  # [1] new tokens of this call, at most N
     capacity: Tensor  # [1] slots at which a row of this call is full, at most the cache's
+    chunks: Chunks | None = None  # of rows that are folded into beacons
 
     @classmethod
-    def empty(cls, cache: SlotCache, tokens: int, new: int) -> RowState:
+    def empty(cls, cache: SlotCache, tokens: int, new: int, folds: bool = False) -> RowState:
         rows, device = cache.rows, cache.keys.device
         zeros = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)]
         done = torch.ones(rows, dtype=torch.bool, device=device)
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
         limit, capacity = torch.tensor([[new], [cache.capacity]], device=device).unbind()
-        return cls(*zeros, done, record, record.float(), empty_trace(cache, tokens), limit, capacity)
+        chunks = Chunks.empty(rows, new, device) if folds else None
+        return cls(*zeros, done, record, record.float(), empty_trace(cache, tokens), limit, capacity, chunks)
 
     @property
     def never(self) -> int:
@@ -51,7 +54,8 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.__dataclass_fields__ if name not in ("limit", "capacity")]
+        own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in ("limit", "capacity", "chunks")]
+        return own + (self.chunks.tensors if self.chunks else [])
 
     def begin(self, new: int, capacity: int) -> None:
         """A new call: every row is idle."""
@@ -73,6 +77,8 @@ class RowState:
         self.used[rows], self.index[rows], self.stream[rows] = used, fed - 1, stream
         self.count[rows], self.done[rows] = 0, False
         self.trace[rows] = self.never
+        if self.chunks is not None:
+            self.chunks.start(rows)
 
     def record(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor, live: Tensor) -> None:
         """Write down what was sampled for those rows that run. tokens, logprobs, live [B]
@@ -120,14 +126,14 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     """
     rows, length = tokens.shape
     padding = -rows % 4 if tokens.device.type == "cpu" and length < 4 else 0
-    index = feed.index
+    position = feed.index if feed.position is None else feed.position
     if padding:
-        tokens, index = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, index))
+        tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
     if feed.ends is None:
-        logits = model(input_ids=tokens, position_ids=index, use_cache=False, logits_to_keep=1, slots_feed=feed).logits
+        logits = model(input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=1, slots_feed=feed).logits
     else:
         last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
-        logits = _logits_at(model, last, input_ids=tokens, position_ids=index, use_cache=False, slots_feed=feed)
+        logits = _logits_at(model, last, input_ids=tokens, position_ids=position, use_cache=False, slots_feed=feed)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
     if missed:
         raise SparseRLError(f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported.")
@@ -144,11 +150,14 @@ def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
         hook.remove()
 
 
-def forward_modules(model: nn.Module, cache: SlotCache, state: RowState, width: int, live: Tensor | None, span: int) -> Tensor:
-    """Logits after the last sampled token of the first `width` rows, by the model's own modules. Works for every architecture."""
+def forward_modules(
+    model: nn.Module, cache: SlotCache, state: RowState, token: Tensor, position: Tensor, live: Tensor | None, span: int
+) -> Tensor:
+    """Logits after a token of each of the first rows, by the model's own modules. Works for every architecture. token, position [B]"""
+    width = len(token)
     slot = state.used[:width].clamp(max=cache.capacity - 1)[:, None]
-    feed = Feed(cache, slot, state.index[:width, None], span, live=live)
-    return forward(model, state.token[:width, None], feed)
+    feed = Feed(cache, slot, state.index[:width, None], span, position=position[:, None], live=live)
+    return forward(model, token[:, None], feed)
 
 
 def sample_next(logits: Tensor, state: RowState, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:

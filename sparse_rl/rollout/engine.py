@@ -25,6 +25,7 @@ from ..plan import Plan, available_memory, cache_shape, default_prefill_chunk, i
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState, empty_trace
+from .fold import check_beacon
 from .progress import ProgressBar
 from .sampling import Sampling
 from .schedule import Rollout
@@ -66,6 +67,8 @@ class Engine:
         self.model = model
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
         self.largest = self.compressor = make(compressor).bind(budget, interval)  # what rows are made for; what evicts now
+        if self.compressor.folds:
+            check_beacon(model, self.compressor)
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.rows, self.max_tokens, self.prefill_chunk, self.prefill_rows = rows, max_tokens, prefill_chunk, prefill_rows
@@ -99,8 +102,9 @@ class Engine:
 
         Rows stay as they are, only less of them is used; so nothing is allocated, and nothing captured, anew.
         """
-        if not self.compressor.evicts:
-            raise SparseRLError(f"{self.compressor.name} evicts nothing, so it has no budget to set to {budget}; use another compressor.")
+        if not self.compressor.evicts or self.compressor.folds:
+            name = self.compressor.name
+            raise SparseRLError(f"{name} chooses nothing to evict, so it has no budget to set to {budget}; use another compressor.")
         bound = self.compressor.bind(budget, self.compressor.interval)
         if budget > self.largest.budget:
             raise SparseRLError(
@@ -207,7 +211,9 @@ class Engine:
         if settings not in self.decoders:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
-            self.decoders[settings] = Decoder(self.model, self.cache, self.state, sampling, stop_ids, waits=self.poll[1] > 1)
+            self.decoders[settings] = Decoder(
+                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, waits=self.poll[1] > 1
+            )
         return self.decoders[settings]
 
     def _clear(self) -> None:
@@ -278,13 +284,14 @@ class Engine:
 
     def _allocate_state(self, plan: Plan) -> None:
         """Where rows write down what they sample: as large as the largest call so far. A captured step knows all of it but the trace."""
-        tokens, new = plan.prompt_tokens + plan.new_tokens, plan.new_tokens
+        new = plan.new_tokens
+        tokens = 0 if self.compressor.folds else plan.prompt_tokens + new  # where beacons stand tells what was visible
         if self.state is None or self.state.tokens.shape[1] < new:
             tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
             self.state = None
             self.decoders.clear()
             self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(self.cache, tokens, new)
+            self.state = RowState.empty(self.cache, tokens, new, self.compressor.folds)
         elif self.state.trace.shape[3] < tokens:
             state, self.state = self.state, None
             state.trace = None

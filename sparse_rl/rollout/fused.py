@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
+from ..beacon import BeaconEmbedding
 from ..cache import SlotCache
 from .decode import RowState
 
@@ -70,7 +71,7 @@ class Layer:
 
 
 class FusedForward:
-    """Logits after the last sampled token of the first rows of a cache. A drop-in for `forward_modules`."""
+    """Logits after a token of each of the first rows of a cache. A drop-in for `forward_modules`."""
 
     def __init__(self, model: nn.Module, cache: SlotCache):
         decoder = model.model
@@ -100,12 +101,12 @@ class FusedForward:
             and all(_may_move(group) for layer in layers for group in _joint(layer))
         )
 
-    def __call__(self, state: RowState, width: int, live: Tensor) -> Tensor:
-        """live bool [B] -> logits [B, V]"""
-        ops, cache, shape = self.ops, self.cache, self.cache.shape
+    def __call__(self, state: RowState, token: Tensor, position: Tensor, live: Tensor) -> Tensor:
+        """token, position, live bool [B] -> logits [B, V]"""
+        ops, cache, shape, width = self.ops, self.cache, self.cache.shape, len(token)
         used, index = state.used[:width], state.index[:width]
-        residual = self.embed(state.token[:width])  # [B, N]
-        rope = tuple(x[:, 0] for x in self.rotary(residual, index[:, None]))  # cos, sin [B, D]
+        residual = self.embed(token)  # [B, N]
+        rope = tuple(x[:, 0] for x in self.rotary(residual, position[:, None]))  # cos, sin [B, D]
         x = ops.add_rms_norm(None, residual, self.layers[0].before.weight, self.layers[0].before.variance_epsilon)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
@@ -161,7 +162,8 @@ def is_plain(model: nn.Module) -> bool:
             fresh = type(model)(model.config)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return False  # a config that was changed until it describes no model
-    if [(name, type(m)) for name, m in model.named_modules()] != [(name, type(m)) for name, m in fresh.named_modules()]:
+    ours = [(name, nn.Embedding if isinstance(m, BeaconEmbedding) else type(m)) for name, m in model.named_modules()]
+    if ours != [(name, type(m)) for name, m in fresh.named_modules()]:
         return False
     touched = any(changing_hooks(m) or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
     return not touched and all(type(p) is nn.Parameter for p in model.parameters())

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Feed
+from ..beacon import beaconed
 from ..errors import NonFiniteLogits, uninterrupted
 from ..models import check_sliding_windows
 from ..records import Trajectory
@@ -67,6 +68,7 @@ class Row:
     sample_index: int
     used: int  # slots in use
     fed: int  # tokens fed
+    count: int = 0  # tokens sampled, when the host last looked
 
 
 class Rollout:
@@ -162,7 +164,6 @@ class Rollout:
             self.state.record(which, *first, self.stop_ids, torch.ones_like(which, dtype=torch.bool))
         for ready, sample_index, _, row in admitted:
             self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
-        self.num_tokens += len(admitted)
 
     def decode(self) -> None:
         width = next(w for w in reversed(self.row_counts) if w > max(self.running))
@@ -174,21 +175,19 @@ class Rollout:
             advanced = min(steps, self.capacity - row.used)
             row.used += advanced
             row.fed += advanced
-            self.num_tokens += advanced
             self.num_waits += steps - advanced
 
     def round(self) -> int:
         """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
         least, most = self.engine.poll
         least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait: half a round on average
-        until_full = self.capacity - max(row.used for row in self.running.values())
-        shortest = min(row.fed - len(row.waiting.prompt) for row in self.running.values())
-        until_end = self.sampling.max_new_tokens - 1 - shortest
+        until_full = most if self.compressor.folds else self.capacity - max(row.used for row in self.running.values())
+        until_end = self.sampling.max_new_tokens - min(row.count for row in self.running.values())
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
         """Slots to read. All a fixed row may use, so that arithmetic is the same whoever runs beside; of one that grows those in use."""
-        if self.compressor.evicts_response:
+        if self.compressor.evicts_response or self.compressor.folds:
             return self.capacity
         longest = max(row.used for row in self.running.values()) + self.engine.poll[1]
         return min(self.capacity, -(-longest // _DENSE_SPAN) * _DENSE_SPAN)
@@ -232,6 +231,9 @@ class Rollout:
                     f"the logits of {who} are not finite at step {count[row] - 1} (token {len(sequence.waiting.prompt) + count[row] - 1}); "
                     "look for NaN or infinite weights, or use bfloat16 or float32 instead of float16."
                 )
+        for row, sequence in self.running.items():
+            self.num_tokens += count[row] - sequence.count
+            sequence.count = count[row]
         return done, count
 
     def collect(self, rows: list[int], counts: list[int]) -> list[Trajectory]:
@@ -242,13 +244,11 @@ class Rollout:
             responses, logprobs = self.state.tokens[rows, : max(counts)].cpu(), self.state.logprobs[rows, : max(counts)].cpu()
             stopped = torch.isin(responses, self.stop_ids.cpu())
         with self.phases("trace"):
-            traces = self.state.traces_of(rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
+            evidence = (self.folded if self.compressor.folds else self.traced)(rows, prompts, counts, responses, logprobs)
         return [
             Trajectory(
-                tokens=torch.cat([prompts[i], responses[i, :count]]),
+                **evidence[i],
                 num_prompt_tokens=len(prompts[i]),
-                sampler_logprobs=torch.cat([torch.zeros(len(prompts[i])), logprobs[i, :count]]),
-                trace=traces[i],
                 finish_reason="stop" if stopped[i, count - 1] else "length",
                 prompt_index=sequences[i].waiting.prompt_index,
                 sample_index=sequences[i].sample_index,
@@ -256,6 +256,28 @@ class Rollout:
             )
             for i, count in enumerate(counts)
         ]
+
+    def traced(self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor) -> list[dict]:
+        """Tokens, log-probs and traces of rows. responses, logprobs [N, n]"""
+        traces = self.state.traces_of(rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
+        return [
+            {
+                "tokens": torch.cat([prompt, response[:count]]),
+                "sampler_logprobs": torch.cat([torch.zeros(len(prompt)), logprob[:count]]),
+                "trace": trace,
+            }
+            for prompt, count, response, logprob, trace in zip(prompts, counts, responses, logprobs, traces, strict=True)
+        ]
+
+    def folded(self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor) -> list[dict]:
+        """The same where beacons were fed, which stand among the tokens."""
+        ends, found, shape = self.state.chunks.ends[rows].cpu(), [], self.cache.shape
+        for prompt, count, response, logprob, end in zip(prompts, counts, responses, logprobs, ends, strict=True):
+            tokens = torch.cat([prompt, response[:count]])
+            fed = beaconed(self.decoder.beacon, tokens, len(prompt), end[:count], shape.layers, shape.heads)
+            mask = fed.response_mask(len(prompt))
+            found.append({**vars(fed), "sampler_logprobs": torch.zeros(len(mask)).masked_scatter(mask, logprob[:count])})
+        return found
 
     def draw_together(self) -> None:
         """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
