@@ -102,6 +102,15 @@ def every(chunk: int, tokens: int) -> Tensor:
     return (place % chunk == 0) & (place < tokens - 1)
 
 
+def drawn(sizes: tuple[int, ...], tokens: int, stream: int) -> Tensor:
+    """The same with every chunk's size drawn anew from `sizes`. bool [n]"""
+    choices = torch.randint(len(sizes), (tokens,), generator=torch.Generator().manual_seed(stream))
+    last = torch.tensor(sizes)[choices].cumsum(0) - 1
+    ends = torch.zeros(tokens, dtype=torch.bool)
+    ends[last[last < tokens - 2]] = True
+    return ends
+
+
 def lay_out(tokens: Tensor, num_prompt_tokens: int, ends: Tensor, beacon_id: int) -> Tensor:
     """Tokens with a beacon after every response token that ends a chunk. tokens [T - w], ends bool [n] -> [T]"""
     ends = torch.cat([ends.new_zeros(num_prompt_tokens), ends])

@@ -1,6 +1,6 @@
 """Checkpoints that are whole or absent: an ordinary Hugging Face folder, and beside it what training needs to go on.
 
-    checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt
+    checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt, and students/ where there are some
 
 A checkpoint is written under another name, flushed to disk, and renamed.
 """
@@ -12,9 +12,10 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,14 +27,16 @@ from .models import no_progress_bar
 _STATE = "training.pt"
 
 
-def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict, keep: int) -> Path:
-    """Write the checkpoint of a step and remove all but the newest `keep`."""
+def save_checkpoint(folder: Path, step: int, model, tokenizer, state: dict, keep: int, students: Mapping[str, Any] | None = None) -> Path:
+    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep`."""
     path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
     try:
         with writing(path):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save_model(partial, model, tokenizer)
+            for name, student in (students or {}).items():
+                save_model(partial / "students" / name, student, tokenizer)
             torch.save({"step": step, "torch_rng": torch.get_rng_state(), **state}, partial / _STATE)
             for file in partial.rglob("*"):
                 _flush(file)

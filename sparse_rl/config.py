@@ -29,6 +29,7 @@ from .learn.correct import Correction, changed
 from .learn.loss import Loss
 from .learn.method import Method, method
 from .learn.optimizer import OptimizerSettings
+from .learn.student import StudentSettings
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Recipe:
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
+    student: StudentSettings = dataclasses.field(default_factory=StudentSettings)
     warmup: WarmupSettings = dataclasses.field(default_factory=WarmupSettings)
 
     def __post_init__(self):
@@ -184,6 +186,17 @@ class Recipe:
             raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
         if isinstance(self.rollout.budget, Adaptive):
             self.rollout.budget.check(self.learn.method, how.view, how.correction.rejects, self.run.diagnose)
+        folds = self.rollout.compressor.partition(":")[0] == "beacon"
+        if folds and how.view != "shadow":
+            raise SparseRLError(
+                f"rollouts with beacons are learned from as they were fed, which {self.learn.method} (view: {how.view}) does not do; "
+                "use learn.method: shadow."
+            )
+        if self.student.chunks and (folds or self.model.lora_rank):
+            raise SparseRLError(
+                "a run with students has an ordinary model for their teacher: set rollout.compressor to another than beacon, and "
+                f"model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students adapters."
+            )
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError("loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only.")
 

@@ -118,3 +118,11 @@ class Clock:
 
     def timing(self) -> dict[str, float]:
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": time.perf_counter() - self.start}
+
+
+def average(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimizer steps that have it; counts are summed, and always there."""
+    names = list(dict.fromkeys(name for update in updates for name in update))
+    counts = {name: sum(update.get(name, 0.0) for update in updates) for name in ("update/empty/count", "update/skipped/count")}
+    values = {name: [update[name] for update in updates if name in update] for name in names if name not in counts}
+    return {name: sum(found) / len(found) for name, found in values.items()} | counts

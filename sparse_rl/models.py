@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .beacon import load_beacon
+from .beacon import beacon_of, load_beacon
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
 
@@ -214,12 +214,15 @@ def encode(tokenizer, text: str | list[dict]) -> list[int]:
 
 
 def with_lora(model: nn.Module, rank: int, alpha: int) -> nn.Module:
-    """The model with low-rank adapters in all its linear layers; only these are trained."""
+    """The model with low-rank adapters in all its linear layers; only these, and a beacon, are trained."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise SparseRLError(f"model.lora_rank is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if (beacon := beacon_of(adapted)) is not None:
+        beacon.beacon.requires_grad_(True)
+    return adapted
 
 
 @contextmanager

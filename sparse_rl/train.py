@@ -13,8 +13,9 @@ import copy
 import dataclasses
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,8 +34,9 @@ from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, reject
 from .learn.learner import Learner
 from .learn.loss import k3
 from .learn.score import overlap
+from .learn.student import Students
 from .live import View
-from .metrics import Clock, Log, read_lines
+from .metrics import Clock, Log, average, read_lines
 from .models import encode, evaluating, load_model, with_lora
 from .plan import is_out_of_memory
 from .records import Trajectory, TrajectoryWriter, kv_tokens_saved
@@ -90,6 +92,9 @@ class Trainer:
             distill=self.method.distill,
             distill_weight=0.1 if recipe.learn.distill_weight is None else recipe.learn.distill_weight,
         )
+        self.students = Students(
+            self.model, recipe.student, recipe.optimizer, recipe.learn.micro_batch_tokens, recipe.rollout.temperature, recipe.run.seed
+        )
         self.engine = Engine(
             self.model,
             compressor=compressor,
@@ -126,10 +131,14 @@ class Trainer:
                     metrics |= self.diagnose(rollout, fixed, clock)
                     with uninterrupted():  # the weights and the log move together
                         self.updating = True
+                        chosen = rollout.scored.rows(rollout.chosen)
+                        if self.students.every:
+                            with clock.stage("students"):
+                                metrics |= self.students.learn(self.model, chosen.sampled, recipe.learn.minibatches, self.step)
                         with clock.stage("update"):
-                            chosen = rollout.scored.rows(rollout.chosen)
                             batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
-                            metrics |= average([self.learner.step(batch) for batch in batches])
+                            metrics |= average([] if recipe.student.late else [self.learner.step(batch) for batch in batches])
+                            self.students.follow()
                         self.engine.version = self.learner.version
                         self.step, self.updating = self.step + 1, False
                         metrics |= self.budget.logged("rollout/budget")
@@ -250,17 +259,11 @@ class Trainer:
         settings, clock = self.recipe.eval, Clock(self.view.now)
         prompts = self.held_out.sample(0, min(settings.prompts, self.held_out.num_prompts or settings.prompts))
         sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
-        ids = self._encode(prompts)
-        engines = {"dense": dense_engine(self.model, ids, sampling.max_new_tokens, self.recipe.rollout.rows, like=self.engine)}
-        if self.engine.compressor.evicts:
-            engines["sparse"] = self.engine
         metrics = self.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
-            for name in list(engines):
-                engine = engines.pop(name)  # so that the dense cache is gone before the next engine runs
-                found = accuracy(
-                    engine, self.tokenizer, self.held_out, prompts, settings.samples, sampling, stream_key(self.recipe.run.seed, [-2])
-                )
+            for name, engine in self._engines(self._encode(prompts), sampling.max_new_tokens).items():
+                seed = stream_key(self.recipe.run.seed, [-2])
+                found = accuracy(engine(), self.tokenizer, self.held_out, prompts, settings.samples, sampling, seed)
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._tell(self.held_out)
         self.log.write(self.step, metrics, {"time/eval": clock.seconds["eval"]})
@@ -293,8 +296,9 @@ class Trainer:
             return
         with uninterrupted():
             checkpoints = self.folder / "checkpoints"
-            state = {"learner": self.learner.state_dict(), "budget": self.budget.state_dict()}
-            save_checkpoint(checkpoints, self.step, self.model, self.tokenizer, state, self.recipe.run.keep)
+            state = {"learner": self.learner.state_dict(), "budget": self.budget.state_dict(), "students": self.students.state_dict()}
+            students = {student.name: student.to_save() for student in self.students.every}
+            save_checkpoint(checkpoints, self.step, self.model, self.tokenizer, state, self.recipe.run.keep, students)
             self.saved = self.step
 
     def resume(self) -> None:
@@ -308,13 +312,14 @@ class Trainer:
             self.learner.skipped %= self.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
             self.engine.version = self.learner.version
             self.budget.load_state_dict(state.get("budget"))
+            self.students.load_state_dict(state.get("students", {}))
         self.log.cut(self.step)
         for folder in (self.folder / "samples").glob("step-*"):
             number = folder.name.removeprefix("step-")
             if number.isdigit() and int(number) > self.step:
                 shutil.rmtree(folder)
-        for partial in (self.folder / "checkpoints").glob(".*.partial"):
-            shutil.rmtree(partial)
+        for unfinished in (self.folder / "checkpoints").glob(".*.partial"):
+            shutil.rmtree(unfinished)
 
     # ------------------------------------------------------------------------------------------------------------ helpers
 
@@ -325,6 +330,17 @@ class Trainer:
         unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
         if self.step and not between_steps and not unexpected and not isinstance(error, CannotWrite):
             self.save()
+
+    def _engines(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Callable[[], Engine]]:
+        """What held-out prompts are sampled on, each made when its turn comes: the dense cache, the compressor's, the students'."""
+        rows = self.recipe.rollout.rows
+        engines = {"dense": lambda: dense_engine(self.model, prompts, new_tokens, rows, like=self.engine)}
+        if self.engine.compressor.evicts:
+            engines["sparse"] = lambda: self.engine
+        for student, chunk in [(s, size) for s in self.students.every for size in s.sizes]:
+            name = student.name if len(student.sizes) == 1 else f"{student.name}@{chunk}"
+            engines[name] = partial(Engine, student.model, f"beacon:{chunk}", rows=rows)
+        return engines
 
     def _encode(self, prompts: list[Prompt]) -> list[list[int]]:
         ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
@@ -378,11 +394,3 @@ class Trainer:
         if task.last_error and task.last_error not in self.told:
             self.told.add(task.last_error)
             self.view.say(f"sparse-rl: grading failed ({task.last_error[:300]}); such completions get reward 0 and are counted.")
-
-
-def average(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps that have it; counts are summed, and always there."""
-    names = list(dict.fromkeys(name for update in updates for name in update))
-    counts = {name: sum(update.get(name, 0.0) for update in updates) for name in ("update/empty/count", "update/skipped/count")}
-    values = {name: [update[name] for update in updates if name in update] for name in names if name not in counts}
-    return {name: sum(found) / len(found) for name, found in values.items()} | counts
