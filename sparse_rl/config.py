@@ -283,13 +283,14 @@ def _settings(kind: type, content: Mapping, name: str):
 
 
 def _find(dotted: str) -> tuple[str, list[str]]:
-    """The section and the path inside it that an override names; the last part alone is enough where it is unique outside `warmup`."""
+    """The section and the path inside it that an override names; the last part alone is enough where it is unique outside
+    `student` and `warmup`."""
     first, *rest = dotted.replace("-", "_").split(".")
     if rest:
         if first not in SECTIONS:
             raise SparseRLError(f"there is no section {first!r} for --{dotted}; {nearest(first, SECTIONS)}")
         return first, rest
-    holders = [name for name, kind in SECTIONS.items() if first in _names(kind) and name != "warmup"]
+    holders = [name for name, kind in SECTIONS.items() if first in _names(kind) and name not in ("student", "warmup")]
     if len(holders) != 1:
         every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in _names(kind)]
         hint = f"write --{' or --'.join(f'{h}.{first}' for h in holders)}" if holders else nearest(first, every)

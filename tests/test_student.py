@@ -1,0 +1,235 @@
+"""Students learn from the teacher's rollouts: what is learned, from what, and that a run can be stopped, resumed and used."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import prompts_of, tiny
+
+from sparse_rl import Engine, Sampling, SparseRLError
+from sparse_rl.beacon import beacon_of, drawn, every
+from sparse_rl.checkpoint import find_checkpoints
+from sparse_rl.config import make_recipe
+from sparse_rl.learn.batch import collate
+from sparse_rl.learn.optimizer import OptimizerSettings
+from sparse_rl.learn.student import Student, Students, StudentSettings, name_of, seen, sizes_of
+from sparse_rl.metrics import read_lines
+from sparse_rl.models import load_model
+from sparse_rl.run import train
+
+OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.0)
+
+
+def rolled(model, new: int = 21):
+    return collate(Engine(model, "dense", rows=4).generate(prompts_of(5, 9, 3), 2, Sampling(new, stop_ids=(7, 8, 9)), seed=1))
+
+
+def recipe(**sections):
+    base = {
+        "model": {"name": "tiny-sums"},
+        "task": {"name": "sums", "count": 8},
+        "rollout": {"compressor": "dense", "rows": 16, "prompts": 4, "group_size": 4, "max_new_tokens": 72},
+        "learn": {"method": "none", "minibatches": 2},
+        "optimizer": {"lr": 1e-4, "weight_decay": 0.0},
+        "eval": {"every": 2, "prompts": 4},
+        "run": {"steps": 4, "checkpoint_every": 2, "samples": 0, "diagnose": 0},
+        "student": {"chunks": [4, [2, 8]], "lr": 1e-3},
+    }
+    return make_recipe({name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
+
+
+# ------------------------------------------------------------------------------------------------------------ what is learned
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_loss_is_the_kl_of_full_distributions_from_the_teacher(name):
+    """Computed again from the distributions a student's own engine-side view gives, sequence by sequence, in fp64."""
+    teacher = copy.deepcopy(tiny(name)).double()
+    student = Student(teacher, (3,), StudentSettings([3]), OPTIMIZER, seed=0)
+    sampled = rolled(copy.deepcopy(tiny(name)))
+    rows = torch.arange(len(sampled.lengths))
+    prompts = [int(m.int().argmax()) for m in sampled.mask]
+    fed = [student.lay_out(sampled.tokens[i, : sampled.lengths[i]], prompts[i], 0) for i in rows.tolist()]
+    asked = torch.nn.utils.rnn.pad_sequence([f.response_mask(p) for f, p in zip(fed, prompts)], batch_first=True)
+    ours = student.gap(fed, asked, seen(teacher, sampled, rows), 0.7)
+
+    theirs = []
+    for i, f in zip(rows.tolist(), fed):
+        tokens = sampled.tokens[i, : sampled.lengths[i]]
+        with torch.no_grad():
+            whole = (teacher(tokens[None]).logits[0] / 0.7).log_softmax(-1)
+            index = torch.arange(len(f.tokens))
+            mask = (index[None] <= index[:, None]) & (index[:, None] < f.trace.evicted_at[0, 0].long()[None])
+            bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+            inputs = {"position_ids": f.positions[None], "attention_mask": bias[None, None], "use_cache": False}
+            folded = student.model(f.tokens[None], **inputs).logits[0]
+        places = (f.tokens != f.beacon_id).nonzero()[:, 0]  # of tokens, among what is fed
+        for t in range(prompts[i], len(tokens)):
+            p, q = whole[t - 1], (folded[places[t - 1]] / 0.7).log_softmax(-1)
+            theirs.append((p.exp() * (p - q)).sum())
+    torch.testing.assert_close(ours.double(), torch.stack(theirs), atol=1e-6, rtol=1e-5)
+
+
+def test_only_students_move_and_the_gradient_is_that_of_one_batch():
+    """Micro-batches add up, and the teacher gets no gradient from its students."""
+    teacher, sampled, steps = copy.deepcopy(tiny("llama")), rolled(tiny("llama")), []
+    before = {name: p.clone() for name, p in teacher.named_parameters()}
+    for micro_batch_tokens in (10_000, 40):
+        students = Students(teacher, StudentSettings([4, [2, 8]], lr=1e-3), OPTIMIZER, micro_batch_tokens)
+        metrics = students.learn(teacher, sampled, minibatches=1, step=3)
+        steps.append((metrics, [dict(s.model.named_parameters()) for s in students.every]))
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in teacher.named_parameters())
+    (first, ours), (second, theirs) = steps
+    assert first.keys() == {f"student/{s}/{q}" for s in ("c4", "c2-8") for q in ("kl", "grad_norm")}
+    for name, value in first.items():
+        assert value == pytest.approx(second[name], rel=1e-4) and value > 0
+    for a, b in zip(ours, theirs, strict=True):
+        for name, p in a.items():
+            assert (p - b[name]).abs().mean() < 2e-5  # AdamW's first step is the gradient's sign, which rounding may turn where it is 0
+            assert name == "model.embed_tokens.beacon" or p.shape == before[name].shape
+        assert (a["model.embed_tokens.beacon"] - beacon_of(Student(teacher, (4,), StudentSettings([4]), OPTIMIZER, 0).model).beacon).any()
+
+
+def test_students_learn_what_their_teacher_says():
+    teacher, sampled = copy.deepcopy(tiny("llama")), rolled(tiny("llama"))
+    students = Students(teacher, StudentSettings([4], lr=3e-3), OPTIMIZER)
+    curve = [students.learn(teacher, sampled, minibatches=1, step=i)["student/c4/kl"] for i in range(40)]
+    assert curve[-1] < 0.4 * curve[0]
+
+
+def test_adapters_stand_on_the_teacher_as_it_is():
+    teacher, sampled = copy.deepcopy(tiny("llama")), rolled(tiny("llama"))
+    students = Students(teacher, StudentSettings([4], lr=1e-3, lora_rank=2), OPTIMIZER)
+    (student,) = students.every
+    trained = {name for name, p in student.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or name.endswith("beacon") for name in trained) and any(name.endswith("beacon") for name in trained)
+    students.learn(teacher, sampled, 1, 0)
+    beacon = beacon_of(student.model).beacon.clone()
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.add_(0.01)
+    students.follow()
+    found = dict(student.model.named_parameters())
+    for name, p in teacher.named_parameters():
+        mine = next(q for n, q in found.items() if n.replace("base_model.model.", "").replace(".base_layer", "") == name)
+        assert torch.equal(mine, p)
+    assert torch.equal(beacon_of(student.model).beacon, beacon)
+    merged = student.to_save()
+    tokens = torch.tensor(prompts_of(9))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, student.model.eval()(tokens).logits, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(merged(tokens).logits, teacher(tokens).logits, atol=1e-4)
+
+
+def test_sizes_are_drawn_for_sequences_or_chunks():
+    teacher = tiny("llama")
+    tokens = torch.tensor(prompts_of(64)[0])
+    found = {}
+    for draw in ("sequence", "chunk"):
+        student = Student(copy.deepcopy(teacher), (2, 5), StudentSettings([[2, 5]], draw=draw), OPTIMIZER, seed=0)
+        found[draw] = []
+        for stream in range(30):
+            fed = student.lay_out(tokens, 4, stream)
+            at = (fed.tokens == fed.beacon_id).nonzero()[:, 0]
+            found[draw].append(set((at.diff() - 1).tolist()))
+            assert torch.equal(fed.tokens, student.lay_out(tokens, 4, stream).tokens)
+    assert {2} in found["sequence"] and {5} in found["sequence"] and {2, 5} not in found["sequence"]
+    assert found["chunk"].count({2, 5}) > 25
+    assert torch.equal(drawn((3,), 20, 5), every(3, 20))
+
+
+# ------------------------------------------------------------------------------------------------------------ a run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("students") / "run"
+    train(recipe(), folder, show=False)
+    return folder
+
+
+def test_a_run_says_and_saves_what_its_students_do(finished):
+    lines = read_lines(finished / "metrics.jsonl")
+    assert sum("student/c4/kl" in line and "student/c2-8/grad_norm" in line for line in lines) == 4
+    evaluated = [line for line in lines if "eval/dense/accuracy" in line]
+    assert len(evaluated) == 3 and all(f"eval/{n}/accuracy" in evaluated[0] for n in ("c4", "c2-8@2", "c2-8@8"))
+    _, path = find_checkpoints(finished / "checkpoints")[-1]
+    model, tokenizer = load_model(str(path / "students" / "c2-8"))
+    assert beacon_of(model).chunks == (2, 8) and beacon_of(load_model(str(path))[0]) is None
+    assert Engine(model, "beacon:8", rows=2).generate([tokenizer.encode("1+2+3")], 1, Sampling(9))
+    with pytest.raises(SparseRLError, match="trained with one after 2 or 8"):
+        Engine(model, "beacon:4")
+
+
+def test_the_teacher_learns_as_if_it_had_no_students(finished, tmp_path):
+    train(recipe(student={"chunks": []}), tmp_path / "run", show=False)
+    alone, taught = ([line for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line] for f in (tmp_path / "run", finished))
+    for a, b in zip(alone, taught, strict=True):
+        assert all(b[name] == value for name, value in a.items())
+
+
+def test_a_run_with_students_resumes_to_the_bit(finished, tmp_path):
+    train(recipe(run={"steps": 2}), tmp_path / "run", show=False)
+    train(recipe(), tmp_path / "run", resume=True, show=False)
+    ours, theirs = (
+        [{k: v for k, v in line.items() if k.startswith(("student/", "step"))} for line in read_lines(f / "metrics.jsonl")]
+        for f in (tmp_path / "run", finished)
+    )
+    assert [line for line in ours if len(line) > 1] == [line for line in theirs if len(line) > 1]
+
+
+def test_late_distillation_leaves_the_teacher_as_it_is(tmp_path):
+    train(recipe(student={"chunks": [4], "late": True, "lora_rank": 2}, eval={"every": 0}), tmp_path / "run", show=False)
+    _, path = find_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    start, end = load_model("tiny-sums")[0].state_dict(), load_model(str(path))[0].state_dict()
+    assert all(torch.equal(end[name], tensor) for name, tensor in start.items())
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["student/c4/kl"] < lines[0]["student/c4/kl"]
+    assert beacon_of(load_model(str(path / "students" / "c4"))[0]).chunks == (4,)
+
+
+def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
+    """Its rollouts are folded, and learned from as they were fed."""
+    _, path = find_checkpoints(finished / "checkpoints")[-1]
+    sections = {
+        "model": {"name": str(path / "students" / "c4")},
+        "rollout": {"compressor": "beacon:4"},
+        "student": {"chunks": []},
+        "run": {"diagnose": 2, "steps": 2},
+    }
+    train(recipe(**sections, learn={"method": "shadow"}), tmp_path / "run", show=False)
+    line = next(line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line)
+    assert line["gap/abs/mean"] < 1e-4 and 0 < line["gap/alpha/p05"] < 0.999
+    saved = find_checkpoints(tmp_path / "run" / "checkpoints")[-1][1]
+    assert beacon_of(load_model(str(saved))[0]).chunks == (4,)
+    with pytest.raises(SparseRLError, match=r"as they were fed, which none \(view: dense\) does not do; use learn.method: shadow"):
+        recipe(**sections)
+
+
+def test_refusals():
+    for wrong, message in (
+        ({"chunks": [1]}, "must be a whole number from 2 on"),
+        ({"chunks": [[]]}, "give a list with an entry per student"),
+        ({"chunks": [[4, 8], [8, 4]]}, "two students are the same"),
+        ({"draw": "token"}, "student.draw is 'token'"),
+        ({"position": "left"}, "student.position 'left'"),
+        ({"lr": 0.0}, "student.lr is 0.0"),
+        ({"chunks": [], "late": True}, "there is no student"),
+    ):
+        with pytest.raises(SparseRLError, match=message):
+            recipe(student=wrong)
+    with pytest.raises(SparseRLError, match="has an ordinary model for their teacher"):
+        recipe(model={"lora_rank": 4})
+    assert name_of(sizes_of([8, 2, 4])) == "c2-4-8" and name_of(sizes_of(16)) == "c16"
+
+
+def test_the_command_line_trains_students(tmp_path):
+    (tmp_path / "r.yaml").write_text(recipe(run={"steps": 1}, eval={"every": 0}).to_yaml())
+    command = [sys.executable, "-c", "from sparse_rl.cli import main; main()", "train", tmp_path / "r.yaml", "--out", tmp_path / "run"]
+    done = subprocess.run([*map(str, command), "--student.chunks", "[16]"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "run/checkpoints/step-000001/students/c16/config.json").read_text())
+    assert config["sparse_rl_beacon"] == "beacon.safetensors"
