@@ -8,6 +8,7 @@ import torch
 from conftest import VOCABULARY, prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from test_decode import fuse_everywhere, same
 
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.attention import use_attention
@@ -104,6 +105,22 @@ def test_sequences_do_not_depend_on_their_company():
     for ours, theirs in zip(together, [t for pair in alone for t in pair], strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
         torch.testing.assert_close(ours.sampler_logprobs, theirs.sampler_logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"chunk": 4}, {"chunk": 16, "threshold": 20.0}])
+@pytest.mark.parametrize("name", FAMILY)
+def test_fused_steps_and_long_rounds_change_nothing(name, options, monkeypatch):
+    """The kernels' twins, and several steps between two looks at the device; `rounds` also without them, to the bit."""
+    sampling, prompts = Sampling(50, stop_ids=(3,)), prompts_of(5, 40, 17, 9)
+
+    def rolled(**more):
+        return Engine(student(name), make("beacon", **options), rows=4, **more).generate(prompts, 2, sampling)
+
+    expected = rolled()
+    same(rolled(poll=(5, 40)), expected, tolerance=1e-9)
+    taken = fuse_everywhere(monkeypatch)
+    same(rolled(poll=(2, 5)), expected)
+    assert taken == [True]
 
 
 def test_stop_tokens_end_folded_rows_and_rows_are_used_again():

@@ -1,0 +1,237 @@
+"""Accuracy against mean cache entries: beaconed students, their teacher, and compressors that need no training. One GPU.
+
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --joint models/countdown-search    # teacher and students in one run
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --late                             # students of the finished teacher
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --points                           # evaluate everything that is there
+    python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png                 # of all seeds
+
+Runs are `sparse-rl train countdown-beacons` with other keys (--set KEY VALUE); a run that was stopped goes on. An evaluation that is in
+points.jsonl is not made again. The teacher's own curve comes from its length: capped at n tokens its dense cache ends at n entries, and
+what it had not answered by then counts as wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+RECIPE = "countdown-beacons"
+FREE = {"window": {}, "tova": {}, "snapkv": {}, "rkv": {}}  # compressors that need no training, on the teacher
+BUDGETS = (40, 56, 80, 112, 160)
+INTERVAL = 16
+CAPS = (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)
+THRESHOLDS = (0.05, 0.5, 2.0)  # nats, of the rule that ends chunks by surprise
+
+
+def recipe_of(args, **keys):
+    from sparse_rl.config import load_recipe
+
+    given = [(key, value) for key, value in args.set]
+    return load_recipe(RECIPE, [*given, *((key.replace("__", "."), str(value)) for key, value in keys.items())])
+
+
+def run_folder(args, kind: str) -> Path:
+    return args.out / f"{kind}-{args.seed}"
+
+
+def last_checkpoint(folder: Path) -> Path:
+    from sparse_rl.checkpoint import find_checkpoints
+
+    return find_checkpoints(folder / "checkpoints")[-1][1]
+
+
+def train(args, kind: str, **keys) -> None:
+    from sparse_rl.run import train as start
+
+    folder = run_folder(args, kind)
+    start(recipe_of(args, run__seed=args.seed, run__samples=0, **keys), folder, resume=(folder / "recipe.yaml").exists(), show=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ points
+
+
+def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
+    """(curve, label, model, engine) of every evaluation but the teacher's own."""
+    from sparse_rl.beacon import beacon_of
+    from sparse_rl.models import load_model
+
+    teacher = last_checkpoint(run_folder(args, "joint"))
+    for kind in ("joint", "late"):
+        if not run_folder(args, kind).exists():
+            continue
+        for folder in sorted((last_checkpoint(run_folder(args, kind)) / "students").iterdir()):
+            sizes = beacon_of(load_model(str(folder))[0]).chunks
+            curve = kind if len(sizes) == 1 else f"{kind}, any c"
+            for chunk in sizes:
+                yield curve, f"c = {chunk}", folder, {"compressor": "beacon", "chunk": chunk}
+            for threshold in THRESHOLDS if len(sizes) > 1 else ():
+                how = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
+                yield f"{kind}, by surprise", f"{threshold} nats", folder, how
+    for name, options in FREE.items():
+        for budget in BUDGETS:
+            yield name, str(budget), teacher, {"compressor": name, "budget": budget, "protect_prompt": True, **options}
+
+
+def points(args) -> None:
+    file = args.out / "points.jsonl"
+    known = read(file)
+    done = {(row["seed"], row["curve"], row["label"]) for row in known}
+    end = time.perf_counter() + 60 * args.minutes
+    with file.open("a") as lines:
+        if (args.seed, "teacher", "656") not in done:
+            for row in capped(args):
+                lines.write(json.dumps(row) + "\n")
+        for curve, label, folder, how in wanted(args):
+            if (args.seed, curve, label) in done or time.perf_counter() > end:
+                continue
+            row = {"seed": args.seed, "curve": curve, "label": label, **evaluate(args, folder, dict(how))}
+            print(f"{curve}, {label}: {row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s", flush=True)
+            lines.write(json.dumps(row) + "\n")
+            lines.flush()
+
+
+def sample(args, folder: Path, how: dict):
+    """(trajectories, whether each is right) of held-out prompts."""
+    from sparse_rl import tasks
+    from sparse_rl.compressors import make
+    from sparse_rl.models import encode, load_model
+    from sparse_rl.rollout import Engine, Sampling
+
+    recipe = recipe_of(args)
+    model, tokenizer = load_model(str(folder), recipe.model.dtype)
+    task = tasks.make(recipe.task.name, **recipe.task.options).held_out()
+    prompts = task.sample(0, args.prompts)
+    budget = how.pop("budget", 64)
+    engine = Engine(model, make(how.pop("compressor"), **how), budget=budget, interval=INTERVAL, rows=recipe.rollout.rows)
+    done = engine.generate([encode(tokenizer, p.text) for p in prompts], args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
+    texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
+    grades = task.grade([prompts[t.prompt_index] for t in done], texts)
+    return done, [grade.reward >= 1 for grade in grades]
+
+
+def evaluate(args, folder: Path, how: dict) -> dict:
+    from sparse_rl.records import mean_entries
+
+    start = time.perf_counter()
+    done, right = sample(args, folder, how)
+    return {
+        "accuracy": statistics.mean(map(float, right)),
+        "entries": statistics.mean(map(mean_entries, done)),
+        "length": statistics.mean(len(t.response_tokens) for t in done),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def capped(args) -> Iterator[dict]:
+    """The teacher on a dense cache, its responses cut at every cap."""
+    done, right = sample(args, last_checkpoint(run_folder(args, "joint")), {"compressor": "dense"})
+    for cap in CAPS:
+        lengths = [min(cap, len(t.response_tokens)) for t in done]
+        entries = [t.num_prompt_tokens + n / 2 for t, n in zip(done, lengths)]  # the mean over n - 1 queries of P + 1 .. P + n - 1
+        answered = [good and len(t.response_tokens) <= cap for t, good in zip(done, right)]
+        yield {
+            "seed": args.seed,
+            "curve": "teacher",
+            "label": str(cap),
+            "accuracy": statistics.mean(map(float, answered)),
+            "entries": statistics.mean(entries),
+            "length": statistics.mean(lengths),
+        }
+
+
+# ------------------------------------------------------------------------------------------------------------------ what came out
+
+
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.open()] if file.exists() else []
+
+
+def area(points: list[tuple[float, float]], low: float, high: float) -> float:
+    """The mean, over cache sizes from `low` to `high`, of the best accuracy that no more entries give. points: (entries, accuracy)"""
+    inside = sorted({low, high, *(x for x, _ in points if low < x < high)})
+    best = [max((y for x, y in points if x <= left), default=0.0) for left in inside[:-1]]
+    return sum(y * (right - left) for y, left, right in zip(best, inside, inside[1:])) / (high - low)
+
+
+def curves(rows: list[dict]) -> dict[str, dict[str, list[dict]]]:
+    """curve -> label -> the rows of all seeds."""
+    found: dict[str, dict[str, list[dict]]] = {}
+    for row in rows:
+        found.setdefault(row["curve"], {}).setdefault(row["label"], []).append(row)
+    return found
+
+
+def table(rows: list[dict]) -> str:
+    low, high = min(row["entries"] for row in rows), max(row["entries"] for row in rows if row["curve"] == "teacher")
+    lines = ["| | setting: mean entries, accuracy (each seed) | area under the curve (each seed) |", "|---|---|---|"]
+    for curve, labels in curves(rows).items():
+        shown = [
+            f"{label}: {statistics.mean(r['entries'] for r in group):.0f}, {statistics.mean(r['accuracy'] for r in group):.2f}"
+            + (f" ({', '.join(format(r['accuracy'], '.2f') for r in group)})" if len(group) > 1 else "")
+            for label, group in labels.items()
+        ]
+        by_seed: dict[int, list[tuple[float, float]]] = {}
+        for row in (row for row in rows if row["curve"] == curve):
+            by_seed.setdefault(row["seed"], []).append((row["entries"], row["accuracy"]))
+        areas = [area(found, low, high) for _, found in sorted(by_seed.items())]
+        many = f" ({', '.join(f'{a:.2f}' for a in areas)})" if len(areas) > 1 else ""
+        lines.append(f"| {curve} | {'; '.join(shown)} | {statistics.mean(areas):.2f}{many} |")
+    return "\n".join([*lines, "", f"Areas from {low:.0f} to {high:.0f} entries."])
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.5, 4.8), constrained_layout=True)
+    for i, (curve, labels) in enumerate(curves(rows).items()):
+        means = sorted((statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g)) for g in labels.values())
+        learned = curve.startswith(("joint", "late"))
+        axis.plot(*zip(*means), marker="o" if learned else "x", linewidth=2 if learned else 1, color=f"C{i}", label=curve)
+        for row in (row for row in rows if row["curve"] == curve):
+            axis.plot(row["entries"], row["accuracy"], marker=".", markersize=3, color=f"C{i}", linestyle="")
+    axis.set(xlabel="mean cache entries of a row", ylabel="accuracy", ylim=(-0.02, 1.0))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    print(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/frontier"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--joint", metavar="MODEL", help="train teacher and students, from this warm start")
+    parser.add_argument("--late", action="store_true", help="train students of the finished teacher")
+    parser.add_argument("--points", action="store_true", help="evaluate what is there")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no evaluation after this")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="PNG")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.joint:
+        train(args, "joint", model__name=args.joint)
+    if args.late:
+        train(args, "late", model__name=last_checkpoint(run_folder(args, "joint")), student__late="true")
+    if args.points:
+        points(args)
+    rows = read(args.out / "points.jsonl")
+    if args.table:
+        print(table(rows))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
