@@ -223,11 +223,12 @@ class TrainingPlan:
     reference_bytes: int
     update_bytes: int  # estimate: activations of a micro-batch, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
+    student_bytes: int = 0  # weights of all students, and their optimizers'
 
     @property
     def total_bytes(self) -> int:
         plan = self.rollout
-        held = plan.total_bytes - plan.working_bytes
+        held = plan.total_bytes - plan.working_bytes + self.student_bytes
         return held + self.optimizer_bytes + self.reference_bytes + max(plan.working_bytes, self.update_bytes, self.eval_bytes)
 
     def text(self, memory: int | None = None) -> str:
@@ -236,6 +237,7 @@ class TrainingPlan:
             *plan.lines()[:-1],
             ("optimizer: fp32 masters, moments, gradients", size(self.optimizer_bytes)),
             ("reference model", size(self.reference_bytes)),
+            *([("students: weights and optimizers", size(self.student_bytes))] if self.student_bytes else []),
             ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
             ("held-out evaluation: dense cache", size(self.eval_bytes)),
             ("total (rollout, update and evaluation take turns)", size(self.total_bytes)),
@@ -257,10 +259,13 @@ def make_training_plan(
     evaluates: bool,
     shadow: bool = False,
     distills: bool = False,
+    students: int = 0,
+    student_trained: int = 0,
 ) -> TrainingPlan:
     """`trained`: parameters that are trained; `micro_batch_tokens` may be less than one trajectory, which then goes alone.
 
-    `shadow`: attention under a trace, by segments; `distills`: the other view goes through the model too.
+    `shadow`: attention under a trace, by segments; `distills`: the other view goes through the model too. `students` are copies of the
+    model of which `student_trained` parameters are trained each; they learn one after the other, in micro-batches of the same size.
     """
     item = shape.dtype.itemsize
     tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
@@ -272,9 +277,11 @@ def make_training_plan(
     activations = (2 if distills else 1) * activations + traces
     head = head_chunk(shape.vocabulary) * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
+    per_parameter = 12 if shape.dtype == torch.float32 else 16
     return TrainingPlan(
         rollout=rollout,
-        optimizer_bytes=trained * (12 if shape.dtype == torch.float32 else 16),
+        optimizer_bytes=trained * per_parameter,
+        student_bytes=students * (rollout.weight_bytes + student_trained * per_parameter),
         reference_bytes=rollout.weight_bytes if reference else 0,
         update_bytes=activations + head,
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,

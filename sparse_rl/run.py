@@ -37,8 +37,7 @@ def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool =
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
         changes = check_folder(folder, recipe, resume)  # again: another process may have been here while the model was loaded
-        masters, saved = trainer.learner.optimizer.masters, [p for p in trainer.model.parameters() if p.requires_grad]
-        require_space(folder, 3 * sum(m.nbytes for m in masters) + sum(p.nbytes for p in saved))  # masters, two moments, the model itself
+        require_space(folder, checkpoint_bytes(trainer))
         if resume:
             trainer.resume()
         write_text(written, recipe.to_yaml())
@@ -46,6 +45,14 @@ def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool =
             trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
         trainer.run()
     return trainer
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Masters and two moments of what is trained, the model itself, and its students' whole weights."""
+    learners = [trainer.learner, *trainer.students.every]
+    masters = sum(m.nbytes for learner in learners for m in learner.optimizer.masters)
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    return 3 * masters + trained + sum(p.nbytes for student in trainer.students.every for p in student.model.parameters())
 
 
 def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
@@ -90,8 +97,10 @@ def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
         checkpointing=recipe.model.gradient_checkpointing,
         reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
-        shadow=recipe.learn.how().view == "shadow",
+        shadow=recipe.learn.how().view == "shadow" or bool(recipe.student.chunks),
         distills=recipe.learn.how().distill is not None,
+        students=len(recipe.student.chunks),
+        student_trained=lora_parameters(config, recipe.student.lora_rank) if recipe.student.lora_rank else parameters,
     )
 
 

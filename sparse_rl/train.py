@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import tasks
+from .beacon import beacon_of
 from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint, writing
 from .config import Recipe
 from .control import BudgetControl, compressor_of
@@ -77,6 +78,8 @@ class Trainer:
         self.model, self.tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
         self.reference = self._reference()
         if recipe.model.lora_rank:
+            if beacon_of(self.model) is not None:
+                raise SparseRLError(f"{recipe.model.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0.")
             self.model = with_lora(self.model, recipe.model.lora_rank, recipe.model.lora_alpha)
         if recipe.model.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

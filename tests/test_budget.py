@@ -238,7 +238,7 @@ def test_mistakes_get_a_sentence(budget, more, message):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"compressor": "dense"}, "rollout.budget is to move, but dense evicts nothing; give a number"),
+        ({"compressor": "dense"}, "rollout.budget is to move, but dense has none; give a number"),
         ({"budget": {**ADAPTIVE, "min": 8}}, "rkv: budget 8 must be above sinks 0 . window 8"),
     ],
 )

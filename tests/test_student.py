@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.student import Student, Students, StudentSettings, name_of, seen, sizes_of
 from sparse_rl.metrics import read_lines
 from sparse_rl.models import load_model
-from sparse_rl.run import train
+from sparse_rl.run import checkpoint_bytes, plan_run, train
+from sparse_rl.train import Trainer
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.0)
 
@@ -205,6 +207,11 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
     assert line["gap/abs/mean"] < 1e-4 and 0 < line["gap/alpha/p05"] < 0.999
     saved = find_checkpoints(tmp_path / "run" / "checkpoints")[-1][1]
     assert beacon_of(load_model(str(saved))[0]).chunks == (4,)
+    with pytest.raises(SparseRLError, match=r"has a beacon, and is trained with all its weights; set model.lora_rank to 0"):
+        Trainer(recipe(**(sections | {"model": sections["model"] | {"lora_rank": 2}}), learn={"method": "shadow"}), tmp_path / "no")
+    moving = {"compressor": "beacon:4", "budget": {"min": 4, "max": 8, "target": {"alpha_5": 0.9}}}
+    with pytest.raises(SparseRLError, match=r"rollout.budget is to move, but beacon has none"):
+        Trainer(recipe(**(sections | {"rollout": moving}), learn={"method": "shadow"}), tmp_path / "no")
     with pytest.raises(SparseRLError, match=r"as they were fed, which none \(view: dense\) does not do; use learn.method: shadow"):
         recipe(**sections)
 
@@ -233,3 +240,15 @@ def test_the_command_line_trains_students(tmp_path):
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run/checkpoints/step-000001/students/c16/config.json").read_text())
     assert config["sparse_rl_beacon"] == "beacon.safetensors"
+
+
+def test_the_plan_counts_students():
+    given = recipe()
+    plan, without = plan_run(given, 40), plan_run(recipe(student={"chunks": []}), 40)
+    trainer = Trainer(given, Path("nowhere"), show=False)
+    weights = sum(p.nbytes for p in load_model("tiny-sums")[0].parameters())
+    assert plan.student_bytes == 2 * 4 * weights and without.student_bytes == 0  # weights, two moments, gradients
+    held = sum(p.nbytes for s in trainer.students.every for p in s.model.parameters())
+    assert held == pytest.approx(2 * weights, rel=1e-2)  # and a beacon each
+    assert plan.total_bytes - without.total_bytes >= plan.student_bytes and "students: weights" in plan.text()
+    assert checkpoint_bytes(trainer) == pytest.approx(4 * weights + 2 * 4 * weights, rel=1e-2)

@@ -10,6 +10,7 @@ Budget and interval have no meaning here.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import torch
@@ -45,8 +46,8 @@ class Beacon(Compressor):
         full = tokens >= self.chunk
         if self.threshold is None:
             return full
-        sizes = torch.tensor(self.sizes, device=tokens.device)
-        return full | ((tokens[:, None] == sizes).any(1) & (surprise >= self.threshold))
+        may_end = functools.reduce(torch.logical_or, (tokens == size for size in self.sizes))
+        return full | (may_end & (surprise >= self.threshold))
 
     def capacity(self, prompt: int, new: int) -> int:
         """The prompt, all beacons, a chunk. The last new token is never fed."""
