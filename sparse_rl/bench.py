@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
+from .beacon import add_beacon, beacon_of
+from .compressors import make
 from .errors import SparseRLError, whole
 from .models import evaluating, load_model
 from .plan import size
 from .rollout import Engine, Sampling
+from .rollout.decode import RowState
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ def measure(setting: Setting, dtype: str | None = None, device: str | None = Non
 
 
 def bench_rollout(setting: Setting, model: nn.Module) -> dict:
-    """Medians over the repeats, after a short rollout that compiles and captures."""
+    """Medians over the repeats, after a short rollout that compiles and captures. Where it takes a beacon, a model without gets one."""
     device = next(model.parameters()).device
+    if make(setting.compressor).folds and beacon_of(model) is None:
+        add_beacon(model)
     engine = Engine(model, compressor=setting.compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows)
     engine.reserve(setting.prompt, setting.new)  # so that what is captured while warming up serves the timed runs
     sampling = Sampling(max_new_tokens=setting.new, stop_ids=())
@@ -132,9 +137,7 @@ def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
         state.begin(sampling.max_new_tokens, cache.capacity)
 
         def full_step() -> float:
-            state.done.fill_(False)
-            state.used.fill_(cache.capacity - 1)
-            state.count.zero_()
+            fill(state, cache.capacity - 1)
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             decoder.run(cache.rows, 1, cache.capacity)
@@ -146,6 +149,15 @@ def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
         state.done.fill_(True)
     step = statistics.median(times)
     return {"full_step_ms": step, "floor_ms": floor, "of_floor": floor / step, "copy_bytes_per_s": bandwidth}
+
+
+def fill(state: RowState, used: int) -> None:
+    """Every row runs and has that many slots in use; a chunk, where rows have chunks, has just begun."""
+    state.done.fill_(False)
+    state.used.fill_(used)
+    state.count.zero_()
+    if state.chunks is not None:
+        state.chunks.start(slice(None))
 
 
 def copy_bandwidth(device: torch.device, size: int = 2**31) -> float:

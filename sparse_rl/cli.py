@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ModelName = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")]
 Budget = Annotated[int, typer.Option(help="Slots a row keeps at an eviction.")]
 Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
 CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
@@ -27,7 +28,7 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in
 
 @app.command()
 def rollout(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")],
+    model: ModelName,
     prompts: Annotated[Path, typer.Option(help="JSONL: each line has the prompt as `prompt` (text) or `tokens` (ids).")],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and traces/.")] = Path("rollouts"),
     compressor: CompressorName = "rkv",
@@ -214,13 +215,13 @@ def warmup(
     typer.echo(f"done: accuracy {found['accuracy']:.3f} on held-out prompts; the model is in {folder}")
 
 
-def overrides(arguments: list[str]) -> list[tuple[str, str]]:
+def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> list[tuple[str, str]]:
     """`--key value` and `--key=value`, in order."""
     found, rest = [], list(arguments)
     while rest:
         name = rest.pop(0)
         if not name.startswith("--"):
-            raise SparseRLError(f"{name!r} is no key; after the recipe write --section.key value, such as --rollout.budget 256.")
+            raise SparseRLError(f"{name!r} is no key; keys are written --section.key value, such as {example}.")
         name, equals, value = name.removeprefix("--").partition("=")
         if not equals:
             if not rest:
@@ -230,57 +231,89 @@ def overrides(arguments: list[str]) -> list[tuple[str, str]]:
     return found
 
 
+@app.command("eval", context_settings=_WITH_OVERRIDES)
+def eval_(
+    context: typer.Context,
+    model: ModelName,
+    task: Annotated[str, typer.Option(help="A name from `sparse-rl list tasks`; its options are --task.KEY VALUE.")],
+    compressor: Annotated[
+        str, typer.Option(help="A name from `sparse-rl list compressors`; its options are --compressor.KEY VALUE.")
+    ] = "dense",
+    chunk: Annotated[int | None, typer.Option(help="Of the compressor `beacon`: tokens per beacon.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Of the compressor `beacon`: nats at which a chunk ends early.")] = None,
+    budget: Budget = 512,
+    interval: Interval = 128,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 256,
+    samples: Annotated[int, typer.Option(help="Completions of each.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option()] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The numbers, for programs.")] = False,
+) -> None:
+    """Say how a model does on a task's held-out prompts, on a given cache."""
+    import dataclasses
+
+    from . import tasks
+    from .compressors import make
+    from .config import make_recipe
+    from .errors import whole
+    from .evaluate import evaluate
+    from .models import load_model
+    from .rollout import Engine, Sampling
+
+    whole(prompts=prompts, samples=samples)
+    of_beacons = {name: value for name, value in (("chunk", chunk), ("threshold", threshold)) if value is not None}
+    if of_beacons and compressor.partition(":")[0] != "beacon":
+        name, value = next(iter(of_beacons.items()))
+        raise SparseRLError(
+            f"--{name} {value} is for beacons, but the compressor is {compressor}; leave it away, or use --compressor beacon."
+        )
+    settings = make_recipe({"model": {"name": model}, "task": {"name": task}}, options_of(context))
+    held_out = tasks.make(settings.task.name, **settings.task.options).held_out()
+    chosen = make(compressor, **(settings.rollout.compressor_options | of_beacons))
+    sampling = Sampling(max_new_tokens, temperature)
+    lm, tokenizer = load_model(model, dtype, seed=seed)
+    engine = Engine(lm, chosen, budget, interval, rows)
+    try:
+        found = evaluate(engine, tokenizer, held_out, prompts, samples, sampling, seed, progress=sys.stderr.isatty())
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        held_out.close()
+    if held_out.last_error:
+        typer.echo(f"sparse-rl: grading failed ({held_out.last_error[:300]}); such completions count as wrong.", err=True)
+    about = {"model": model, "task": settings.task.name, "compressor": chosen.name, "rule": engine.compressor.rule()}
+    title = "{model} on {task}, {compressor} ({rule})".format(**about)
+    typer.echo(json.dumps(about | dataclasses.asdict(found)) if as_json else f"{title}\n{found.text()}")
+
+
+def options_of(context: typer.Context) -> list[tuple[str, str]]:
+    """`--task.KEY VALUE` and `--compressor.KEY VALUE`, as a recipe names them."""
+    places = {"task": "task", "compressor": "rollout.compressor_options"}
+    found = []
+    for name, value in overrides(context.args, "--task.seed 1"):
+        owner, _, key = name.partition(".")
+        if not key or owner not in places:
+            known = [parameter.opts[0].removeprefix("--") for parameter in context.command.params if parameter.param_type_name == "option"]
+            own = "options of the task are --task.KEY VALUE, of the compressor --compressor.KEY VALUE"
+            raise SparseRLError(f"eval has no --{name} ({own}); {nearest(name, known)}")
+        found.append((f"{places[owner]}.{key}", value))
+    return found
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, presets, recipes or keys")]) -> None:
     """List what can be named in commands and recipes."""
-    lists = {"compressors": _compressors, "tasks": _tasks, "presets": _presets, "recipes": _recipes, "keys": _keys}
-    if what not in lists:
-        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, lists)}")
-    rows = lists[what]()
+    from .lists import LISTS
+
+    if what not in LISTS:
+        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, LISTS)}")
+    rows = LISTS[what]()
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for *cells, last in rows:
         typer.echo("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths)), last]))
-
-
-def _compressors() -> list[tuple[str, ...]]:
-    from .compressors import COMPRESSORS
-
-    ideas = {name: (sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").strip().splitlines()[0] for name, cls in COMPRESSORS.items()}
-    rows = [(name, idea.removeprefix(name + ": ")) for name, idea in ideas.items()]
-    return [*rows, ("kvpress:X", "the kvpress package's scorer X, where it needs nothing but keys and values")]
-
-
-def _tasks() -> list[tuple[str, ...]]:
-    from .tasks import describe
-
-    return describe()
-
-
-def _presets() -> list[tuple[str, ...]]:
-    from dataclasses import fields
-
-    from .learn.method import METHODS, Method
-
-    def parts(method: Method) -> str:
-        how = method.correction
-        changed = {f.name: getattr(how, f.name) for f in fields(how) if getattr(how, f.name) != f.default}
-        said = [f"{name} {value}" for name, value in changed.items()]
-        said += ["the learner replays what the sampler saw"] if method.view == "shadow" else []
-        said += [f"distillation {method.distill}"] if method.distill else []
-        return ", ".join(said) or "old log-probs recomputed, nothing corrected"
-
-    return [(name, parts(method)) for name, method in METHODS.items()]
-
-
-def _recipes() -> list[tuple[str, ...]]:
-    files = sorted((Path(__file__).parent / "recipes").glob("*.yaml"))
-    return [(file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")) for file in files]
-
-
-def _keys() -> list[tuple[str, ...]]:
-    from .config import table_of_keys
-
-    return table_of_keys()
 
 
 bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)

@@ -1,25 +1,83 @@
-"""Accuracy on held-out prompts, sampled on whatever cache the engine has."""
+"""Accuracy on held-out prompts, sampled on whatever cache the engine has.
+
+sparse-rl eval models/student --task countdown --compressor beacon --chunk 16
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
 from .learn.diagnose import ends_in_loop
 from .models import ModelShape, encode
+from .records import Trajectory, kv_tokens_saved, mean_entries
 from .rollout import Engine, Sampling
-from .tasks import Prompt, Task
+from .tasks import Grade, Prompt, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `sparse-rl eval` says of a model. Shares are of completions."""
+
+    prompts: int
+    samples: int  # completions of each
+    accuracy: float  # share with full reward
+    low: float  # of its 95 % interval
+    high: float
+    reward: float
+    length: float  # tokens sampled
+    truncated: float
+    loops: float
+    ungraded: float
+    entries: float  # see mean_entries
+    tokens_saved: float  # see kv_tokens_saved
+
+    def text(self) -> str:
+        lines = [
+            ("accuracy", f"{self.accuracy:.3f}  (95 %: {self.low:.3f} to {self.high:.3f}; {self.prompts} prompts x {self.samples})"),
+            ("reward", f"{self.reward:.3f}"),
+            ("mean length", f"{self.length:.1f} tokens"),
+            ("truncated", f"{self.truncated:.1%}"),
+            ("ends in a loop", f"{self.loops:.1%}"),
+            ("ungraded", f"{self.ungraded:.1%}"),
+            ("mean cache entries", f"{self.entries:.1f}"),
+            ("KV tokens saved", f"{self.tokens_saved:.1%}"),
+        ]
+        return "\n".join(f"  {label:<18}  {value}" for label, value in lines)
+
+
+def evaluate(
+    engine: Engine, tokenizer, task: Task, prompts: int, samples: int, sampling: Sampling, seed: int, progress: bool = False
+) -> Evaluation:
+    """On the task's first prompts, all of them where it has fewer."""
+    asked = task.sample(0, min(prompts, task.num_prompts or prompts))
+    trajectories, grades = complete(engine, tokenizer, task, asked, samples, sampling, seed, progress)
+    found = described(trajectories, grades)
+    low, high = wilson(found["accuracy"], len(asked))
+    return Evaluation(prompts=len(asked), samples=samples, low=low, high=high, tokens_saved=kv_tokens_saved(trajectories), **found)
 
 
 def accuracy(
     engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
 ) -> dict[str, float]:
     """Share of completions with full reward, and what they were like."""
+    return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed))
+
+
+def complete(
+    engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int, progress: bool = False
+) -> tuple[list[Trajectory], list[Grade]]:
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
-    trajectories = engine.generate(ids, samples, sampling, seed)
+    trajectories = engine.generate(ids, samples, sampling, seed, progress)
     texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
-    grades = task.grade([prompts[t.prompt_index] for t in trajectories], texts)
+    return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
+
+
+def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> dict[str, float]:
     rewards = torch.tensor([g.reward for g in grades], dtype=torch.float64)
     return {
         "accuracy": (rewards >= 1).double().mean().item(),
@@ -28,7 +86,19 @@ def accuracy(
         "truncated": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
         "loops": sum(ends_in_loop(t.response_tokens) for t in trajectories) / len(trajectories),
         "ungraded": sum(g.verdict in ("timeout", "error", "bad gold") for g in grades) / len(grades),
+        "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
     }
+
+
+def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a share of `count` independent trials.
+
+    Completions of one prompt are not independent, so prompts are counted: with several completions of each it is wider than it need be.
+    """
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding may lead beyond
 
 
 def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:

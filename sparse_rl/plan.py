@@ -26,9 +26,10 @@ _ALLOCATOR_SHARE = 0.05
 class Plan:
     compressor: str
     rule: str  # what a row holds, in words
-    evicts: bool
-    budget: int
-    beside_budget: int  # slots of a row beyond the budget: the interval, or the new tokens where responses stay whole
+    evicts: bool  # down to the budget
+    folds: bool  # into beacons
+    budget: int  # slots right after an eviction; prompt and beacons where chunks are folded
+    beside_budget: int  # slots of a row beyond these: the interval, the new tokens where responses stay whole, or the chunk
     capacity: int
     rows: int
     prompt_tokens: int  # the longest prompt
@@ -40,9 +41,10 @@ class Plan:
     most_prefill_rows: int  # prompts prefilled together, where there are as many rows
     prefill_chunk: int  # prompt tokens fed at a time
     scratch_row_bytes: int  # where a prompt is before it is forked
-    trace_row_bytes: int
+    trace_row_bytes: int  # nothing where chunks are folded: where beacons stand says it all
+    chunk_row_bytes: int  # where they stand, and what a row knows of its open chunk
     token_row_bytes: int  # sampled tokens and their log-probs
-    sampling_row_bytes: int  # estimate: logits, and on a CPU their softmax and sum
+    sampling_row_bytes: int  # estimate: logits, on a CPU their softmax and sum, and an entry that moves
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted, scored
     eviction_bytes: int  # estimate: at most that much is copied at a time
@@ -70,8 +72,8 @@ class Plan:
 
     @property
     def record_bytes(self) -> int:
-        """Trace, tokens and log-probs of all rows."""
-        return self.rows * (self.trace_row_bytes + self.token_row_bytes)
+        """Trace or chunks, tokens and log-probs of all rows."""
+        return self.rows * (self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes)
 
     @property
     def working_bytes(self) -> int:
@@ -98,8 +100,9 @@ class Plan:
 
     def dense_rows_that_fit(self, memory: int) -> int:
         """As many, had every row the keys and values of a whole sequence, and nothing to evict."""
-        nothing = dict.fromkeys(("trace_row_bytes", "eviction_slot_bytes", "eviction_bytes", "scoring_bytes", "attention_token_bytes"), 0)
-        dense = replace(self, row_bytes=self.dense_row_bytes, **nothing)
+        records = ("trace_row_bytes", "chunk_row_bytes")
+        evicting = ("eviction_slot_bytes", "eviction_bytes", "scoring_bytes", "attention_token_bytes")
+        dense = replace(self, row_bytes=self.dense_row_bytes, **dict.fromkeys(records + evicting, 0))
         return dense.rows_that_fit(memory)
 
     def largest_that_fits(self, memory: int) -> str:
@@ -110,6 +113,11 @@ class Plan:
         capacity = _largest(lambda slots: self.with_rows(1).with_capacity(slots).total_bytes, memory)
         if self.evicts and capacity > self.beside_budget:
             return f"Not even one row fits: with rows=1, use budget={capacity - self.beside_budget}."
+        if self.folds and capacity > self.prompt_tokens:
+            return (
+                f"Not even one row fits: with rows=1 there is room for {capacity} of {self.capacity} slots; "
+                "generate less, or fold more tokens into a beacon."
+            )
         if not self.evicts and capacity > self.prompt_tokens:
             return f"Not even one row fits: with rows=1 there is room for {capacity} tokens; generate less, or use a compressor."
         return f"The weights and the working set leave nothing of {size(memory)}: use a smaller model, dtype or prompt."
@@ -123,8 +131,7 @@ class Plan:
             (f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots)", f"{size(self.row_bytes)} ({against})"),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
             (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
-            ("trace per row", size(self.trace_row_bytes)),
-            (f"trace, {self.rows} rows", size(self.rows * self.trace_row_bytes)),
+            *self._record_lines(),
             ("working set (estimate)", size(self.working_bytes)),
             ("total", size(self.total_bytes)),
         ]
@@ -133,6 +140,10 @@ class Plan:
             lines.append((f"rows that fit, {self.compressor}", str(self.rows_that_fit(memory))))
             lines.append(("rows that fit, dense", str(self.dense_rows_that_fit(memory))))
         return lines
+
+    def _record_lines(self) -> list[tuple[str, str]]:
+        name, a_row = ("places of beacons", self.chunk_row_bytes) if self.folds else ("trace", self.trace_row_bytes)
+        return [(f"{name} per row", size(a_row)), (f"{name}, {self.rows} rows", size(self.rows * a_row))]
 
     def text(self, memory: int | None = None) -> str:
         lines = self.lines(memory)
@@ -162,12 +173,15 @@ def make_plan(
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # a row's logits in fp32, softmax, sum
+    evicts, folds = compressor.evicts and not compressor.folds, compressor.folds
+    beside = compressor.interval if compressor.evicts_response or folds else new_tokens
     return Plan(
         compressor=compressor.name,
         rule=compressor.rule(),
-        evicts=compressor.evicts,
-        budget=compressor.budget,
-        beside_budget=compressor.interval if compressor.evicts_response else new_tokens,
+        evicts=evicts,
+        folds=folds,
+        budget=max(0, capacity - beside) if folds else compressor.budget,
+        beside_budget=beside,
         capacity=capacity,
         rows=rows,
         prompt_tokens=prompt_tokens,
@@ -179,15 +193,18 @@ def make_plan(
         most_prefill_rows=prefill_rows,
         prefill_chunk=prefill_chunk,
         scratch_row_bytes=cache.row_bytes(prompt_tokens),
-        trace_row_bytes=shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
+        trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
+        chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
-        sampling_row_bytes=shape.vocabulary * shape.dtype.itemsize + (0 if on_gpu else sampled),
+        sampling_row_bytes=shape.vocabulary * shape.dtype.itemsize
+        + (0 if on_gpu else sampled)
+        + (cache.kv_bytes_per_token if folds else 0),
         prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize,
-        eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if compressor.evicts else 0,
-        eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if compressor.evicts else 0,
+        eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
+        eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=shape.vocabulary * shape.dtype.itemsize if on_gpu else 0,
         attention_token_bytes=8 * shape.query_heads * prompt_tokens if compressor.uses_mass else 0,
-        scoring_bytes=3 * 4 * BLOCK_ELEMENTS if compressor.evicts else 0,
+        scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
         first_row_bytes=sampled if on_gpu else 0,
     )
 

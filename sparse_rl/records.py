@@ -55,6 +55,20 @@ def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
     return 1 - slots / sum(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
 
 
+def mean_entries(trajectory: Trajectory) -> float:
+    """Entries a query of the response found in its row, its own included: the mean over queries, layers and KV heads.
+
+    Queries are what was fed after the prompt, beacons included; the last token never is. Where nothing was: the prompt's tokens.
+    """
+    first, last = trajectory.num_prompt_tokens, len(trajectory.tokens) - 1  # feed indices of the queries: first .. last - 1
+    if last <= first:
+        return float(first)
+    evicted_at = trajectory.trace.evicted_at.long()  # [L, H, T]
+    seen_from = torch.arange(last + 1).clamp(min=first)  # [T]: token k is seen by the queries max(k, first) .. min(evicted_at, last) - 1
+    seen_by = (evicted_at.clamp(max=last) - seen_from).clamp(min=0)
+    return seen_by.sum(-1).double().mean().item() / (last - first)
+
+
 class TrajectoryWriter:
     """Writes trajectories as they finish: one readable JSON line each, and its trace beside it.
 

@@ -29,7 +29,7 @@ def test_help_does_not_import_torch():
 def test_list_compressors():
     done = run("list", "compressors")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [*COMPRESSORS, "kvpress:X"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [*COMPRESSORS, "beacon:N", "kvpress:X"]
     misspelt = run("list", "compresors")
     assert misspelt.returncode == 1 and "did you mean 'compressors'" in misspelt.stderr
 

@@ -17,13 +17,41 @@ def python_blocks(path: str) -> list[str]:
 
 
 def test_the_readme_example_runs(capsys):
-    (code,) = python_blocks("README.md")
+    code, _ = python_blocks("README.md")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["trajectories"]) == 8
     gap = (names["replayed"].cpu() - names["t"].sampler_logprobs)[names["t"].num_prompt_tokens :].abs().max()
     assert gap < 1e-5
     assert "tensor(" in capsys.readouterr().out
+
+
+def test_the_readme_example_of_a_beacon_runs(tmp_path, monkeypatch, capsys):
+    from sparse_rl.beacon import add_beacon
+    from sparse_rl.checkpoint import save_model
+
+    model, tokenizer = sparse_rl.load_model("tiny-sums")
+    save_model(tmp_path / "models" / "student", add_beacon(model, (16,)), tokenizer)
+    monkeypatch.chdir(tmp_path)
+    _, code = python_blocks("README.md")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    t = names["t"]
+    assert int((t.tokens == t.beacon_id).sum()) == max(0, len(t.response_tokens) - 2) // 16
+    assert capsys.readouterr().out.strip() == tokenizer.decode(t.response_tokens).strip()
+
+
+def test_the_evaluation_on_the_recipes_page_is_printed():
+    from typer.testing import CliRunner
+
+    from sparse_rl.cli import app
+
+    page = (ROOT / "docs/recipes.md").read_text()
+    commands = re.findall(r"^ +sparse-rl eval (.*?)(?: +#.*)?$", page, flags=re.MULTILINE)
+    printed = CliRunner().invoke(app, ["eval", *commands[1].split()]).stdout
+    shown = page[page.index("<!-- eval -->") : page.index("<!-- /eval -->")]
+    digits = re.compile(r"[0-9.]+")  # another machine may round, and so sample, differently
+    assert digits.sub("#", printed).strip() == digits.sub("#", shown.split("```")[1]).strip()
 
 
 def test_the_compressor_example_is_complete():

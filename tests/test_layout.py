@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "live": set(),
     "checkpoint": {"beacon", "models"},
     "metrics": {"checkpoint"},
-    "evaluate": {"learn", "models", "rollout", "tasks"},
+    "evaluate": {"learn", "models", "records", "rollout", "tasks"},
 }
 
 

@@ -176,7 +176,7 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
     if kind == "kvpress" and inner:
         from .kvpress import KVPress
 
-        return KVPress(inner, **options)
+        return _made(KVPress, compressor, options | {"press": inner})
     if kind == "prompt-only":
         from .prompt_only import PromptOnly
 
@@ -186,17 +186,23 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
 
         if inner and not inner.isdigit():
             raise SparseRLError(f"{compressor!r} names no chunk; write beacon:16 for a beacon after every 16 tokens.")
-        return Beacon(**options, **({"chunk": int(inner)} if inner else {}))
+        if inner and "chunk" in options:
+            raise SparseRLError(f"{compressor} has its chunk in its name, but chunk={options['chunk']} was given too; give it once.")
+        return _made(Beacon, compressor, options | ({"chunk": int(inner)} if inner else {}))
     if compressor not in COMPRESSORS:
-        raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, COMPRESSORS)}")
-    known = _parameters(COMPRESSORS[compressor])
-    for name in options:
-        if name not in known:
-            raise SparseRLError(f"{compressor} has no parameter {name!r}; {nearest(name, known)}")
+        raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, [*COMPRESSORS, 'beacon'])}")
+    return _made(COMPRESSORS[compressor], compressor, options)
+
+
+def _made(cls: type[Compressor], name: str, options: dict) -> Compressor:
+    known = _parameters(cls)
+    for option in options:
+        if option not in known:
+            raise SparseRLError(f"{name} has no parameter {option!r}; {nearest(option, known)}")
     try:
-        return COMPRESSORS[compressor](**options)
+        return cls(**options)
     except TypeError as error:
-        raise SparseRLError(f"{compressor} cannot use the parameters {options} ({error}).") from error
+        raise SparseRLError(f"{name} cannot use the parameters {options} ({error}).") from error
 
 
 def _parameters(cls: type[Compressor]) -> list[str]:

@@ -137,7 +137,7 @@ class Engine:
 
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
-        longest = max(len(t.tokens) for t in trajectories)
+        longest = max(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
         allocated = self.cache.nbytes + self.scratch.nbytes
         return 1 - allocated / (self.rows * longest * self.cache.shape.kv_bytes_per_token)
 

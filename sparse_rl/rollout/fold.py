@@ -35,7 +35,7 @@ class Chunks:
     def tensors(self) -> list[Tensor]:
         return [self.open, self.folded, self.surprise, self.ends]
 
-    def start(self, rows: Tensor) -> None:
+    def start(self, rows: Tensor | slice) -> None:
         for tensor in self.tensors:
             tensor[rows] = 0
 
