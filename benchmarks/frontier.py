@@ -22,8 +22,14 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 RECIPE = "countdown-beacons"
-FREE = {"window": {}, "tova": {}, "snapkv": {}, "rkv": {}}  # compressors that need no training, on the teacher
-BUDGETS = (40, 56, 80, 112, 160)
+PROMPT = 30  # tokens of every prompt; all compressors keep it
+FREE = {  # compressors that need no training, on the teacher
+    "window": {"sinks": PROMPT},
+    "tova": {"protect_prompt": True},
+    "snapkv": {"protect_prompt": True},
+    "rkv": {"protect_prompt": True},
+}
+BUDGETS = (48, 64, 96, 128, 192)
 INTERVAL = 16
 CAPS = (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)
 THRESHOLDS = (0.05, 0.5, 2.0)  # nats, of the rule that ends chunks by surprise
@@ -75,7 +81,7 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
                 yield f"{kind}, by surprise", f"{threshold} nats", folder, how
     for name, options in FREE.items():
         for budget in BUDGETS:
-            yield name, str(budget), teacher, {"compressor": name, "budget": budget, "protect_prompt": True, **options}
+            yield name, str(budget), teacher, {"compressor": name, "budget": budget, **options}
 
 
 def points(args) -> None:
