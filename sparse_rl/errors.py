@@ -92,6 +92,7 @@ def whole(at_least: int = 1, **numbers: int) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The remedy for a misspelt name: the closest known one, and all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    by_last = {full if "." in name else full.rpartition(".")[2]: full for full in reversed(known)}  # of section.key, the key
+    close = difflib.get_close_matches(name, by_last, n=1, cutoff=0.4)
+    hint = f"did you mean {by_last[close[0]]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
