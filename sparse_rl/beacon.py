@@ -15,6 +15,7 @@ ordinary Hugging Face model, in a file of its own. T tokens fed, n tokens of a r
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,58 +97,70 @@ def check_chunk(chunk: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ where beacons stand
 
 
-def every(chunk: int, tokens: int) -> Tensor:
-    """After which of a response's tokens a beacon is fed. The last token is never fed, so nothing follows it or the one before. bool [n]"""
-    place = torch.arange(1, tokens + 1)
-    return (place % chunk == 0) & (place < tokens - 1)
+def every(chunk: Tensor | int, prompts: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """After which tokens a beacon is fed, when one is after every `chunk` of a response. The last token is never fed, so nothing follows
+    it or the one before. chunk, prompts, lengths [B] -> bool [B, T]"""
+    nth = torch.arange(1, width + 1) - prompts[:, None]  # of the response
+    size = torch.as_tensor(chunk).view(-1, 1)
+    return (nth > 0) & (nth % size == 0) & (nth < (lengths - prompts)[:, None] - 1)
 
 
-def drawn(sizes: tuple[int, ...], tokens: int, stream: int) -> Tensor:
-    """The same with every chunk's size drawn anew from `sizes`. bool [n]"""
-    choices = torch.randint(len(sizes), (tokens,), generator=torch.Generator().manual_seed(stream))
-    last = torch.tensor(sizes)[choices].cumsum(0) - 1
-    ends = torch.zeros(tokens, dtype=torch.bool)
-    ends[last[last < tokens - 2]] = True
+def drawn(sizes: tuple[int, ...], streams: Sequence[int], prompts: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """The same with every chunk's size drawn anew from `sizes`, from a random stream per row."""
+    ends = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for row, stream, prompt, length in zip(ends, streams, prompts.tolist(), lengths.tolist(), strict=True):
+        choices = torch.randint(len(sizes), (length - prompt,), generator=torch.Generator().manual_seed(stream))
+        last = prompt + torch.tensor(sizes)[choices].cumsum(0) - 1
+        row[last[last < length - 2]] = True
     return ends
 
 
-def lay_out(tokens: Tensor, num_prompt_tokens: int, ends: Tensor, beacon_id: int) -> Tensor:
-    """Tokens with a beacon after every response token that ends a chunk. tokens [T - w], ends bool [n] -> [T]"""
-    ends = torch.cat([ends.new_zeros(num_prompt_tokens), ends])
-    place = torch.arange(len(tokens)) + ends.cumsum(0) - ends.long()  # those before each
-    out = torch.full((len(tokens) + int(ends.sum()),), beacon_id, dtype=tokens.dtype)
-    out[place] = tokens
-    return out
+@dataclass(frozen=True)
+class Laid:
+    """Sequences as they are fed, beacons and all, padded at the end."""
+
+    tokens: Tensor  # int64 [B, T]
+    lengths: Tensor  # int64 [B]
+    sampled: Tensor  # bool [B, T]: response tokens, without beacons
+    evicted_at: Tensor  # int64 [B, T]: `never` for prompt, beacons and the last chunk; the same in all layers and heads
 
 
-def evicted_at(is_beacon: Tensor, num_prompt_tokens: int, never: int) -> Tensor:
-    """When each token is gone: a chunk's after its beacon has been fed; prompt and beacons stay. bool [T] -> int64 [T]"""
-    index = torch.arange(len(is_beacon))
-    following = torch.where(is_beacon, index + 1, never).flip(0).cummin(0).values.flip(0)
-    stays = is_beacon | (index < num_prompt_tokens)
-    return torch.where(stays, never, following)
+def lay_out(tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, beacon_id: int, never: int) -> Laid:
+    """Put a beacon after every token that ends a chunk. tokens int64 [B, T - beacons], prompts, lengths [B], ends bool like tokens"""
+    fed = lengths + ends.sum(1)
+    width, index = int(fed.max()), torch.arange(tokens.shape[1])
+    place = torch.where(index < lengths[:, None], index + ends.cumsum(1) - ends.long(), width)  # padding goes where nobody looks
+    laid = torch.full((len(tokens), width + 1), beacon_id).scatter(1, place, tokens)[:, :width]
+    index = torch.arange(width)
+    there = index < fed[:, None]
+    is_beacon = (laid == beacon_id) & there
+    following = torch.where(is_beacon, index + 1, never).flip(1).cummin(1).values.flip(1)  # a chunk goes when its beacon has been fed
+    response = (index >= prompts[:, None]) & there & ~is_beacon
+    return Laid(torch.where(there, laid, 0), fed, response, torch.where(response, following, never))
 
 
 @dataclass(frozen=True)
 class Beaconed:
-    """A sequence as it is fed, beacons and all."""
+    """A sequence as it was fed, as a trajectory holds it."""
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    trace: Trace  # evicted_at [L, H, T]: the same in all layers and heads
+    trace: Trace  # evicted_at [L, H, T]
     beacon_id: int
-
-    def response_mask(self, num_prompt_tokens: int) -> Tensor:
-        """Tokens that were sampled. bool [T]"""
-        return (torch.arange(len(self.tokens)) >= num_prompt_tokens) & (self.tokens != self.beacon_id)
+    sampled: Tensor  # bool [T]: response tokens, without beacons
 
 
-def beaconed(beacon: BeaconEmbedding, tokens: Tensor, num_prompt_tokens: int, ends: Tensor, layers: int, heads: int) -> Beaconed:
-    """From what was sampled, and the response tokens that end a chunk. tokens [P + n], ends bool [n]"""
-    fed = lay_out(tokens, num_prompt_tokens, ends, beacon.id)
-    dtype = trace_dtype(len(fed))
-    gone = evicted_at(beacon.is_beacon(fed), num_prompt_tokens, never(dtype)).to(dtype)
-    return Beaconed(fed, beacon.positions(fed), Trace(gone.expand(layers, heads, -1).contiguous()), beacon.id)
+def beaconed(
+    beacon: BeaconEmbedding, tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, layers: int, heads: int
+) -> list[Beaconed]:
+    """What rows have fed, from what they sampled and the tokens that ended their chunks; as `lay_out` takes them."""
+    laid = lay_out(tokens, prompts, lengths, ends, beacon.id, never(torch.int32))
+    positions, found = beacon.positions(laid.tokens), []
+    for i, length in enumerate(laid.lengths.tolist()):
+        dtype = trace_dtype(length)
+        gone = laid.evicted_at[i, :length].clamp(max=never(dtype)).to(dtype).expand(layers, heads, -1).contiguous()
+        found.append(Beaconed(laid.tokens[i, :length], positions[i, :length], Trace(gone), beacon.id, laid.sampled[i, :length]))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ folders

@@ -12,7 +12,7 @@ from test_decode import fuse_everywhere, same
 
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.attention import use_attention
-from sparse_rl.beacon import FILE, add_beacon, beacon_of, beaconed, every, evicted_at, lay_out
+from sparse_rl.beacon import FILE, add_beacon, beacon_of, beaconed, every, lay_out
 from sparse_rl.checkpoint import save_model
 from sparse_rl.compressors import make
 from sparse_rl.learn.batch import collate, score
@@ -177,13 +177,24 @@ def visible_by_hand(tokens: list[int], prompt: int, beacon: int) -> torch.Tensor
 
 @given(st.integers(1, 6), st.lists(st.booleans(), min_size=1, max_size=20))
 def test_the_trace_says_what_the_paper_says(prompt, ends):
-    tokens = torch.arange(prompt + len(ends))
-    fed = lay_out(tokens, prompt, torch.tensor(ends), 99)
-    assert fed[fed != 99].tolist() == tokens.tolist() and (fed == 99).sum() == sum(ends)
-    gone = evicted_at(fed == 99, prompt, 65535)
-    index = torch.arange(len(fed))
-    visible = (index[None] <= index[:, None]) & (index[:, None] < gone[None])
-    assert torch.equal(visible, visible_by_hand(fed.tolist(), prompt, 99))
+    tokens, ends = torch.arange(prompt + len(ends)), [False] * prompt + ends
+    half = prompt + len(ends[prompt:]) // 2  # the same cut off, in one batch with it
+    both = lay_out(
+        torch.stack([tokens, tokens * (tokens < half)]),
+        torch.tensor([prompt, min(prompt, half)]),
+        torch.tensor([len(tokens), half]),
+        torch.tensor([ends, [end and i < half for i, end in enumerate(ends)]]),
+        99,
+        65535,
+    )
+    for row, length in enumerate((len(tokens), half)):
+        fed, gone = both.tokens[row, : both.lengths[row]], both.evicted_at[row, : both.lengths[row]]
+        assert fed[fed != 99].tolist() == tokens[:length].tolist() and (fed == 99).sum() == sum(ends[:length])
+        index = torch.arange(len(fed))
+        assert torch.equal(both.sampled[row, : len(fed)], (index >= prompt) & (fed != 99))
+        assert not both.sampled[row, len(fed) :].any() and (both.evicted_at[row, len(fed) :] == 65535).all()
+        visible = (index[None] <= index[:, None]) & (index[:, None] < gone[None])
+        assert torch.equal(visible, visible_by_hand(fed.tolist(), prompt, 99))
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -192,8 +203,11 @@ def test_distributions_and_gradients_are_those_of_an_explicit_mask_in_fp64(name)
     model = student(name).double()
     model.requires_grad_(True)
     beacon, tokens, prompt = beacon_of(model), torch.tensor(prompts_of(26)[0]), 6
-    fed = beaconed(beacon, tokens, prompt, every(4, 20), model.config.num_hidden_layers, model.config.num_key_value_heads)
-    mask = fed.response_mask(prompt)
+    rows = torch.tensor([prompt]), torch.tensor([26])
+    ends = every(4, *rows, 26)
+    assert ends[0].nonzero()[:, 0].tolist() == [9, 13, 17, 21]  # the last two of the 20 are followed by none
+    (fed,) = beaconed(beacon, tokens[None], *rows, ends, model.config.num_hidden_layers, model.config.num_key_value_heads)
+    mask = fed.sampled
     states = hidden_states(model, fed.tokens[None], replay_of(model, [(fed.tokens, fed.trace)])).last_hidden_state[0]
     ours = model.lm_head(states[:-1][mask[1:]]).log_softmax(-1)  # what predicts each token stands one place before it
     weights = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -53,24 +53,23 @@ def test_the_loss_is_the_kl_of_full_distributions_from_the_teacher(name):
     student = Student(teacher, (3,), StudentSettings([3]), OPTIMIZER, seed=0)
     sampled = rolled(copy.deepcopy(tiny(name)))
     rows = torch.arange(len(sampled.lengths))
-    prompts = [int(m.int().argmax()) for m in sampled.mask]
-    fed = [student.lay_out(sampled.tokens[i, : sampled.lengths[i]], prompts[i], 0) for i in rows.tolist()]
-    asked = torch.nn.utils.rnn.pad_sequence([f.response_mask(p) for f, p in zip(fed, prompts)], batch_first=True)
-    ours = student.gap(fed, asked, seen(teacher, sampled, rows), 0.7)
+    prompts = sampled.mask.int().argmax(1)
+    fed = student.lay_out(sampled.tokens, prompts, sampled.lengths, [0] * len(rows))
+    ours = student.gap(fed, seen(teacher, sampled, rows), 0.7)
 
-    theirs = []
-    for i, f in zip(rows.tolist(), fed):
-        tokens = sampled.tokens[i, : sampled.lengths[i]]
+    theirs, beacon = [], beacon_of(student.model)
+    for i in rows.tolist():
+        tokens, folded = sampled.tokens[i, : sampled.lengths[i]], fed.tokens[i, : fed.lengths[i]]
         with torch.no_grad():
             whole = (teacher(tokens[None]).logits[0] / 0.7).log_softmax(-1)
-            index = torch.arange(len(f.tokens))
-            mask = (index[None] <= index[:, None]) & (index[:, None] < f.trace.evicted_at[0, 0].long()[None])
+            index = torch.arange(len(folded))
+            mask = (index[None] <= index[:, None]) & (index[:, None] < fed.evicted_at[i, : len(folded)][None])
             bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-            inputs = {"position_ids": f.positions[None], "attention_mask": bias[None, None], "use_cache": False}
-            folded = student.model(f.tokens[None], **inputs).logits[0]
-        places = (f.tokens != f.beacon_id).nonzero()[:, 0]  # of tokens, among what is fed
-        for t in range(prompts[i], len(tokens)):
-            p, q = whole[t - 1], (folded[places[t - 1]] / 0.7).log_softmax(-1)
+            inputs = {"position_ids": beacon.positions(folded)[None], "attention_mask": bias[None, None], "use_cache": False}
+            logits = student.model(folded[None], **inputs).logits[0]
+        places = (folded != beacon.id).nonzero()[:, 0]  # of tokens, among what is fed
+        for t in range(int(prompts[i]), len(tokens)):
+            p, q = whole[t - 1], (logits[places[t - 1]] / 0.7).log_softmax(-1)
             theirs.append((p.exp() * (p - q)).sum())
     torch.testing.assert_close(ours.double(), torch.stack(theirs), atol=1e-6, rtol=1e-5)
 
@@ -134,13 +133,15 @@ def test_sizes_are_drawn_for_sequences_or_chunks():
         student = Student(copy.deepcopy(teacher), (2, 5), StudentSettings([[2, 5]], draw=draw), OPTIMIZER, seed=0)
         found[draw] = []
         for stream in range(30):
-            fed = student.lay_out(tokens, 4, stream)
-            at = (fed.tokens == fed.beacon_id).nonzero()[:, 0]
+            given = (tokens[None], torch.tensor([4]), torch.tensor([64]), [stream])
+            fed = student.lay_out(*given)
+            at = (fed.tokens[0] == beacon_of(student.model).id).nonzero()[:, 0]
             found[draw].append(set((at.diff() - 1).tolist()))
-            assert torch.equal(fed.tokens, student.lay_out(tokens, 4, stream).tokens)
+            assert torch.equal(fed.tokens, student.lay_out(*given).tokens)
     assert {2} in found["sequence"] and {5} in found["sequence"] and {2, 5} not in found["sequence"]
     assert found["chunk"].count({2, 5}) > 25
-    assert torch.equal(drawn((3,), 20, 5), every(3, 20))
+    prompts, lengths = torch.tensor([4, 2, 6]), torch.tensor([24, 2, 9])
+    assert torch.equal(drawn((3,), [5, 6, 7], prompts, lengths, 24), every(3, prompts, lengths, 24))
 
 
 # ------------------------------------------------------------------------------------------------------------ a run

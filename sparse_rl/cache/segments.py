@@ -9,7 +9,6 @@ Shapes: B rows, L layers, H KV heads, T tokens, S segments (of the row that has 
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 
 import torch
@@ -51,30 +50,39 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
 
 def query_tiles(segments: Segments, size: int) -> Tensor:
     """Every segment's queries in tiles: int32 [B, N, 4] of (first, segment's end, segment's begin, segment), -1 where a row has fewer."""
-    return _table([[(q, end, begin, s) for s, begin, end in row for q in range(begin, end, size)] for row in _spans(segments)])
+    begins, ends = _spans(segments)
+    return _tiles(begins, ends, ends - begins, size, first=begins)
 
 
 def key_tiles(segments: Segments, size: int) -> Tensor:
     """What every segment sees, kept tokens and then its own, in tiles: int32 [B, N, 4] of (place in that list, segment's end, begin,
     segment), -1 where a row has fewer. Where a head keeps fewer than another its last tiles are empty."""
-    seen = [[(s, begin, end, end - begin + (segments.most_kept if s else 0)) for s, begin, end in row] for row in _spans(segments)]
-    return _table([[(n, end, begin, s) for s, begin, end, count in row for n in range(0, count, size)] for row in seen])
+    begins, ends = _spans(segments)
+    kept = torch.full_like(begins, segments.most_kept)
+    kept[:, 0] = 0
+    return _tiles(begins, ends, torch.where(ends > begins, ends - begins + kept, 0), size, first=torch.zeros_like(begins))
 
 
 def typical_length(segments: Segments) -> int:
     """The median of all segments' queries."""
-    return int(statistics.median_low(end - begin for row in _spans(segments) for _, begin, end in row))
+    begins, ends = _spans(segments)
+    return int((ends - begins)[ends > begins].median())  # of two in the middle the lower
 
 
-def _spans(segments: Segments) -> list[list[tuple[int, int, int]]]:
-    """(segment, begin, end) of every row."""
-    rows = []
-    for begins, length in zip(segments.begins.tolist(), segments.lengths.tolist(), strict=True):
-        ends = [*begins[1:], length]
-        rows.append([(s, begin, end) for s, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin < end])
-    return rows
+def _spans(segments: Segments) -> tuple[Tensor, Tensor]:
+    """Begin and end of every segment, on the CPU; equal where a row has fewer. int64 [B, S]"""
+    begins, lengths = segments.begins.cpu().long(), segments.lengths.cpu()
+    return begins, torch.cat([begins[:, 1:], lengths[:, None]], 1)
 
 
-def _table(rows: list[list[tuple[int, int, int, int]]]) -> Tensor:
-    most = max(map(len, rows))
-    return torch.tensor([row + [(-1, -1, -1, -1)] * (most - len(row)) for row in rows], dtype=torch.int32)
+def _tiles(begins: Tensor, ends: Tensor, counts: Tensor, size: int, first: Tensor) -> Tensor:
+    """Cut what each segment counts into tiles of `size`; a segment's first tile begins at `first`. All int64 [B, S]"""
+    tiles = -(-counts // size)
+    until = tiles.cumsum(1)  # tiles up to and with a segment
+    number = torch.arange(int(until[:, -1].max())).expand(len(tiles), -1).contiguous()  # [B, N]
+    segment = torch.searchsorted(until, number, right=True)
+    there = segment < tiles.shape[1]
+    segment = segment.clamp(max=tiles.shape[1] - 1)
+    place = first.gather(1, segment) + size * (number - (until - tiles).gather(1, segment))
+    table = torch.stack([place, ends.gather(1, segment), begins.gather(1, segment), segment], -1)
+    return torch.where(there[..., None], table, -1).to(torch.int32)

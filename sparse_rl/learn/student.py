@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from ..beacon import POSITIONS, Beaconed, add_beacon, beacon_of, beaconed, check_chunk, drawn, every
+from ..attention import Replay
+from ..beacon import POSITIONS, Laid, add_beacon, beacon_of, check_chunk, drawn, every, lay_out
 from ..errors import SparseRLError, whole
 from ..keys import key
 from ..models import evaluating, with_lora
@@ -29,9 +29,10 @@ from .batch import Sampled, pack
 from .distill import divergence
 from .learner import learning
 from .optimizer import MasterAdamW, OptimizerSettings
-from .score import head, hidden_states, over_chunks, replay_of
+from .score import head, hidden_states, over_chunks
 
 DRAWS = ("sequence", "chunk")
+_NEVER = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
@@ -94,25 +95,29 @@ class Student:
         self.optimizer = MasterAdamW(self.model.parameters(), replace(optimizer, lr=how.lr))
         self.version = 0  # optimizer steps
 
-    def lay_out(self, tokens: Tensor, num_prompt_tokens: int, stream: int) -> Beaconed:
-        """A trajectory with beacons of this student. tokens [P + n]"""
-        config, n = self.model.config.get_text_config(decoder=True), len(tokens) - num_prompt_tokens
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        ends = drawn(self.sizes, n, stream) if self.how.draw == "chunk" else every(self.sizes[stream % len(self.sizes)], n)
-        return beaconed(beacon_of(self.model), tokens, num_prompt_tokens, ends, config.num_hidden_layers, heads)
+    def lay_out(self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int]) -> Laid:
+        """Trajectories with this student's beacons. tokens int64 [B, T - beacons], prompts, lengths [B], streams: of what is drawn"""
+        if self.how.draw == "chunk":
+            ends = drawn(self.sizes, streams, prompts, lengths, tokens.shape[1])
+        else:
+            chunks = torch.tensor([self.sizes[stream % len(self.sizes)] for stream in streams])
+            ends = every(chunks, prompts, lengths, tokens.shape[1])
+        return lay_out(tokens, prompts, lengths, ends, beacon_of(self.model).id, _NEVER)
 
-    def gap(self, fed: list[Beaconed], asked: Tensor, teacher: Seen, temperature: float) -> Tensor:
-        """KL(teacher || student) of every response token. asked bool [B, T] -> fp32 [n]"""
-        device = teacher.states.device
-        tokens = pad_sequence([f.tokens for f in fed], batch_first=True).to(device)
-        hidden = hidden_states(self.model, tokens, replay_of(self.model, [(f.tokens, f.trace) for f in fed]))
+    def gap(self, fed: Laid, teacher: Seen, temperature: float) -> Tensor:
+        """KL(teacher || student) of every response token. -> fp32 [n]"""
+        device, config = teacher.states.device, self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        evicted_at = fed.evicted_at.to(device, torch.int32)[:, None, None].expand(-1, config.num_hidden_layers, heads, -1)
+        replay = Replay(evicted_at.contiguous(), fed.lengths.to(device))
+        hidden = hidden_states(self.model, fed.tokens.to(device), replay)
 
         def between(logits: Tensor, theirs: Tensor) -> Tensor:
             with torch.no_grad():
                 target = (head(teacher.model, teacher.output, theirs) / temperature).log_softmax(-1)
             return divergence(target, (logits / temperature).log_softmax(-1))
 
-        return over_chunks(self.model, hidden, asked.to(device), between, teacher.states)
+        return over_chunks(self.model, hidden, fed.sampled.to(device), between, teacher.states)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -165,16 +170,14 @@ class Students:
         tokens, gaps = int(sampled.mask[rows].sum()), {student.name: 0.0 for student in self.every}
         longer = 1 + 1 / min(min(student.sizes) for student in self.every)  # with beacons
         for part in pack(sampled.lengths[rows], int(self.micro_batch_tokens / longer)):
-            teacher_sees = seen(teacher, sampled, rows[part])
+            which = rows[part]
+            taught, lengths = seen(teacher, sampled, which), sampled.lengths[which]
+            tokens_of, prompts = sampled.tokens[which, : int(lengths.max())], sampled.mask[which].int().argmax(1)
             for student in self.every:
-                fed, masks = [], []
-                for i in rows[part].tolist():
-                    prompt = int(sampled.mask[i].int().argmax())
-                    drawn_by = stream_key(stream, [i], *student.sizes) % 2**62  # run's seed, step, trajectory, student
-                    fed.append(student.lay_out(sampled.tokens[i, : sampled.lengths[i]], prompt, drawn_by))
-                    masks.append(fed[-1].response_mask(prompt))
+                streams = [stream_key(stream, [i], *student.sizes) % 2**62 for i in which.tolist()]  # run's seed, step, trajectory, student
+                fed = student.lay_out(tokens_of, prompts, lengths, streams)
                 with learning(student.model):
-                    gap = student.gap(fed, pad_sequence(masks, batch_first=True), teacher_sees, self.temperature).sum()
+                    gap = student.gap(fed, taught, self.temperature).sum()
                     (gap / tokens).backward()
                 gaps[student.name] += gap.item()
         return {student.name: (gaps[student.name] / tokens, _update(student)) for student in self.every}

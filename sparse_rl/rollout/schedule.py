@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..attention import Feed
 from ..beacon import beaconed
@@ -271,12 +272,26 @@ class Rollout:
 
     def folded(self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor) -> list[dict]:
         """The same where beacons were fed, which stand among the tokens."""
-        ends, found, shape = self.state.chunks.ends[rows].cpu(), [], self.cache.shape
-        for prompt, count, response, logprob, end in zip(prompts, counts, responses, logprobs, ends, strict=True):
-            tokens = torch.cat([prompt, response[:count]])
-            fed = beaconed(self.decoder.beacon, tokens, len(prompt), end[:count], shape.layers, shape.heads)
-            mask = fed.response_mask(len(prompt))
-            found.append({**vars(fed), "sampler_logprobs": torch.zeros(len(mask)).masked_scatter(mask, logprob[:count])})
+        shape, before = self.cache.shape, torch.tensor([len(prompt) for prompt in prompts])
+        tokens = [torch.cat([prompt, response[:count]]) for prompt, response, count in zip(prompts, responses, counts, strict=True)]
+        tokens, lengths = pad_sequence(tokens, batch_first=True), before + torch.tensor(counts)
+        nth = torch.arange(tokens.shape[1]) - before[:, None]  # of the response
+        ends = self.state.chunks.ends[rows, : max(counts)].cpu()
+        ends = ends.gather(1, nth.clamp(0, max(counts) - 1)) & (nth >= 0) & (nth < torch.tensor(counts)[:, None])
+        found = []
+        for fed, logprob, count in zip(
+            beaconed(self.decoder.beacon, tokens, before, lengths, ends, shape.layers, shape.heads), logprobs, counts, strict=True
+        ):
+            known = torch.zeros(len(fed.tokens)).masked_scatter(fed.sampled, logprob[:count])
+            found.append(
+                {
+                    "tokens": fed.tokens,
+                    "positions": fed.positions,
+                    "trace": fed.trace,
+                    "beacon_id": fed.beacon_id,
+                    "sampler_logprobs": known,
+                }
+            )
         return found
 
     def draw_together(self) -> None:
