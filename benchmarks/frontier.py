@@ -5,7 +5,7 @@
     python benchmarks/frontier.py --out runs/frontier --seed 0 --points                           # evaluate everything that is there
     python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png                 # of all seeds
 
-Runs are `sparse-rl train countdown-beacons` with other keys (--set KEY VALUE); a run that was stopped goes on. An evaluation that is in
+Runs are `sparse-rl train countdown-beacons` with other keys (--set KEY VALUE; --study sums: tiny-sums, for a CPU); a run that was stopped goes on. An evaluation that is in
 points.jsonl is not made again. The teacher's own curve comes from its length: capped at n tokens its dense cache ends at n entries, and
 what it had not answered by then counts as wrong.
 """
@@ -13,33 +13,49 @@ what it had not answered by then counts as wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-RECIPE = "countdown-beacons"
-PROMPT = 30  # tokens of every prompt; all compressors keep it
-FREE = {  # compressors that need no training, on the teacher
-    "window": {"sinks": PROMPT},
-    "tova": {"protect_prompt": True},
-    "snapkv": {"protect_prompt": True},
-    "rkv": {"protect_prompt": True},
-}
-BUDGETS = (48, 64, 96, 128, 192)
-INTERVAL = 16
-CAPS = (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)
+FREE = ("window", "tova", "snapkv", "rkv")  # compressors that need no training, on the teacher; all keep the prompt
 THRESHOLDS = (0.05, 0.5, 2.0)  # nats, of the rule that ends chunks by surprise
+
+
+@dataclass(frozen=True)
+class Study:
+    recipe: str
+    keys: dict[str, str]  # changed in it
+    budgets: tuple[int, ...]  # of the free compressors
+    interval: int
+    caps: tuple[int, ...]  # new tokens of the teacher
+
+
+STUDIES = {
+    "countdown": Study("countdown-beacons", {}, (48, 64, 96, 128, 192), 16, (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)),
+    "sums": Study(
+        "tiny-sums",
+        {
+            **{"rollout.compressor": "dense", "rollout.compressor_options": "{}", "learn.method": "none", "run.diagnose": "0"},
+            **{"student.chunks": "[2, 4, 8, 16, [2, 4, 8, 16]]", "student.lr": "1e-3"},
+        },
+        (30, 34, 38, 42, 46),
+        4,
+        (12, 18, 24, 30, 36, 42, 48, 54, 72),
+    ),
+}
 
 
 def recipe_of(args, **keys):
     from sparse_rl.config import load_recipe
 
-    given = [(key, value) for key, value in args.set]
-    return load_recipe(RECIPE, [*given, *((key.replace("__", "."), str(value)) for key, value in keys.items())])
+    study = STUDIES[args.study]
+    return load_recipe(study.recipe, [*study.keys.items(), *map(tuple, args.set), *((key.replace("__", "."), str(value)) for key, value in keys.items())])
 
 
 def run_folder(args, kind: str) -> Path:
@@ -79,9 +95,8 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
             for threshold in THRESHOLDS if len(sizes) > 1 else ():
                 how = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
                 yield f"{kind}, by surprise", f"{threshold} nats", folder, how
-    for name, options in FREE.items():
-        for budget in BUDGETS:
-            yield name, str(budget), teacher, {"compressor": name, "budget": budget, **options}
+    for name, budget in itertools.product(FREE, STUDIES[args.study].budgets):
+        yield name, str(budget), teacher, {"compressor": name, "budget": budget}
 
 
 def points(args) -> None:
@@ -90,7 +105,7 @@ def points(args) -> None:
     done = {(row["seed"], row["curve"], row["label"]) for row in known}
     end = time.perf_counter() + 60 * args.minutes
     with file.open("a") as lines:
-        if (args.seed, "teacher", "656") not in done:
+        if not any(row["seed"] == args.seed and row["curve"] == "teacher" for row in known):
             for row in capped(args):
                 lines.write(json.dumps(row) + "\n")
         for curve, label, folder, how in wanted(args):
@@ -113,9 +128,12 @@ def sample(args, folder: Path, how: dict):
     model, tokenizer = load_model(str(folder), recipe.model.dtype)
     task = tasks.make(recipe.task.name, **recipe.task.options).held_out()
     prompts = task.sample(0, args.prompts)
-    budget = how.pop("budget", 64)
-    engine = Engine(model, make(how.pop("compressor"), **how), budget=budget, interval=INTERVAL, rows=recipe.rollout.rows)
-    done = engine.generate([encode(tokenizer, p.text) for p in prompts], args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
+    ids = [encode(tokenizer, p.text) for p in prompts]
+    name, budget = how.pop("compressor"), how.pop("budget", 64)
+    if name in FREE:
+        how = {"sinks": max(map(len, ids))} if name == "window" else {"protect_prompt": True}
+    engine = Engine(model, make(name, **how), budget=budget, interval=STUDIES[args.study].interval, rows=recipe.rollout.rows)
+    done = engine.generate(ids, args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
     texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
     grades = task.grade([prompts[t.prompt_index] for t in done], texts)
     return done, [grade.reward >= 1 for grade in grades]
@@ -137,7 +155,7 @@ def evaluate(args, folder: Path, how: dict) -> dict:
 def capped(args) -> Iterator[dict]:
     """The teacher on a dense cache, its responses cut at every cap."""
     done, right = sample(args, last_checkpoint(run_folder(args, "joint")), {"compressor": "dense"})
-    for cap in CAPS:
+    for cap in STUDIES[args.study].caps:
         lengths = [min(cap, len(t.response_tokens)) for t in done]
         entries = [t.num_prompt_tokens + n / 2 for t, n in zip(done, lengths)]  # the mean over n - 1 queries of P + 1 .. P + n - 1
         answered = [good and len(t.response_tokens) <= cap for t, good in zip(done, right)]
@@ -214,6 +232,7 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/frontier"))
+    parser.add_argument("--study", choices=STUDIES, default="countdown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--joint", metavar="MODEL", help="train teacher and students, from this warm start")
     parser.add_argument("--late", action="store_true", help="train students of the finished teacher")
