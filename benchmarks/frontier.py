@@ -54,8 +54,8 @@ STUDIES = {
 def recipe_of(args, **keys):
     from sparse_rl.config import load_recipe
 
-    study = STUDIES[args.study]
-    return load_recipe(study.recipe, [*study.keys.items(), *map(tuple, args.set), *((key.replace("__", "."), str(value)) for key, value in keys.items())])
+    study, last = STUDIES[args.study], [(key.replace("__", "."), str(value)) for key, value in keys.items()]
+    return load_recipe(study.recipe, [*study.keys.items(), *map(tuple, args.set), *last])
 
 
 def run_folder(args, kind: str) -> Path:
