@@ -5,9 +5,9 @@
     python benchmarks/frontier.py --out runs/frontier --seed 0 --points                           # evaluate everything that is there
     python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png                 # of all seeds
 
-Runs are `sparse-rl train countdown-beacons` with other keys (--set KEY VALUE; --study sums: tiny-sums, for a CPU); a run that was stopped goes on. An evaluation that is in
-points.jsonl is not made again. The teacher's own curve comes from its length: capped at n tokens its dense cache ends at n entries, and
-what it had not answered by then counts as wrong.
+Runs are `sparse-rl train countdown-beacons` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a run that was
+stopped goes on. An evaluation that is in points.jsonl is not made again. The teacher's own curve comes from its length: capped at n
+tokens its dense cache ends at n entries, and what it had not answered by then counts as wrong.
 """
 
 from __future__ import annotations
