@@ -19,9 +19,11 @@ from sparse_rl import Engine, Sampling
 from sparse_rl.attention import shadow
 from sparse_rl.attention.core import attend
 from sparse_rl.attention.flex import visible_blocks
-from sparse_rl.attention.shadow import layer_mask
+from sparse_rl.attention.shadow import Replay, layer_mask
+from sparse_rl.beacon import every
+from sparse_rl.beacon import lay_out as lay_out_beacons
 from sparse_rl.cache.segments import find_segments, key_tiles, query_tiles
-from sparse_rl.kernels.segments import lay_out, segment_attention
+from sparse_rl.kernels.segments import _list_kept, lay_out, segment_attention
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.score import batch_logprobs, replay_of
 
@@ -224,10 +226,52 @@ def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
 
 def test_many_segments_are_told_apart():
     """Kept tokens are listed where the lists stay small beside the tokens: a budget and an interval; not where every token is an event."""
-    few = trace(4096, 4096, 512, 128, layers=1, heads=1)[None]
+    few = trace(4096, 4096, 512, 128, layers=1, heads=2)[None]
     assert find_segments(few, torch.tensor([4096])).are_few
-    chunks = torch.arange(1, 4097, dtype=torch.int32).view(1, 1, 1, -1).clone()  # every other token goes at once, the rest stays: beacons
+    chunks = torch.arange(1, 4097, dtype=torch.int32).expand(1, 1, 2, -1).clone()  # every other token goes at once, the rest stays: beacons
     chunks[..., ::2] = NEVER
     assert not find_segments(chunks, torch.tensor([4096])).are_few
     for interval, few in ((8, True), (6, False)):  # 512 kept at every eighth token are 64 a token; more is too much
-        assert find_segments(trace(4096, 4096, 512, interval, layers=1, heads=1)[None], torch.tensor([4096])).are_few == few
+        assert find_segments(trace(4096, 4096, 512, interval, layers=1, heads=2)[None], torch.tensor([4096])).are_few == few
+    assert find_segments(trace(4096, 4096, 512, 6, layers=1, heads=1)[None], torch.tensor([4096])).are_few  # one list for all
+
+
+@pytest.mark.parametrize("chunk", [2, 9])
+def test_layers_and_heads_may_share_their_lists(chunk):
+    """As beacons do: what one head sees, all see."""
+    prompts, lengths, group, dim = torch.tensor([6, 20]), torch.tensor([50, 33]), 2, 16
+    laid = lay_out_beacons(torch.zeros(2, 50, dtype=torch.int64), prompts, lengths, every(chunk, prompts, lengths, 50), 99, NEVER)
+    shared, fed = laid.evicted_at.to(DEVICE, torch.int32)[:, None, None], laid.lengths.to(DEVICE)
+    tokens, heads = shared.shape[-1], 3
+    query, key, value = (draw(2, h, tokens, dim, seed=seed) for seed, h in enumerate((heads * group, heads, heads)))
+    upstream = draw(2, tokens, heads * group, dim, seed=3) * (torch.arange(tokens, device=DEVICE) < fed[:, None])[:, :, None, None]
+    found = []
+    for evicted_at in (shared, shared.expand(-1, 4, heads, -1)):
+        mine = [x.detach().requires_grad_() for x in (query, key, value)]
+        layout = lay_out(find_segments(evicted_at, fed), evicted_at, dim, torch.float32)
+        assert layout.kept.shape[1:3] == evicted_at.shape[1:3]
+        out = segment_attention(*mine, layout, 3, 0.3, None, None)
+        out.backward(upstream)
+        found.append([out.detach(), *(x.grad for x in mine)])
+    replay = Replay(shared, fed)
+    theirs = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    attend(*theirs, layer_mask(replay.of_layer(3, heads), None), 0.3, None).backward(upstream.double())
+    for ours, expected in zip(found[0], found[1], strict=True):
+        assert error(ours, expected) < 1e-6
+    for ours, expected in zip(found[0][1:], theirs, strict=True):
+        assert error(ours, expected.grad) < TOLERANCE[torch.float32]
+
+
+def test_rows_with_fewer_segments_write_no_list_beyond_their_own():
+    """A short row beside a long one: at its end it sees more than any segment keeps, and nobody lists that."""
+    long, short = trace(96, 96, 8, 24, layers=1, heads=1), trace(96, 31, 8, 24, layers=1, heads=1)
+    evicted_at, lengths = torch.stack([long, short]).to(DEVICE), torch.tensor([96, 31], device=DEVICE)
+    segments = find_segments(evicted_at, lengths)
+    count, most = segments.begins.shape[1], segments.most_kept
+    assert int((evicted_at[1, 0, 0, :31] > 31).sum()) > most
+    buffer = torch.full((2 * count * most + 64,), -7, dtype=torch.int32, device=DEVICE)
+    _list_kept[(2 * count,)](evicted_at, segments.begins.contiguous(), buffer, 1, 96, count, most, BLOCK=64)
+    kept, beyond = buffer[: 2 * count * most].view(2, count, most), buffer[2 * count * most :]
+    assert (beyond == -7).all()
+    for s, (begin, n) in enumerate(zip(segments.begins[0].tolist(), segments.counts[0, 0, 0].tolist(), strict=True)):
+        assert kept[0, s, :n].tolist() == (evicted_at[0, 0, 0, :begin] > begin).nonzero()[:, 0].tolist()

@@ -24,13 +24,17 @@ from .slots import check_call
 class Replay:
     """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument."""
 
-    evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding
+    evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding; L = H = 1 where it is the same in all layers and heads
     lengths: Tensor  # int64 [B]: tokens without padding
     layouts: dict = field(default_factory=dict)  # the kernels', by what they depend on
 
     @cached_property
     def segments(self) -> Segments:
         return find_segments(self.evicted_at, self.lengths)
+
+    def of_layer(self, layer: int, heads: int) -> Tensor:
+        """int32 [B, H, T]"""
+        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0].expand(-1, heads, -1)
 
     def layout(self, dim: int, dtype: torch.dtype):
         if (dim, dtype) not in self.layouts:
@@ -46,7 +50,7 @@ def shadow_attention(
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
     check_call(module, attention_mask, kwargs, replay, "replay")
     scaling = scaling or query.shape[-1] ** -0.5
-    evicted_at = replay.evicted_at[:, module.layer_idx]
+    evicted_at = replay.of_layer(module.layer_idx, key.shape[1])
     if fits_kernels(query, key, value, dropout):
         if replay.segments.are_few:
             from ..kernels.segments import segment_attention

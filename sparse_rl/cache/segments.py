@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_SHARED = 16  # times as many where all layers and heads share one list
 _MOST_KEPT = 64  # kept tokens listed per token: the lists of a head take 256 bytes a token, as much as its keys and values of 64 numbers
 
 
@@ -27,7 +28,7 @@ class Segments:
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
-    """evicted_at int32 [B, L, H, T], lengths int64 [B]: without padding; on one device"""
+    """evicted_at int32 [B, L, H, T] (L = H = 1 where it is the same for all), lengths int64 [B]: without padding; on one device"""
     rows, layers, heads, tokens = evicted_at.shape
     gone = evicted_at.clamp(max=tokens).flatten(1).long()  # [B, L * H * T]
     index = torch.arange(tokens + 1, device=evicted_at.device)
@@ -44,7 +45,7 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
     counts = begins[:, None] - left[..., :most].cumsum(2)  # all before it, less those gone by then
     counts = torch.where(begins[:, None] < lengths[:, None, None], counts, 0).to(torch.int32)
     most_kept = int(counts.max())
-    few = most * most_kept <= _MOST_KEPT * int(lengths.max())
+    few = most * most_kept <= _MOST_KEPT * (_SHARED if layers * heads == 1 else 1) * int(lengths.max())
     return Segments(begins.to(torch.int32), counts.view(rows, layers, heads, most), lengths, most_kept, few)
 
 

@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 from ..cache.segments import Segments, key_tiles, query_tiles, typical_length
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_SIZES = ["num_tiles", "num_segments", "most", "tokens"]  # differ from micro-batch to micro-batch: no kernel of its own for each
+_LISTS = ["kept_b", "kept_h", "count_b", "count_h"]
+_SIZES = ["num_tiles", "most", "tokens", *_LISTS]  # differ from micro-batch to micro-batch: no kernel of its own for each
 
 
-@triton.jit(do_not_specialize=["rows_heads", *_SIZES[1:]])
+@triton.jit(do_not_specialize=["rows_heads", "tokens", "num_segments", "most"])
 def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most, BLOCK: tl.constexpr):
     """The tokens one head keeps at one segment's begin, ascending."""
     program, segment = (tl.program_id(0) // num_segments).to(tl.int64), tl.program_id(0) % num_segments
@@ -35,15 +36,22 @@ def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most,
     for start in range(0, begin, BLOCK):
         k = start + tl.arange(0, BLOCK)
         stays = (tl.load(evicted_at + k, mask=k < begin, other=0) > begin).to(tl.int32)
-        tl.store(kept + found + tl.cumsum(stays, 0) - 1, k, mask=stays != 0)
+        place = found + tl.cumsum(stays, 0) - 1
+        tl.store(kept + place, k, mask=(stays != 0) & (place < most))  # a row's missing segments begin at its end, and may see more
         found += tl.sum(stays, 0)
 
 
 @triton.jit
-def _tile_of(tiles, b, num_tiles, head, num_segments):
-    """This program's line of the table: its first query or place (-1: none), its segment's end and begin, and where in [H, S] that is."""
+def _tile_of(tiles, b, num_tiles):
+    """This program's line of the table: its first query or place (-1: none), its segment's end and begin, and the segment."""
     tiles += (b * num_tiles + tl.program_id(0)) * 4
-    return tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), head * num_segments + tl.load(tiles + 3)
+    return tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+
+
+@triton.jit
+def _list_of(kept, counts, b, head, segment, most, kept_b, kept_h, count_b, count_h):
+    """How many tokens a segment keeps, and where they are listed. Heads may share their lists: then their strides are 0."""
+    return tl.load(counts + b * count_b + head * count_h + segment), kept + b * kept_b + head * kept_h + segment * most
 
 
 @triton.jit
@@ -80,17 +88,17 @@ def _visible(q, token, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def _forward(
-    query, key, value, out, lse, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
-    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, kept_b, count_b,
+    query, key, value, out, lse, kept, counts, tiles, scaling, num_tiles, most, tokens,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, kept_b, kept_h, count_b, count_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one query head."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first, end, begin, entry = _tile_of(tiles, b, num_tiles, head // GROUP, num_segments)
+    first, end, begin, segment = _tile_of(tiles, b, num_tiles)
     if first < 0:
         return
-    count, kept = tl.load(counts + b * count_b + entry), kept + b * kept_b + entry * most
+    count, kept = _list_of(kept, counts, b, head // GROUP, segment, most, kept_b, kept_h, count_b, count_h)
     key += b * key_b + (head // GROUP) * key_h
     value += b * value_b + (head // GROUP) * value_h
     d, q = tl.arange(0, DIM_BLOCK), first + tl.arange(0, QUERIES)
@@ -120,18 +128,18 @@ def _forward(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _backward_queries(
-    query, key, value, out, upstream, lse, delta, d_query, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
+    query, key, value, out, upstream, lse, delta, d_query, kept, counts, tiles, scaling, num_tiles, most, tokens,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, up_b, up_t, up_h,
-    d_query_b, d_query_h, d_query_t, kept_b, count_b,
+    d_query_b, d_query_h, d_query_t, kept_b, kept_h, count_b, count_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries of one query head, and delta = sum(out * upstream), which dK needs too."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first, end, begin, entry = _tile_of(tiles, b, num_tiles, head // GROUP, num_segments)
+    first, end, begin, segment = _tile_of(tiles, b, num_tiles)
     if first < 0:
         return
-    count, kept = tl.load(counts + b * count_b + entry), kept + b * kept_b + entry * most
+    count, kept = _list_of(kept, counts, b, head // GROUP, segment, most, kept_b, kept_h, count_b, count_h)
     key += b * key_b + (head // GROUP) * key_h
     value += b * value_b + (head // GROUP) * value_h
     d, q = tl.arange(0, DIM_BLOCK), first + tl.arange(0, QUERIES)
@@ -161,18 +169,18 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _backward_keys(
-    query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, tiles, scaling, num_tiles, num_segments, most, tokens,
-    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, up_b, up_t, up_h, kept_b, count_b,
+    query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, tiles, scaling, num_tiles, most, tokens,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, up_b, up_t, up_h, kept_b, kept_h, count_b, count_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """What one segment's queries add to dK and dV of one tile of its list."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    start, end, begin, entry = _tile_of(tiles, b, num_tiles, head, num_segments)
+    start, end, begin, segment = _tile_of(tiles, b, num_tiles)
     if start < 0:
         return
-    count, kept = tl.load(counts + b * count_b + entry), kept + b * kept_b + entry * most
+    count, kept = _list_of(kept, counts, b, head, segment, most, kept_b, kept_h, count_b, count_h)
     last = count + end - begin
     if start >= last:
         return
@@ -222,12 +230,17 @@ class Tiles:
 class Layout:
     """A micro-batch's segments as the kernels walk them, made once for all layers."""
 
-    kept: Tensor  # int32 [B, L, H, S, K]
+    kept: Tensor  # int32 [B, L, H, S, K]; L = H = 1 where all layers and heads share them
     counts: Tensor  # int32 [B, L, H, S]
     forward: Tensor  # int32 [B, N, 4]: tiles of queries
     d_queries: Tensor  # int32 [B, N, 4]
     d_keys: Tensor  # int32 [B, N, 4]: tiles of what segments see
     tiles: tuple[Tiles, Tiles, Tiles]  # forward, dQ, dK and dV
+
+    def lists(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
+        """What one layer keeps, and how many. -> [B, H, S, K], [B, H, S]"""
+        mine = layer if self.kept.shape[1] > 1 else 0
+        return self.kept[:, mine].expand(-1, heads, -1, -1), self.counts[:, mine].expand(-1, heads, -1)
 
 
 def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles, Tiles]:
@@ -239,7 +252,7 @@ def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles,
 
 
 def lay_out(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
-    """evicted_at int32 [B, L, H, T], as the segments were found in"""
+    """evicted_at int32 [B, L, H, T], as the segments were found in; L = H = 1 where it is the same for all"""
     rows, layers, heads, tokens = evicted_at.shape
     num_segments, device = segments.begins.shape[1], evicted_at.device
     kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
@@ -265,11 +278,12 @@ class _SegmentAttention(torch.autograd.Function):
         rows, query_heads, tokens, dim = query.shape
         out = torch.zeros(rows, tokens, query_heads, dim, dtype=query.dtype, device=query.device)
         lse = torch.zeros(rows, query_heads, tokens, dtype=torch.float32, device=query.device)
-        how, table, kept, counts = layout.tiles[0], layout.forward, layout.kept[:, layer], layout.counts[:, layer]
+        how, table = layout.tiles[0], layout.forward
+        kept, counts = layout.lists(layer, key.shape[1])
         meta = dict(GROUP=query_heads // key.shape[1], DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
         _forward[(table.shape[1], query_heads, rows)](
-            query, key, value, out, lse, kept, counts, table, scaling, table.shape[1], counts.shape[-1], kept.shape[-1], tokens,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], kept.stride(0), counts.stride(0),
+            query, key, value, out, lse, kept, counts, table, scaling, table.shape[1], kept.shape[-1], tokens,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
             **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, out, lse)
@@ -281,7 +295,7 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx, upstream):
         query, key, value, out, lse = ctx.saved_tensors
         layout, scaling, meta = ctx.layout, ctx.scaling, ctx.meta
-        kept, counts = layout.kept[:, ctx.layer], layout.counts[:, ctx.layer]
+        kept, counts = layout.lists(ctx.layer, key.shape[1])
         rows, query_heads, tokens, _ = query.shape
         upstream = upstream if upstream.stride(-1) == 1 else upstream.contiguous()
         d_query, delta = torch.zeros_like(query), torch.zeros_like(lse)
@@ -289,16 +303,16 @@ class _SegmentAttention(torch.autograd.Function):
         how, table = layout.tiles[1], layout.d_queries
         _backward_queries[(table.shape[1], query_heads, rows)](
             query, key, value, out, upstream, lse, delta, d_query, kept, counts, table, scaling,
-            table.shape[1], counts.shape[-1], kept.shape[-1], tokens,
-            *strides, *out.stride()[:3], *upstream.stride()[:3], *d_query.stride()[:3], kept.stride(0), counts.stride(0),
+            table.shape[1], kept.shape[-1], tokens,
+            *strides, *out.stride()[:3], *upstream.stride()[:3], *d_query.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
             **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
         d_key, d_value = (torch.zeros(key.shape, dtype=torch.float32, device=key.device) for _ in range(2))
         how, table = layout.tiles[2], layout.d_keys
         _backward_keys[(table.shape[1], key.shape[1], rows)](
             query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, table, scaling,
-            table.shape[1], counts.shape[-1], kept.shape[-1], tokens,
-            *strides, *upstream.stride()[:3], kept.stride(0), counts.stride(0),
+            table.shape[1], kept.shape[-1], tokens,
+            *strides, *upstream.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
             **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None, None

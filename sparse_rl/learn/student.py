@@ -106,10 +106,8 @@ class Student:
 
     def gap(self, fed: Laid, teacher: Seen, temperature: float) -> Tensor:
         """KL(teacher || student) of every response token. -> fp32 [n]"""
-        device, config = teacher.states.device, self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        evicted_at = fed.evicted_at.to(device, torch.int32)[:, None, None].expand(-1, config.num_hidden_layers, heads, -1)
-        replay = Replay(evicted_at.contiguous(), fed.lengths.to(device))
+        device = teacher.states.device
+        replay = Replay(fed.evicted_at.to(device, torch.int32)[:, None, None], fed.lengths.to(device))  # all layers and heads alike
         hidden = hidden_states(self.model, fed.tokens.to(device), replay)
 
         def between(logits: Tensor, theirs: Tensor) -> Tensor:
