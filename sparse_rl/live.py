@@ -53,8 +53,20 @@ class View:
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """Heading -> (metric, format): the usual ones, and how far every student is from its teacher, and how often right."""
+        found = dict(_COLUMNS)
+        for name in dict.fromkeys(name for values in self.rows.values() for name in values):
+            part, who, quantity = (*name.split("/"), "", "")[:3]
+            if (part, quantity) == ("student", "kl"):
+                found[f"{who} KL"] = (name, "{:.3f}")
+            elif (part, quantity) == ("eval", "accuracy") and who not in ("dense", "sparse"):
+                found[who] = (name, "{:.3f}")
+        return found
+
     def cells(self, values: Mapping[str, float]) -> dict[str, str]:
-        return {heading: form.format(values[name]) if values.get(name) is not None else "" for heading, (name, form) in _COLUMNS.items()}
+        columns = self.columns().items()
+        return {heading: form.format(values[name]) if values.get(name) is not None else "" for heading, (name, form) in columns}
 
     def time_left(self, step: int) -> str:
         start, first = self.started
@@ -67,7 +79,7 @@ class View:
         last = max(self.rows, default=0)
         left = self.time_left(last) if self.rows else ""
         table = Table(title=f"{self.title}: step {last} of {self.steps}{left}", caption=f"now: {self.stage}")
-        for heading in ("step", *_COLUMNS):
+        for heading in ("step", *self.columns()):
             table.add_column(heading, justify="right", no_wrap=True)
         shown = [step for step in self.rows if "eval/dense/accuracy" in self.rows[step]][-_ROWS // 2 :]
         shown = sorted({*shown, *list(self.rows)[-_ROWS // 2 :]})

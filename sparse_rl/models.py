@@ -142,6 +142,13 @@ def check_supported(config) -> None:
         )
 
 
+def check_folder(name: str) -> None:
+    """Refuse at once, without asking the hub, a name that can only be a folder or file of ours and is not there."""
+    first, *rest = name.split("/")
+    if rest and first in ("", ".", "..", "~", "models", "runs") and not Path(name).exists():
+        raise SparseRLError(f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id.")
+
+
 def load_config(name: str):
     """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b or tiny:4x256. Weights are not touched."""
     from transformers import AutoConfig
@@ -149,6 +156,7 @@ def load_config(name: str):
     if is_tiny(name):
         return tiny_config(*tiny_size(name))
     name = str(BUILT_IN[name]) if name in BUILT_IN else name.removeprefix("random:")
+    check_folder(name)
     known = name.lower().split("/")[-1].removesuffix("-instruct")
     if known in _SHAPES and not Path(name).exists():  # a public model's shape is known without a download
         return shape_config(known)
@@ -333,6 +341,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
             f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder, or random:{name}."
         )
     name = str(BUILT_IN[name]) if name in BUILT_IN else name
+    check_folder(name)
     source, options = name, {}
     if name.endswith(".gguf"):
         source, options = str(Path(name).parent), {"gguf_file": Path(name).name}

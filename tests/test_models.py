@@ -38,3 +38,17 @@ def test_a_fresh_model_is_made_from_its_seed_and_runs():
 def test_sizes_that_cannot_be_are_refused(name, sentence):
     with pytest.raises(SparseRLError, match=sentence):
         load_model(name)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def asked(*args, **options):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", asked)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
+    for name in ("models/countdown-search", "./here", "/nowhere/at/all", "runs/x/checkpoints/step-000001"):
+        for load in (load_config, load_model):
+            with pytest.raises(SparseRLError, match=f"there is no model in {name}; make it first"):
+                load(name)

@@ -253,3 +253,14 @@ def test_the_plan_counts_students():
     assert held == pytest.approx(2 * weights, rel=1e-2)  # and a beacon each
     assert plan.total_bytes - without.total_bytes >= plan.student_bytes and "students: weights" in plan.text()
     assert checkpoint_bytes(trainer) == pytest.approx(4 * weights + 2 * 4 * weights, rel=1e-2)
+
+
+def test_the_view_shows_students(capsys):
+    from sparse_rl.live import View
+
+    view = View("a run", 5)
+    view.show(0, {"eval/dense/accuracy": 0.5, "eval/c2-8@2/accuracy": 0.25})
+    view.show(1, {"reward/mean": 0.4, "student/c4/kl": 1.25, "student/c4/grad_norm": 3.0})
+    printed = capsys.readouterr().err
+    assert "dense 0.500, c2-8@2 0.250" in printed and "c4 KL 1.250" in printed and "grad_norm" not in printed
+    assert [column.header for column in view.table().columns][-2:] == ["c2-8@2", "c4 KL"]
