@@ -5,10 +5,8 @@ sparse-rl eval models/student --task countdown --compressor beacon --chunk 16
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import torch
 
@@ -16,6 +14,7 @@ from .learn.diagnose import ends_in_loop
 from .models import ModelShape, encode
 from .records import Trajectory, kv_tokens_saved, mean_entries
 from .rollout import Engine, Sampling
+from .statistics import interval
 from .tasks import Grade, Prompt, Task
 
 
@@ -57,7 +56,8 @@ def evaluate(
     asked = task.sample(0, min(prompts, task.num_prompts or prompts))
     trajectories, grades = complete(engine, tokenizer, task, asked, samples, sampling, seed, progress)
     found = described(trajectories, grades)
-    low, high = wilson(found["accuracy"], len(asked))
+    shares = torch.tensor([g.reward >= 1 for g in grades]).double().view(len(asked), samples).mean(1).tolist()  # prompt by prompt
+    low, high = interval(shares, samples)
     return Evaluation(prompts=len(asked), samples=samples, low=low, high=high, tokens_saved=kv_tokens_saved(trajectories), **found)
 
 
@@ -88,17 +88,6 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
         "ungraded": sum(g.verdict in ("timeout", "error", "bad gold") for g in grades) / len(grades),
         "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
     }
-
-
-def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a share of `count` independent trials.
-
-    Completions of one prompt are not independent, so prompts are counted: with several completions of each it is wider than it need be.
-    """
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding may lead beyond
 
 
 def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:

@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "live": set(),
     "checkpoint": {"beacon", "models"},
     "metrics": {"checkpoint"},
-    "evaluate": {"learn", "models", "records", "rollout", "tasks"},
+    "statistics": set(),
+    "evaluate": {"statistics", "learn", "models", "records", "rollout", "tasks"},
 }
 
 
