@@ -81,6 +81,7 @@ def add_beacon(model: nn.Module, chunks: tuple[int, ...] = (), position: str = "
 
 def install(model: nn.Module, vector: Tensor, chunks: tuple[int, ...], position: str) -> nn.Module:
     model.set_input_embeddings(BeaconEmbedding(model.get_input_embeddings(), vector, chunks, position))
+    setattr(model.config, _MARK, FILE)  # so that whoever saves the model says that it has one
     return model
 
 
@@ -167,34 +168,42 @@ def beaconed(
 
 
 def save_beacon(folder: Path, model: nn.Module) -> None:
-    """Write the beacon beside a model that was saved there, and a mark into its config."""
+    """Write the beacon beside a model that was saved there; its config says that there is one."""
     found = beacon_of(model)
     about = {"chunks": json.dumps(found.chunks), "position": found.position, "vocabulary": str(found.id)}
     save_file({"beacon": found.beacon.detach().cpu().contiguous()}, Path(folder) / FILE, metadata=about)
-    config = Path(folder) / "config.json"
-    marked = json.loads(config.read_text(encoding="utf-8")) | {_MARK: FILE}
-    config.write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
 
 
-def load_beacon(folder: Path, model: nn.Module) -> nn.Module:
-    """Give a model the beacon of its folder, if it has one. A folder that has lost it is refused."""
-    path = Path(folder) / FILE
-    if not path.is_file():
+def load_beacon(source: str | Path, model: nn.Module) -> nn.Module:
+    """Give a model the beacon of its folder or hub id, if it has one. A folder that has lost it is refused."""
+    path = _find(str(source)) if getattr(model.config, _MARK, None) is not None else Path(source) / FILE
+    if path is None or not path.is_file():
         if getattr(model.config, _MARK, None) is not None:
-            raise SparseRLError(f"{folder} was saved with a beacon, but its {FILE} is not there; copy it from where the model was trained.")
+            raise SparseRLError(f"{source} was saved with a beacon, but its {FILE} is not there; copy it from where the model was trained.")
         return model
     try:
         with safe_open(path, framework="pt") as file:
             about, vector = file.metadata() or {}, file.get_tensor("beacon")
-    except (SafetensorError, OSError) as error:
+        chunks, position, vocabulary = tuple(json.loads(about["chunks"])), about["position"], int(about["vocabulary"])
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise SparseRLError(f"{path} is damaged ({error}); copy it again from where the model was trained.") from error
     embedding = model.get_input_embeddings()
-    shape, expected = (*vector.shape, int(about.get("vocabulary", -1))), (embedding.embedding_dim, embedding.num_embeddings)
+    shape, expected = (*vector.shape, vocabulary), (embedding.embedding_dim, embedding.num_embeddings)
     if shape != expected:
         raise SparseRLError(
-            f"{path} is the beacon of another model: its (width, vocabulary) is {shape}, but {folder} has {expected}; copy the right one."
+            f"{path} is the beacon of another model: its (width, vocabulary) is {shape}, but {source} has {expected}; copy the right one."
         )
-    return install(model, vector, tuple(json.loads(about["chunks"])), about["position"])
+    return install(model, vector, chunks, position)
+
+
+def _find(source: str) -> Path | None:
+    """Where the beacon of a folder, or of a model on the hub, is; None where there is none."""
+    if Path(source).is_dir():
+        return Path(source) / FILE
+    from transformers.utils import cached_file
+
+    found = cached_file(source, FILE, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def without_beacon(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -192,6 +192,11 @@ class Recipe:
                 f"rollouts with beacons are learned from as they were fed, which {self.learn.method} (view: {how.view}) does not do; "
                 "use learn.method: shadow."
             )
+        if folds and how.distill is not None:
+            raise SparseRLError(
+                f"{self.learn.method} distills between the dense and the sparse view, but rollouts with beacons have no dense one; "
+                "use learn.method: shadow."
+            )
         if self.student.chunks and (folds or self.model.lora_rank):
             raise SparseRLError(
                 "a run with students has an ordinary model for their teacher: set rollout.compressor to another than beacon, and "
@@ -293,7 +298,7 @@ def _find(dotted: str) -> tuple[str, list[str]]:
     holders = [name for name, kind in SECTIONS.items() if first in _names(kind) and name not in ("student", "warmup")]
     if len(holders) != 1:
         every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in _names(kind)]
-        hint = f"write --{' or --'.join(f'{h}.{first}' for h in holders)}" if holders else nearest(first, every)
+        hint = f"write --{' or --'.join(f'{h}.{first}' for h in holders)}" if holders else nearest(first, every, by_last=True)
         raise SparseRLError(f"--{dotted} names {'several keys' if holders else 'no key'}; {hint}")
     return holders[0], [first]
 

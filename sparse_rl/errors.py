@@ -89,10 +89,10 @@ def whole(at_least: int = 1, **numbers: int) -> None:
             raise SparseRLError(f"{name} is {value!r}; it must be a whole number of at least {at_least}.")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for a misspelt name: the closest known one, and all of them."""
+def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
+    """The remedy for a misspelt name: the closest known one (`by_last`: of section.key compared by the key), and all of them."""
     known = list(known)
-    by_last = {full if "." in name else full.rpartition(".")[2]: full for full in reversed(known)}  # of section.key, the key
-    close = difflib.get_close_matches(name, by_last, n=1, cutoff=0.4)
-    hint = f"did you mean {by_last[close[0]]!r}? " if close else ""
+    compared = {full.rpartition(".")[2] if by_last else full: full for full in reversed(known)}
+    close = difflib.get_close_matches(name, compared, n=1, cutoff=0.4)
+    hint = f"did you mean {compared[close[0]]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."

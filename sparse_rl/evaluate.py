@@ -5,12 +5,15 @@ sparse-rl eval models/student --task countdown --compressor beacon --chunk 16
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from .compressors import make
 from .learn.diagnose import ends_in_loop
+from .learn.student import Student
 from .models import ModelShape, encode
 from .records import Trajectory, kv_tokens_saved, mean_entries
 from .rollout import Engine, Sampling
@@ -90,10 +93,28 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
     }
 
 
+def engines_for(engine: Engine, students: Sequence[Student], prompts: list[list[int]], new_tokens: int) -> dict[str, Callable[[], Engine]]:
+    """What a run's held-out prompts are sampled on, each made when its turn comes: the dense cache, the run's own, its students'."""
+    engines = {"dense": lambda: dense_engine(engine.model, prompts, new_tokens, engine.rows, like=engine)}
+    if engine.compressor.evicts:
+        engines["sparse"] = lambda: engine
+    for student, chunk in [(s, size) for s in students for size in s.sizes]:
+        name = student.name if len(student.sizes) == 1 else f"{student.name}@{chunk}"
+        engines[name] = partial(fitting_engine, student.model, f"beacon:{chunk}", prompts, new_tokens, engine.rows, engine)
+    return engines
+
+
 def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:
     """An engine that evicts nothing, with as many rows as fit in the bytes of `like`, but no more than `rows`."""
+    return fitting_engine(model, "dense", prompts, new_tokens, rows, like)
+
+
+def fitting_engine(model, compressor: str, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:
+    """An engine whose rows hold these prompts and that many new tokens: as many rows as fit in the bytes of `like`, at most `rows`."""
     longest = max(map(len, prompts))
-    tokens = longest + new_tokens
-    row_bytes = ModelShape.of(model.config, like.shape.dtype).cache_shape().row_bytes(tokens)
+    capacity = make(compressor).capacity(longest, new_tokens)
+    row_bytes = ModelShape.of(model.config, like.shape.dtype).cache_shape().row_bytes(capacity)
     fitting = like.plan(longest, new_tokens).cache_bytes // row_bytes
-    return Engine(model, compressor="dense", rows=max(1, min(rows, fitting)), max_tokens=tokens)
+    engine = Engine(model, compressor, rows=max(1, min(rows, fitting)))
+    engine.reserve(longest, new_tokens)
+    return engine

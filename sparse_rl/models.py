@@ -221,12 +221,12 @@ def encode(tokenizer, text: str | list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
 
 
-def with_lora(model: nn.Module, rank: int, alpha: int) -> nn.Module:
+def with_lora(model: nn.Module, rank: int, alpha: int, key: str = "model.lora_rank") -> nn.Module:
     """The model with low-rank adapters in all its linear layers; only these, and a beacon, are trained."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise SparseRLError(f"model.lora_rank is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
+        raise SparseRLError(f"{key} is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
     adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
     if (beacon := beacon_of(adapted)) is not None:
         beacon.beacon.requires_grad_(True)
@@ -356,7 +356,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         raise SparseRLError(f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`.") from error
     if name.endswith(".gguf"):
         _forget_quantisation(model)
-    return load_beacon(Path(source), model).to(device).eval(), tokenizer
+    return load_beacon(source, model).to(device).eval(), tokenizer
 
 
 def _forget_quantisation(model: nn.Module) -> None:

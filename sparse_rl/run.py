@@ -115,7 +115,7 @@ def lora_parameters(config, rank: int) -> int:
 
 
 FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}
-REMEDIES = {"optimizer.lr", "rollout.rows", "rollout.budget", "learn.micro_batch_tokens", "model.gradient_checkpointing"}
+REMEDIES = {"optimizer.lr", "student.lr", "rollout.rows", "rollout.budget", "learn.micro_batch_tokens", "model.gradient_checkpointing"}
 
 
 def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:

@@ -13,9 +13,8 @@ import copy
 import dataclasses
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoin
 from .config import Recipe
 from .control import BudgetControl, compressor_of
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
-from .evaluate import accuracy, dense_engine
+from .evaluate import accuracy, engines_for
 from .learn.advantage import advantage
 from .learn.batch import Scored, collate, corrected, join, score, weigh
 from .learn.correct import Corrected
@@ -96,8 +95,15 @@ class Trainer:
             distill_weight=0.1 if recipe.learn.distill_weight is None else recipe.learn.distill_weight,
         )
         self.students = Students(
-            self.model, recipe.student, recipe.optimizer, recipe.learn.micro_batch_tokens, recipe.rollout.temperature, recipe.run.seed
+            self.model,
+            recipe.student,
+            recipe.optimizer,
+            recipe.learn.micro_batch_tokens,
+            recipe.rollout.temperature,
+            recipe.run.seed,
+            recipe.run.max_skipped,
         )
+        self.taught = self.students.versions  # behind the last whole step
         self.engine = Engine(
             self.model,
             compressor=compressor,
@@ -142,7 +148,7 @@ class Trainer:
                             batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
                             metrics |= average([] if recipe.student.late else [self.learner.step(batch) for batch in batches])
                             self.students.follow()
-                        self.engine.version = self.learner.version
+                        self.engine.version, self.taught = self.learner.version, self.students.versions
                         self.step, self.updating = self.step + 1, False
                         metrics |= self.budget.logged("rollout/budget")
                         self.budget.after_step(metrics)
@@ -264,7 +270,7 @@ class Trainer:
         sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
         metrics = self.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
-            for name, engine in self._engines(self._encode(prompts), sampling.max_new_tokens).items():
+            for name, engine in engines_for(self.engine, self.students.every, self._encode(prompts), sampling.max_new_tokens).items():
                 seed = stream_key(self.recipe.run.seed, [-2])
                 found = accuracy(engine(), self.tokenizer, self.held_out, prompts, settings.samples, sampling, seed)
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
@@ -316,6 +322,7 @@ class Trainer:
             self.engine.version = self.learner.version
             self.budget.load_state_dict(state.get("budget"))
             self.students.load_state_dict(state.get("students", {}))
+            self.taught = self.students.versions
         self.log.cut(self.step)
         for folder in (self.folder / "samples").glob("step-*"):
             number = folder.name.removeprefix("step-")
@@ -328,22 +335,12 @@ class Trainer:
 
     def _save_after(self, error: BaseException) -> None:
         """Save before an error ends the run, unless the weights may be between two steps, or writing is what failed."""
-        untouched = isinstance(error, SparseRLError) and self.learner.version == self.engine.version  # refused before an update
+        nothing_moved = (self.learner.version, self.students.versions) == (self.engine.version, self.taught)
+        untouched = isinstance(error, SparseRLError) and nothing_moved  # refused before an update
         between_steps = self.updating and not untouched
         unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
         if self.step and not between_steps and not unexpected and not isinstance(error, CannotWrite):
             self.save()
-
-    def _engines(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Callable[[], Engine]]:
-        """What held-out prompts are sampled on, each made when its turn comes: the dense cache, the compressor's, the students'."""
-        rows = self.recipe.rollout.rows
-        engines = {"dense": lambda: dense_engine(self.model, prompts, new_tokens, rows, like=self.engine)}
-        if self.engine.compressor.evicts:
-            engines["sparse"] = lambda: self.engine
-        for student, chunk in [(s, size) for s in self.students.every for size in s.sizes]:
-            name = student.name if len(student.sizes) == 1 else f"{student.name}@{chunk}"
-            engines[name] = partial(Engine, student.model, f"beacon:{chunk}", rows=rows)
-        return engines
 
     def _encode(self, prompts: list[Prompt]) -> list[list[int]]:
         ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]

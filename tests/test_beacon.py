@@ -8,6 +8,7 @@ import torch
 from conftest import VOCABULARY, prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from test_decode import fuse_everywhere, same
 
 from sparse_rl import Engine, Sampling, SparseRLError
@@ -121,6 +122,34 @@ def test_fused_steps_and_long_rounds_change_nothing(name, options, monkeypatch):
     taken = fuse_everywhere(monkeypatch)
     same(rolled(poll=(2, 5)), expected)
     assert taken == [True]
+
+
+def test_rows_with_open_chunks_move_together_when_the_batch_drains():
+    """Twelve rows that end at different times, chunks of every fill: what moves is the whole row, its chunk's places included."""
+    model, sampling = student(), Sampling(max_new_tokens=48, stop_ids=tuple(range(0, VOCABULARY, 9)))
+    prompts = prompts_of(*range(3, 15))
+    together = Engine(model, "beacon:5", rows=12).generate(prompts, 1, sampling)
+    assert len({len(t.response_tokens) for t in together}) > 5
+    for t in together:
+        torch.testing.assert_close(token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0)
+        assert int((t.tokens == t.beacon_id).sum()) == max(0, len(t.response_tokens) - 2) // 5
+
+
+def test_a_layers_own_window_counts_what_was_fed():
+    """Feed indices move with their entries: a sliding window looks at them."""
+    model = add_beacon(copy.deepcopy(tiny("mistral", sliding_window=12)), seed=1)
+    _, trajectories = generate(model, 4)
+    for t in trajectories:
+        torch.testing.assert_close(token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0)
+
+
+def test_beacons_with_positions_of_their_own_need_room_for_them():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = add_beacon(tiny.__wrapped__("llama", rope_parameters=rope, max_position_embeddings=48), position="own")
+    with pytest.raises(SparseRLError, match=r"has 8 tokens and 57 new ones may follow, but this model cannot go beyond 48 positions"):
+        Engine(model, "beacon:2").generate(prompts_of(8), 1, Sampling(39))
+    beacon_of(model).position = "shared"
+    Engine(model, "beacon:2").generate(prompts_of(8), 1, Sampling(39))
 
 
 def test_stop_tokens_end_folded_rows_and_rows_are_used_again():
@@ -301,6 +330,21 @@ def test_refusals(tmp_path):
     (tmp_path / "m" / FILE).write_bytes((tmp_path / "other" / FILE).read_bytes())
     with pytest.raises(SparseRLError, match="is the beacon of another model"):
         load_model(str(tmp_path / "m"))
+    good = add_beacon(copy.deepcopy(tiny("llama")))
+    good.save_pretrained(tmp_path / "lost")  # by transformers alone
+    tiny_tokenizer().save_pretrained(tmp_path / "lost")
+    with pytest.raises(SparseRLError, match="was saved with a beacon, but its"):
+        load_model(str(tmp_path / "lost"))
+    save_file({"beacon": torch.zeros(8)}, tmp_path / "m" / FILE, metadata={"position": "own"})
+    with pytest.raises(SparseRLError, match="is damaged"):
+        load_model(str(tmp_path / "m"))
+    _, (folded, *_) = generate(good, 4)
+    with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: a beacon's"):
+        token_logprobs(tiny("llama"), folded.tokens, folded.trace)
+    with pytest.raises(SparseRLError, match=r"a beacon after 2 tokens was asked for \(a threshold ends chunks early\), but"):
+        Engine(model, make("beacon", chunk=8, threshold=1.0))
+    with pytest.raises(SparseRLError, match="write beacon:16"):
+        make("beacon:²")
     for chunk in (1, 0, -4, True, 2.0):
         with pytest.raises(SparseRLError, match="must be a whole number from 2 on"):
             make("beacon", chunk=chunk)

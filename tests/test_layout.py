@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "checkpoint": {"beacon", "models"},
     "metrics": {"checkpoint"},
     "statistics": set(),
-    "evaluate": {"statistics", "learn", "models", "records", "rollout", "tasks"},
+    "evaluate": {"compressors", "statistics", "learn", "models", "records", "rollout", "tasks"},
 }
 
 

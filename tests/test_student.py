@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import prompts_of, tiny
 
+import sparse_rl.evaluate
+import sparse_rl.train
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.beacon import beacon_of, drawn, every
 from sparse_rl.checkpoint import find_checkpoints
@@ -264,3 +266,76 @@ def test_the_view_shows_students(capsys):
     printed = capsys.readouterr().err
     assert "dense 0.500, c2-8@2 0.250" in printed and "c4 KL 1.250" in printed and "grad_norm" not in printed
     assert [column.header for column in view.table().columns][-2:] == ["c2-8@2", "c4 KL"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop does what it says
+
+
+def test_adapters_follow_the_teacher_through_a_run(tmp_path):
+    """After a step, and after a resume, a student's weights under its adapters are the teacher's as they are now."""
+    given = {"student": {"chunks": [4], "lora_rank": 2}, "eval": {"every": 0}, "optimizer": {"lr": 1e-2}}
+    trainer = train(recipe(**given, run={"steps": 2}), tmp_path / "run", show=False)
+    again = Trainer(recipe(**given, run={"steps": 2}), tmp_path / "run", show=False)
+    again.resume()
+    start = load_model("tiny-sums")[0].state_dict()
+    for t in (trainer, again):
+        weights = dict(t.model.named_parameters())
+        assert any((weights[name] - start[name]).abs().max() > 1e-3 for name in weights)
+        (student,) = t.students.every
+        assert all(torch.equal(mine, theirs) for mine, theirs in student.follows) and len(student.follows) == len(weights) + 1
+
+
+def test_what_students_are_given(tmp_path, monkeypatch):
+    """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student; chunks as named."""
+    calls, laid, engines = [], [], []
+    gap, lay_out, fitting = Student.gap, Student.lay_out, sparse_rl.evaluate.fitting_engine
+    monkeypatch.setattr(Student, "gap", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or gap(self, fed, teacher, t))
+    monkeypatch.setattr(Student, "lay_out", lambda self, *a: laid.append((self.name, tuple(a[3]))) or lay_out(self, *a))
+    monkeypatch.setattr(
+        sparse_rl.evaluate, "fitting_engine", lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a)
+    )
+    trainer = train(recipe(rollout={"temperature": 0.7}, run={"steps": 2}), tmp_path / "run", show=False)
+    assert {t for *_, t in calls} == {0.7} and {id(model) for _, model, _ in calls} == {id(trainer.model)}
+    assert all(student.optimizer.how.lr == 1e-3 for student, *_ in calls) and trainer.learner.optimizer.how.lr == 1e-4
+    streams = [stream for _, several in laid for stream in several]
+    assert len(set(streams)) == len(streams) > 60  # of 16 trajectories, 2 steps, 2 students
+    by_model = {id(s.model): s.name for s in trainer.students.every}
+    assert {(by_model[id(m)], name) for m, name in engines if id(m) in by_model} == {
+        ("c4", "beacon:4"),
+        ("c2-8", "beacon:2"),
+        ("c2-8", "beacon:8"),
+    }
+
+
+def test_a_student_that_diverges_stops_the_run_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(Student, "gap", lambda self, *a: self.model.lm_head.weight.sum() * float("nan"))
+    with pytest.raises(SparseRLError, match=r"3 steps in a row of the student c4 had a KL \(nan\) .* lower student.lr \(now 0.001\)"):
+        train(recipe(eval={"every": 0}, run={"max_skipped": 3}), tmp_path / "run", show=False)
+
+
+def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeypatch):
+    """The teacher's update of step 2 fails when its students have learned already: the checkpoint is not of that moment."""
+    step, calls = sparse_rl.train.Learner.step, []
+
+    def failing(self, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            raise SparseRLError("no more")
+        return step(self, batch)
+
+    monkeypatch.setattr(sparse_rl.train.Learner, "step", failing)
+    given = dict(run={"steps": 3, "checkpoint_every": 1}, eval={"every": 0})
+    with pytest.raises(SparseRLError, match="no more"):
+        train(recipe(**given), tmp_path / "run", show=False)
+    monkeypatch.undo()
+    resumed = train(recipe(**given), tmp_path / "run", resume=True, show=False)
+    straight = train(recipe(**given), tmp_path / "straight", show=False)
+    for mine, theirs in zip(resumed.students.every, straight.students.every, strict=True):
+        assert mine.version == theirs.version == 6
+        assert all(torch.equal(a, b) for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True))
+
+
+def test_distillation_between_views_is_refused_with_beacons():
+    with pytest.raises(SparseRLError, match=r"rollouts with beacons have no dense one; use learn.method: shadow"):
+        recipe(student={"chunks": []}, rollout={"compressor": "beacon:4"}, learn={"method": "smd"})
+

@@ -184,7 +184,7 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
     if kind == "beacon":
         from .beacon import Beacon
 
-        if inner and not inner.isdigit():
+        if inner and not (inner.isascii() and inner.isdecimal()):
             raise SparseRLError(f"{compressor!r} names no chunk; write beacon:16 for a beacon after every 16 tokens.")
         if inner and "chunk" in options:
             raise SparseRLError(f"{compressor} has its chunk in its name, but chunk={options['chunk']} was given too; give it once.")

@@ -143,6 +143,11 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     longest = max(len(tokens) for tokens, _ in items)
     padded = torch.full((len(items), config.num_hidden_layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    if beacon_of(model) is None and (highest := max(int(tokens.max()) for tokens, _ in items)) >= config.vocab_size:
+        raise SparseRLError(
+            f"the tokens hold id {highest}, outside this model's vocabulary of {config.vocab_size}: a beacon's, or another tokenizer's; "
+            "use the model that sampled them."
+        )
     for row, (tokens, trace) in zip(padded, items, strict=True):
         expected = (config.num_hidden_layers, heads, len(tokens))
         if tuple(trace.evicted_at.shape) != expected:

@@ -91,9 +91,10 @@ class Student:
         self.model = add_beacon(copy.deepcopy(teacher), sizes, how.position, seed)
         self.follows = list(zip(self.model.parameters(), _in_order(self.model, teacher))) if how.lora_rank else []
         if how.lora_rank:
-            self.model = with_lora(self.model, how.lora_rank, how.lora_alpha)
+            self.model = with_lora(self.model, how.lora_rank, how.lora_alpha, key="student.lora_rank")
         self.optimizer = MasterAdamW(self.model.parameters(), replace(optimizer, lr=how.lr))
         self.version = 0  # optimizer steps
+        self.skipped = 0  # of them in a row, for non-finite numbers
 
     def lay_out(self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int]) -> Laid:
         """Trajectories with this student's beacons. tokens int64 [B, T - beacons], prompts, lengths [B], streams: of what is drawn"""
@@ -116,6 +117,12 @@ class Student:
             return divergence(target, (logits / temperature).log_softmax(-1))
 
         return over_chunks(self.model, hidden, fed.sampled.to(device), between, teacher.states)
+
+    def update(self) -> float:
+        """One optimizer step: its gradient norm; if that is not finite nothing was updated."""
+        norm, _ = self.optimizer.step(min(1.0, (self.version + 1) / max(self.optimizer.how.warmup_steps, 1)))
+        self.version += math.isfinite(norm)
+        return norm
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -147,8 +154,9 @@ class Students:
         micro_batch_tokens: int = 16384,
         temperature: float = 1.0,
         seed: int = 0,
+        max_skipped: int = 5,
     ):
-        self.micro_batch_tokens, self.temperature, self.seed = micro_batch_tokens, temperature, seed
+        self.micro_batch_tokens, self.temperature, self.seed, self.max_skipped = micro_batch_tokens, temperature, seed, max_skipped
         self.every = [Student(teacher, sizes_of(entry), how, optimizer, seed) for entry in how.chunks]
 
     def learn(self, teacher: nn.Module, sampled: Sampled, minibatches: int, step: int) -> dict[str, float]:
@@ -178,11 +186,27 @@ class Students:
                     gap = student.gap(fed, taught, self.temperature).sum()
                     (gap / tokens).backward()
                 gaps[student.name] += gap.item()
-        return {student.name: (gaps[student.name] / tokens, _update(student)) for student in self.every}
+        return {student.name: (gaps[student.name] / tokens, self._update(student, gaps[student.name] / tokens)) for student in self.every}
+
+    def _update(self, student: Student, gap: float) -> float:
+        """The gradient norm. A step in which a number is not finite changes nothing; too many of them in a row end the run."""
+        norm = student.update() if math.isfinite(gap) else math.nan
+        student.optimizer.clear()
+        student.skipped = 0 if math.isfinite(norm) else student.skipped + 1
+        if student.skipped >= self.max_skipped:
+            raise SparseRLError(
+                f"{student.skipped} steps in a row of the student {student.name} had a KL ({gap}) or gradient norm ({norm}) that is not "
+                f"finite; lower student.lr (now {student.how.lr})."
+            )
+        return norm
 
     def follow(self) -> None:
         for student in self.every:
             student.follow()
+
+    @property
+    def versions(self) -> list[int]:
+        return [student.version for student in self.every]
 
     def state_dict(self) -> dict[str, dict]:
         return {student.name: student.state_dict() for student in self.every}
@@ -198,14 +222,6 @@ def seen(teacher: nn.Module, sampled: Sampled, rows: Tensor) -> Seen:
     with evaluating(teacher):
         output = hidden_states(teacher, sampled.tokens[rows, :width].to(device))
     return Seen(teacher, output, output.last_hidden_state[:, :-1][sampled.mask[rows, 1:width].to(device)])
-
-
-def _update(student: Student) -> float:
-    """The gradient norm; a step whose norm is not finite changes nothing."""
-    how = student.optimizer.how
-    norm, _ = student.optimizer.step(min(1.0, (student.version + 1) / max(how.warmup_steps, 1)))
-    student.version += math.isfinite(norm)
-    return norm
 
 
 def _in_order(student: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:

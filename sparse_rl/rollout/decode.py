@@ -67,6 +67,10 @@ class RowState:
         """Of the first `width` rows, those that take part in a step. bool [B]"""
         return ~self.done[:width] & (self.used[:width] < self.capacity)
 
+    def live_and_full(self) -> Tensor:
+        """Rows that would run, had they a free slot. bool [R]"""
+        return ~self.done & (self.used >= self.capacity)
+
     def move(self, source: Tensor, to: Tensor) -> None:
         for tensor in self.by_row:
             tensor[to] = tensor[source]

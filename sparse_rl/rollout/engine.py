@@ -25,7 +25,7 @@ from ..plan import Plan, available_memory, cache_shape, default_prefill_chunk, i
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState, empty_trace
-from .fold import check_beacon
+from .fold import beacon_positions, check_beacon
 from .progress import ProgressBar
 from .sampling import Sampling
 from .schedule import Rollout
@@ -230,6 +230,7 @@ class Engine:
                 f"{self.cache.keys.device}; make a new Engine."
             )
         vocabulary, new = self.shape.vocabulary, sampling.max_new_tokens
+        room = new + beacon_positions(self.model, self.compressor, new)  # positions after the prompt
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise SparseRLError(f"prompt {i} is empty; give at least one token, such as the beginning-of-sequence token.")
@@ -244,17 +245,17 @@ class Engine:
                     f"shorten it by {len(prompt) - self.shape.context}."
                 )
             limit = self.shape.hard_context
-            if limit is not None and len(prompt) + new > limit:
+            if limit is not None and len(prompt) + room > limit:
                 raise SparseRLError(
-                    f"prompt {i} has {len(prompt)} tokens and {new} new ones may follow, but this model cannot go beyond {limit} positions "
-                    "(its position table ends there, or its RoPE rescales and would falsify keys already cached); "
-                    f"set max_new_tokens to at most {limit - len(prompt)}."
+                    f"prompt {i} has {len(prompt)} tokens and {room} new ones may follow, but this model cannot go beyond {limit} "
+                    "positions (its position table ends there, or its RoPE rescales and would falsify keys already cached); "
+                    f"set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
                 )
             self.compressor.check_prompt(len(prompt))
         longest = max(map(len, prompts), default=0)
-        if longest + new > self.shape.context:
+        if longest + room > self.shape.context:
             warnings.warn(
-                f"{longest} prompt tokens and {new} new ones go beyond the {self.shape.context} positions this model was made for.",
+                f"{longest} prompt tokens and {room} new ones go beyond the {self.shape.context} positions this model was made for.",
                 stacklevel=3,
             )
 

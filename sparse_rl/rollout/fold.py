@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..beacon import BeaconEmbedding, beacon_of
 from ..cache import SlotCache
+from ..compressors import Compressor
 from ..compressors.beacon import Beacon
 from ..errors import SparseRLError
 
@@ -59,10 +60,16 @@ def check_beacon(model: nn.Module, compressor: Beacon) -> None:
         )
     unknown = [size for size in compressor.sizes if beacon.chunks and size not in beacon.chunks]
     if unknown:
-        trained = " or ".join(map(str, beacon.chunks))
+        trained, why = " or ".join(map(str, beacon.chunks)), "" if compressor.threshold is None else " (a threshold ends chunks early)"
         raise SparseRLError(
-            f"a beacon after {unknown[0]} tokens was asked for, but this student was trained with one after {trained}; use that."
+            f"a beacon after {unknown[0]} tokens was asked for{why}, but this student was trained with one after {trained}; use that."
         )
+
+
+def beacon_positions(model: nn.Module, compressor: Compressor, new: int) -> int:
+    """Positions that beacons may take up among `new` tokens: none, unless they have their own."""
+    own = compressor.folds and beacon_of(model).position == "own"
+    return max(0, new - 2) // min(compressor.sizes) if own else 0
 
 
 def begin(state, width: int, live: Tensor, beacon: BeaconEmbedding, compressor: Beacon) -> Turn:

@@ -176,7 +176,7 @@ class Rollout:
             advanced = min(steps, self.capacity - row.used)
             row.used += advanced
             row.fed += advanced
-            self.num_waits += steps - advanced
+            self.num_waits += 0 if self.compressor.folds else steps - advanced
 
     def round(self) -> int:
         """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
@@ -225,6 +225,8 @@ class Rollout:
         finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
         done, count, finite, fine = torch.stack([self.state.done, self.state.count, finite, self.fine.expand(len(finite))]).tolist()
         check_fine(all(fine), self.capacity, self.compressor)
+        if self.compressor.folds:
+            assert not self.state.live_and_full().any(), f"a row of {self.capacity} slots is full, though its chunks are folded"
         for row, sequence in self.running.items():
             if not finite[row]:
                 who = f"row {row} (prompt {sequence.waiting.prompt_index}, sample {sequence.sample_index})"
