@@ -195,10 +195,11 @@ def table(rows: list[dict]) -> str:
     low, high = min(row["entries"] for row in rows), max(row["entries"] for row in rows if row["curve"] == "teacher")
     lines = ["| | setting: mean entries, accuracy (each seed) | area under the curve (each seed) |", "|---|---|---|"]
     for curve, labels in curves(rows).items():
+        ordered = sorted(labels.items(), key=lambda item: statistics.mean(r["entries"] for r in item[1]))
         shown = [
             f"{label}: {statistics.mean(r['entries'] for r in group):.0f}, {statistics.mean(r['accuracy'] for r in group):.2f}"
             + (f" ({', '.join(format(r['accuracy'], '.2f') for r in group)})" if len(group) > 1 else "")
-            for label, group in labels.items()
+            for label, group in ordered
         ]
         by_seed: dict[int, list[tuple[float, float]]] = {}
         for row in (row for row in rows if row["curve"] == curve):
@@ -215,7 +216,7 @@ def plot(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7.5, 4.8), constrained_layout=True)
+    figure, axis = pyplot.subplots(figsize=(8.5, 4.4), constrained_layout=True)
     for i, (curve, labels) in enumerate(curves(rows).items()):
         means = sorted((statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g)) for g in labels.values())
         learned = curve.startswith(("joint", "late"))
@@ -224,7 +225,7 @@ def plot(rows: list[dict], path: Path) -> None:
             axis.plot(row["entries"], row["accuracy"], marker=".", markersize=3, color=f"C{i}", linestyle="")
     axis.set(xlabel="mean cache entries of a row", ylabel="accuracy", ylim=(-0.02, 1.0))
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.savefig(path, dpi=110)
     print(path)
 
