@@ -18,7 +18,7 @@ from sparse_rl.checkpoint import find_checkpoints
 from sparse_rl.config import make_recipe
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.optimizer import OptimizerSettings
-from sparse_rl.learn.student import Student, Students, StudentSettings, name_of, seen, sizes_of
+from sparse_rl.learn.student import Student, Students, StudentSettings, copied, name_of, seen, sizes_of
 from sparse_rl.metrics import read_lines
 from sparse_rl.models import load_model
 from sparse_rl.run import checkpoint_bytes, plan_run, train
@@ -125,6 +125,14 @@ def test_adapters_stand_on_the_teacher_as_it_is():
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens).logits, student.model.eval()(tokens).logits, atol=1e-4, rtol=1e-4)
         assert not torch.allclose(merged(tokens).logits, teacher(tokens).logits, atol=1e-4)
+
+
+def test_models_with_hooks_are_copied_as_often_as_needed():
+    model = copy.deepcopy(tiny("llama"))
+    model.enable_input_require_grads()
+    for _ in range(3):
+        model = copied(model)
+    Student(model, (4,), StudentSettings([4], lora_rank=2), OPTIMIZER, 0).to_save()
 
 
 def test_sizes_are_drawn_for_sequences_or_chunks():

@@ -310,7 +310,7 @@ def test_an_old_checkpoint_is_replaced_only_by_a_whole_one(tmp_path):
     model, tokenizer = load_model("tiny")
     save_checkpoint(tmp_path, 3, model, tokenizer, {"learner": 1}, keep=2)
 
-    class Broken:
+    class Broken(torch.nn.Module):
         def save_pretrained(self, folder):
             (Path(folder) / "model.safetensors").write_bytes(b"half")
             raise OSError(28, "No space left on device")

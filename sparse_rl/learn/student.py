@@ -88,7 +88,7 @@ class Seen:
 class Student:
     def __init__(self, teacher: nn.Module, sizes: tuple[int, ...], how: StudentSettings, optimizer: OptimizerSettings, seed: int):
         self.name, self.sizes, self.how, self.seed = name_of(sizes), sizes, how, seed
-        self.model = add_beacon(copy.deepcopy(teacher), sizes, how.position, seed)
+        self.model = add_beacon(copied(teacher), sizes, how.position, seed)
         self.follows = list(zip(self.model.parameters(), _in_order(self.model, teacher))) if how.lora_rank else []
         if how.lora_rank:
             self.model = with_lora(self.model, how.lora_rank, how.lora_alpha, key="student.lora_rank")
@@ -132,7 +132,7 @@ class Student:
 
     def to_save(self) -> nn.Module:
         """The model as a folder holds it: adapters merged into the weights."""
-        return copy.deepcopy(self.model).merge_and_unload() if self.how.lora_rank else self.model
+        return copied(self.model).merge_and_unload() if self.how.lora_rank else self.model
 
     def state_dict(self) -> dict:
         return {"optimizer": self.optimizer.state_dict(), "version": self.version}
@@ -222,6 +222,12 @@ def seen(teacher: nn.Module, sampled: Sampled, rows: Tensor) -> Seen:
     with evaluating(teacher):
         output = hidden_states(teacher, sampled.tokens[rows, :width].to(device))
     return Seen(teacher, output, output.last_hidden_state[:, :-1][sampled.mask[rows, 1:width].to(device)])
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy. Handles of hooks that transformers keeps on a model would not survive a second one: they are shared."""
+    handles = [h for m in model.modules() for h in (*getattr(m, "_require_grads_hooks", ()), getattr(m, "_require_grads_hook", None)) if h]
+    return copy.deepcopy(model, {id(handle): handle for handle in handles})
 
 
 def _in_order(student: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
