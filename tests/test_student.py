@@ -57,7 +57,7 @@ def test_the_loss_is_the_kl_of_full_distributions_from_the_teacher(name):
     rows = torch.arange(len(sampled.lengths))
     prompts = sampled.mask.int().argmax(1)
     fed = student.lay_out(sampled.tokens, prompts, sampled.lengths, [0] * len(rows))
-    ours = student.gap(fed, seen(teacher, sampled, rows), 0.7)
+    ours = student.kl(fed, seen(teacher, sampled, rows), 0.7)
 
     theirs, beacon = [], beacon_of(student.model)
     for i in rows.tolist():
@@ -296,8 +296,8 @@ def test_adapters_follow_the_teacher_through_a_run(tmp_path):
 def test_what_students_are_given(tmp_path, monkeypatch):
     """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student; chunks as named."""
     calls, laid, engines = [], [], []
-    gap, lay_out, fitting = Student.gap, Student.lay_out, sparse_rl.evaluate.fitting_engine
-    monkeypatch.setattr(Student, "gap", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or gap(self, fed, teacher, t))
+    kl, lay_out, fitting = Student.kl, Student.lay_out, sparse_rl.evaluate.fitting_engine
+    monkeypatch.setattr(Student, "kl", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or kl(self, fed, teacher, t))
     monkeypatch.setattr(Student, "lay_out", lambda self, *a: laid.append((self.name, tuple(a[3]))) or lay_out(self, *a))
     monkeypatch.setattr(
         sparse_rl.evaluate, "fitting_engine", lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a)
@@ -316,7 +316,7 @@ def test_what_students_are_given(tmp_path, monkeypatch):
 
 
 def test_a_student_that_diverges_stops_the_run_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(Student, "gap", lambda self, *a: self.model.lm_head.weight.sum() * float("nan"))
+    monkeypatch.setattr(Student, "kl", lambda self, *a: self.model.lm_head.weight.sum() * float("nan"))
     with pytest.raises(SparseRLError, match=r"3 steps in a row of the student c4 had a KL \(nan\) .* lower student.lr \(now 0.001\)"):
         train(recipe(eval={"every": 0}, run={"max_skipped": 3}), tmp_path / "run", show=False)
 

@@ -87,7 +87,7 @@ class Seen:
 
 class Student:
     def __init__(self, teacher: nn.Module, sizes: tuple[int, ...], how: StudentSettings, optimizer: OptimizerSettings, seed: int):
-        self.name, self.sizes, self.how, self.seed = name_of(sizes), sizes, how, seed
+        self.name, self.sizes, self.how = name_of(sizes), sizes, how
         self.model = add_beacon(copied(teacher), sizes, how.position, seed)
         self.follows = list(zip(self.model.parameters(), _in_order(self.model, teacher))) if how.lora_rank else []
         if how.lora_rank:
@@ -105,7 +105,7 @@ class Student:
             ends = every(chunks, prompts, lengths, tokens.shape[1])
         return lay_out(tokens, prompts, lengths, ends, beacon_of(self.model).id, _NEVER)
 
-    def gap(self, fed: Laid, teacher: Seen, temperature: float) -> Tensor:
+    def kl(self, fed: Laid, teacher: Seen, temperature: float) -> Tensor:
         """KL(teacher || student) of every response token. -> fp32 [n]"""
         device = teacher.states.device
         replay = Replay(fed.evicted_at.to(device, torch.int32)[:, None, None], fed.lengths.to(device))  # all layers and heads alike
@@ -173,29 +173,30 @@ class Students:
 
     def _step(self, teacher: nn.Module, sampled: Sampled, rows: Tensor, stream: int) -> dict[str, tuple[float, float]]:
         """(mean KL of a token, gradient norm) of each student."""
-        tokens, gaps = int(sampled.mask[rows].sum()), {student.name: 0.0 for student in self.every}
+        count, sums = int(sampled.mask[rows].sum()), {student.name: 0.0 for student in self.every}
         longer = 1 + 1 / min(min(student.sizes) for student in self.every)  # with beacons
         for part in pack(sampled.lengths[rows], int(self.micro_batch_tokens / longer)):
             which = rows[part]
             taught, lengths = seen(teacher, sampled, which), sampled.lengths[which]
-            tokens_of, prompts = sampled.tokens[which, : int(lengths.max())], sampled.mask[which].int().argmax(1)
+            tokens, prompts = sampled.tokens[which, : int(lengths.max())], sampled.mask[which].int().argmax(1)
             for student in self.every:
                 streams = [stream_key(stream, [i], *student.sizes) % 2**62 for i in which.tolist()]  # run's seed, step, trajectory, student
-                fed = student.lay_out(tokens_of, prompts, lengths, streams)
+                fed = student.lay_out(tokens, prompts, lengths, streams)
                 with learning(student.model):
-                    gap = student.gap(fed, taught, self.temperature).sum()
-                    (gap / tokens).backward()
-                gaps[student.name] += gap.item()
-        return {student.name: (gaps[student.name] / tokens, self._update(student, gaps[student.name] / tokens)) for student in self.every}
+                    kl = student.kl(fed, taught, self.temperature).sum()
+                    (kl / count).backward()
+                sums[student.name] += kl.item()
+        means = {name: total / count for name, total in sums.items()}
+        return {student.name: (means[student.name], self._update(student, means[student.name])) for student in self.every}
 
-    def _update(self, student: Student, gap: float) -> float:
+    def _update(self, student: Student, kl: float) -> float:
         """The gradient norm. A step in which a number is not finite changes nothing; too many of them in a row end the run."""
-        norm = student.update() if math.isfinite(gap) else math.nan
+        norm = student.update() if math.isfinite(kl) else math.nan
         student.optimizer.clear()
         student.skipped = 0 if math.isfinite(norm) else student.skipped + 1
         if student.skipped >= self.max_skipped:
             raise SparseRLError(
-                f"{student.skipped} steps in a row of the student {student.name} had a KL ({gap}) or gradient norm ({norm}) that is not "
+                f"{student.skipped} steps in a row of the student {student.name} had a KL ({kl}) or gradient norm ({norm}) that is not "
                 f"finite; lower student.lr (now {student.how.lr})."
             )
         return norm
