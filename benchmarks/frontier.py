@@ -62,6 +62,10 @@ def run_folder(args, kind: str) -> Path:
     return args.out / f"{kind}-{args.seed}"
 
 
+def late_folders(args) -> list[Path]:
+    return sorted(args.out.glob(f"late*-{args.seed}"))
+
+
 def last_checkpoint(folder: Path) -> Path:
     from sparse_rl.checkpoint import find_checkpoints
 
@@ -84,10 +88,8 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
     from sparse_rl.models import load_model
 
     teacher = last_checkpoint(run_folder(args, "joint"))
-    for kind in ("joint", "late"):
-        if not run_folder(args, kind).exists():
-            continue
-        for folder in sorted((last_checkpoint(run_folder(args, kind)) / "students").iterdir()):
+    for kind, run in [("joint", run_folder(args, "joint")), *(("late", run) for run in late_folders(args))]:
+        for folder in sorted((last_checkpoint(run) / "students").iterdir()):
             sizes = beacon_of(load_model(str(folder))[0]).chunks
             curve = kind if len(sizes) == 1 else f"{kind}, any c"
             for chunk in sizes:
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--joint", metavar="MODEL", help="train teacher and students, from this warm start")
     parser.add_argument("--late", action="store_true", help="train students of the finished teacher")
+    parser.add_argument("--part", default="", help="of the late students, when several processes train some each (--set student.chunks)")
     parser.add_argument("--points", action="store_true", help="evaluate what is there")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no evaluation after this")
     parser.add_argument("--prompts", type=int, default=256)
@@ -249,7 +252,7 @@ def main() -> None:
     if args.joint:
         train(args, "joint", model__name=args.joint)
     if args.late:
-        train(args, "late", model__name=last_checkpoint(run_folder(args, "joint")), student__late="true")
+        train(args, f"late{args.part}", model__name=last_checkpoint(run_folder(args, "joint")), student__late="true")
     if args.points:
         points(args)
     rows = read(args.out / "points.jsonl")
