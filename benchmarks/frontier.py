@@ -219,12 +219,13 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8.5, 4.4), constrained_layout=True)
-    for i, (curve, labels) in enumerate(curves(rows).items()):
+    colors = dict(zip((c for c in curves(rows) if c != "teacher"), [f"C{i}" for i in range(10)] + ["gold", "navy"])) | {"teacher": "black"}
+    for curve, labels in curves(rows).items():
         means = sorted((statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g)) for g in labels.values())
         learned = curve.startswith(("joint", "late"))
-        axis.plot(*zip(*means), marker="o" if learned else "x", linewidth=2 if learned else 1, color=f"C{i}", label=curve)
+        axis.plot(*zip(*means), marker="o" if learned else "x", linewidth=2 if learned else 1, color=colors[curve], label=curve)
         for row in (row for row in rows if row["curve"] == curve):
-            axis.plot(row["entries"], row["accuracy"], marker=".", markersize=3, color=f"C{i}", linestyle="")
+            axis.plot(row["entries"], row["accuracy"], marker=".", markersize=3, color=colors[curve], linestyle="")
     axis.set(xlabel="mean cache entries of a row", ylabel="accuracy", ylim=(-0.02, 1.0))
     axis.grid(alpha=0.3)
     figure.legend(fontsize=8, loc="outside right upper")
