@@ -85,7 +85,7 @@ def run(args: tuple, more: dict | None = None) -> dict:
 def under(trainer, compressor: str, budget: int) -> float:
     """Accuracy of a dense-trained model on a compressed cache."""
     from sparse_rl.compressors import make
-    from sparse_rl.evaluate import accuracy
+    from sparse_rl.held_out import accuracy
     from sparse_rl.rollout import Engine
 
     engine = Engine(trainer.model, make(compressor, protect_prompt=True), budget=budget, interval=4, rows=128)

@@ -220,7 +220,7 @@ def run(plan: Plan, arm: Arm) -> None:
 def under_setting(trainer, setting: Setting) -> float:
     """Accuracy of a run's model on another cache, on the prompts of its evaluations."""
     from sparse_rl.compressors import make
-    from sparse_rl.evaluate import accuracy
+    from sparse_rl.held_out import accuracy
     from sparse_rl.rollout import Engine
     from sparse_rl.streams import stream_key
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from .cli_eval import eval_
+from .cli_options import Budget, CompressorName, Dtype, Interval, ModelName, overrides
 from .errors import RolloutInterrupted, SparseRLError, nearest
 
 app = typer.Typer(
@@ -18,12 +20,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-ModelName = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")]
-Budget = Annotated[int, typer.Option(help="Slots a row keeps at an eviction.")]
-Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
-CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 instead of the model's own.")]
 
 
 @app.command()
@@ -215,92 +211,7 @@ def warmup(
     typer.echo(f"done: accuracy {found['accuracy']:.3f} on held-out prompts; the model is in {folder}")
 
 
-def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> list[tuple[str, str]]:
-    """`--key value` and `--key=value`, in order."""
-    found, rest = [], list(arguments)
-    while rest:
-        name = rest.pop(0)
-        if not name.startswith("--"):
-            raise SparseRLError(f"{name!r} is no key; keys are written --section.key value, such as {example}.")
-        name, equals, value = name.removeprefix("--").partition("=")
-        if not equals:
-            if not rest:
-                raise SparseRLError(f"--{name} has no value; write --{name} VALUE.")
-            value = rest.pop(0)
-        found.append((name, value))
-    return found
-
-
-@app.command("eval", context_settings=_WITH_OVERRIDES)
-def eval_(
-    context: typer.Context,
-    model: ModelName,
-    task: Annotated[str, typer.Option(help="A name from `sparse-rl list tasks`; its options are --task.KEY VALUE.")],
-    compressor: Annotated[
-        str, typer.Option(help="A name from `sparse-rl list compressors`; its options are --compressor.KEY VALUE.")
-    ] = "dense",
-    chunk: Annotated[int | None, typer.Option(help="Of the compressor `beacon`: tokens per beacon.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Of the compressor `beacon`: nats at which a chunk ends early.")] = None,
-    budget: Budget = 512,
-    interval: Interval = 128,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 256,
-    samples: Annotated[int, typer.Option(help="Completions of each.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option()] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
-    seed: Annotated[int, typer.Option()] = 0,
-    dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The numbers, for programs.")] = False,
-) -> None:
-    """Say how a model does on a task's held-out prompts, on a given cache."""
-    import dataclasses
-
-    from . import tasks
-    from .compressors import make
-    from .config import make_recipe
-    from .errors import whole
-    from .evaluate import evaluate
-    from .models import load_model
-    from .rollout import Engine, Sampling
-
-    whole(prompts=prompts, samples=samples)
-    of_beacons = {name: value for name, value in (("chunk", chunk), ("threshold", threshold)) if value is not None}
-    if of_beacons and compressor.partition(":")[0] != "beacon":
-        name, value = next(iter(of_beacons.items()))
-        raise SparseRLError(
-            f"--{name} {value} is for beacons, but the compressor is {compressor}; leave it away, or use --compressor beacon."
-        )
-    settings = make_recipe({"model": {"name": model}, "task": {"name": task}}, options_of(context))
-    held_out = tasks.make(settings.task.name, **settings.task.options).held_out()
-    chosen = make(compressor, **(settings.rollout.compressor_options | of_beacons))
-    sampling = Sampling(max_new_tokens, temperature)
-    lm, tokenizer = load_model(model, dtype, seed=seed)
-    engine = Engine(lm, chosen, budget, interval, rows)
-    try:
-        found = evaluate(engine, tokenizer, held_out, prompts, samples, sampling, seed, progress=sys.stderr.isatty())
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    finally:
-        held_out.close()
-    if held_out.last_error:
-        typer.echo(f"sparse-rl: grading failed ({held_out.last_error[:300]}); such completions count as wrong.", err=True)
-    about = {"model": model, "task": settings.task.name, "compressor": chosen.name, "rule": engine.compressor.rule()}
-    title = "{model} on {task}, {compressor} ({rule})".format(**about)
-    typer.echo(json.dumps(about | dataclasses.asdict(found)) if as_json else f"{title}\n{found.text()}")
-
-
-def options_of(context: typer.Context) -> list[tuple[str, str]]:
-    """`--task.KEY VALUE` and `--compressor.KEY VALUE`, as a recipe names them."""
-    places = {"task": "task", "compressor": "rollout.compressor_options"}
-    found = []
-    for name, value in overrides(context.args, "--task.seed 1"):
-        owner, _, key = name.partition(".")
-        if not key or owner not in places:
-            known = [parameter.opts[0].removeprefix("--") for parameter in context.command.params if parameter.param_type_name == "option"]
-            own = "options of the task are --task.KEY VALUE, of the compressor --compressor.KEY VALUE"
-            raise SparseRLError(f"eval has no --{name} ({own}); {nearest(name, known)}")
-        found.append((f"{places[owner]}.{key}", value))
-    return found
+app.command("eval", context_settings=_WITH_OVERRIDES)(eval_)
 
 
 @app.command("list")

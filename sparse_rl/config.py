@@ -262,7 +262,7 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
                 raise SparseRLError(f"--{dotted} looks inside {section}.{part}, which holds no keys; write --{section}.{part} VALUE.")
             target[part] = dict(inner)
             target = target[part]
-        target[path[-1]] = _parse(value)
+        target[path[-1]] = parse_value(value)
     missing = [name for name in ("model", "task") if name not in sections]
     if missing:
         raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
@@ -303,7 +303,7 @@ def _find(dotted: str) -> tuple[str, list[str]]:
     return holders[0], [first]
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
     import yaml
 
     try:

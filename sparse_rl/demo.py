@@ -124,7 +124,7 @@ def draw(rows: dict[str, dict], path: Path) -> Path:
 def measure_reference(out: Path, how: str) -> None:
     """The dense row, to be shipped: same settings, nothing evicted."""
     from .compressors import make
-    from .evaluate import accuracy
+    from .held_out import accuracy
     from .rollout import Engine
 
     shutil.rmtree(out, ignore_errors=True)

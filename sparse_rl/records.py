@@ -55,18 +55,22 @@ def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
     return 1 - slots / sum(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
 
 
-def mean_entries(trajectory: Trajectory) -> float:
-    """Entries a query of the response found in its row, its own included: the mean over queries, layers and KV heads.
+def entries(trajectory: Trajectory) -> Tensor:
+    """Entries that each query of the response found in its row, its own included; the mean over layers and KV heads. -> fp64 [Q]
 
     Queries are what was fed after the prompt, beacons included; the last token never is. Where nothing was: the prompt's tokens.
     """
     first, last = trajectory.num_prompt_tokens, len(trajectory.tokens) - 1  # feed indices of the queries: first .. last - 1
     if last <= first:
-        return float(first)
-    evicted_at = trajectory.trace.evicted_at.long()  # [L, H, T]
-    seen_from = torch.arange(last + 1).clamp(min=first)  # [T]: token k is seen by the queries max(k, first) .. min(evicted_at, last) - 1
-    seen_by = (evicted_at.clamp(max=last) - seen_from).clamp(min=0)
-    return seen_by.sum(-1).double().mean().item() / (last - first)
+        return torch.tensor([first], dtype=torch.float64)
+    evicted_at = trajectory.trace.evicted_at.long()[..., :last]  # [L, H, T - 1]
+    gone = (evicted_at.clamp(first, last) - first).flatten().bincount(minlength=last - first + 1)[:-1]  # as query q comes
+    lists = evicted_at[..., 0].numel()
+    return torch.arange(first + 1, last + 1) - gone.cumsum(0).double() / lists
+
+
+def mean_entries(trajectory: Trajectory) -> float:
+    return entries(trajectory).mean().item()
 
 
 class TrajectoryWriter:

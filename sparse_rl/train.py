@@ -26,7 +26,7 @@ from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoin
 from .config import Recipe
 from .control import BudgetControl, compressor_of
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
-from .evaluate import accuracy, engines_for
+from .held_out import accuracy, engines_for
 from .learn.advantage import advantage
 from .learn.batch import Scored, collate, corrected, join, score, weigh
 from .learn.correct import Corrected

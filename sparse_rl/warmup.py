@@ -26,7 +26,7 @@ from . import tasks
 from .checkpoint import save_model, writing
 from .config import Recipe
 from .errors import SparseRLError, stoppable, uninterrupted
-from .evaluate import accuracy
+from .held_out import accuracy
 from .learn.batch import pack
 from .learn.learner import learning
 from .learn.optimizer import MasterAdamW, OptimizerSettings

@@ -8,7 +8,7 @@ from sparse_rl import COMPRESSORS, Engine, Sampling
 from sparse_rl.cache.trace import NEVER
 from sparse_rl.compressors import make
 from sparse_rl.errors import SparseRLError
-from sparse_rl.evaluate import dense_engine
+from sparse_rl.held_out import dense_engine
 from sparse_rl.models import ModelShape
 from sparse_rl.plan import make_plan
 

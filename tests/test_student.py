@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import prompts_of, tiny
 
-import sparse_rl.evaluate
+import sparse_rl.held_out
 import sparse_rl.train
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.beacon import beacon_of, drawn, every
@@ -296,11 +296,11 @@ def test_adapters_follow_the_teacher_through_a_run(tmp_path):
 def test_what_students_are_given(tmp_path, monkeypatch):
     """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student; chunks as named."""
     calls, laid, engines = [], [], []
-    kl, lay_out, fitting = Student.kl, Student.lay_out, sparse_rl.evaluate.fitting_engine
+    kl, lay_out, fitting = Student.kl, Student.lay_out, sparse_rl.held_out.fitting_engine
     monkeypatch.setattr(Student, "kl", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or kl(self, fed, teacher, t))
     monkeypatch.setattr(Student, "lay_out", lambda self, *a: laid.append((self.name, tuple(a[3]))) or lay_out(self, *a))
     monkeypatch.setattr(
-        sparse_rl.evaluate, "fitting_engine", lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a)
+        sparse_rl.held_out, "fitting_engine", lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a)
     )
     trainer = train(recipe(rollout={"temperature": 0.7}, run={"steps": 2}), tmp_path / "run", show=False)
     assert {t for *_, t in calls} == {0.7} and {id(model) for _, model, _ in calls} == {id(trainer.model)}

@@ -594,7 +594,7 @@ class Partly(Task):
 
 def test_accuracy_counts_full_rewards_and_bad_prompts_get_a_sentence(tmp_path):
     from sparse_rl import Engine, Sampling, tasks
-    from sparse_rl.evaluate import accuracy, dense_engine
+    from sparse_rl.held_out import accuracy, dense_engine
 
     (tmp_path / "partly.py").write_text(PARTLY)
     task = tasks.make(f"{tmp_path / 'partly.py'}:Partly")

@@ -195,7 +195,7 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
 
 
 def _made(cls: type[Compressor], name: str, options: dict) -> Compressor:
-    known = _parameters(cls)
+    known = parameters_of(cls)
     for option in options:
         if option not in known:
             raise SparseRLError(f"{name} has no parameter {option!r}; {nearest(option, known)}")
@@ -205,7 +205,7 @@ def _made(cls: type[Compressor], name: str, options: dict) -> Compressor:
         raise SparseRLError(f"{name} cannot use the parameters {options} ({error}).") from error
 
 
-def _parameters(cls: type[Compressor]) -> list[str]:
+def parameters_of(cls: type[Compressor]) -> list[str]:
     """The names a compressor's constructor takes, its base classes' included where it passes `**options` on."""
     found = {}
     for base in cls.__mro__:

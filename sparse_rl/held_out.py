@@ -1,12 +1,8 @@
-"""Accuracy on held-out prompts, sampled on whatever cache the engine has.
-
-sparse-rl eval models/student --task countdown --compressor beacon --chunk 16
-"""
+"""Accuracy on held-out prompts while a run goes on, sampled on whatever cache the engine has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,53 +11,9 @@ from .compressors import make
 from .learn.diagnose import ends_in_loop
 from .learn.student import Student
 from .models import ModelShape, encode
-from .records import Trajectory, kv_tokens_saved, mean_entries
+from .records import Trajectory, mean_entries
 from .rollout import Engine, Sampling
-from .statistics import interval
 from .tasks import Grade, Prompt, Task
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What `sparse-rl eval` says of a model. Shares are of completions."""
-
-    prompts: int
-    samples: int  # completions of each
-    accuracy: float  # share with full reward
-    low: float  # of its 95 % interval
-    high: float
-    reward: float
-    length: float  # tokens sampled
-    truncated: float
-    loops: float
-    ungraded: float
-    entries: float  # see mean_entries
-    tokens_saved: float  # see kv_tokens_saved
-
-    def text(self) -> str:
-        lines = [
-            ("accuracy", f"{self.accuracy:.3f}  (95 %: {self.low:.3f} to {self.high:.3f}; {self.prompts} prompts x {self.samples})"),
-            ("reward", f"{self.reward:.3f}"),
-            ("mean length", f"{self.length:.1f} tokens"),
-            ("truncated", f"{self.truncated:.1%}"),
-            ("ends in a loop", f"{self.loops:.1%}"),
-            ("ungraded", f"{self.ungraded:.1%}"),
-            ("mean cache entries", f"{self.entries:.1f}"),
-            ("KV tokens saved", f"{self.tokens_saved:.1%}"),
-        ]
-        return "\n".join(f"  {label:<18}  {value}" for label, value in lines)
-
-
-def evaluate(
-    engine: Engine, tokenizer, task: Task, prompts: int, samples: int, sampling: Sampling, seed: int, progress: bool = False
-) -> Evaluation:
-    """On the task's first prompts, all of them where it has fewer."""
-    asked = task.sample(0, min(prompts, task.num_prompts or prompts))
-    trajectories, grades = complete(engine, tokenizer, task, asked, samples, sampling, seed, progress)
-    found = described(trajectories, grades)
-    shares = torch.tensor([g.reward >= 1 for g in grades]).double().view(len(asked), samples).mean(1).tolist()  # prompt by prompt
-    low, high = interval(shares, samples)
-    return Evaluation(prompts=len(asked), samples=samples, low=low, high=high, tokens_saved=kv_tokens_saved(trajectories), **found)
 
 
 def accuracy(
@@ -72,10 +24,10 @@ def accuracy(
 
 
 def complete(
-    engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int, progress: bool = False
+    engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
 ) -> tuple[list[Trajectory], list[Grade]]:
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
-    trajectories = engine.generate(ids, samples, sampling, seed, progress)
+    trajectories = engine.generate(ids, samples, sampling, seed)
     texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
     return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
 

@@ -1,0 +1,137 @@
+"""Ask a model benchmarks: sample what is missing, one engine run for all that sample alike, then grade it.
+
+results = Results(folder, question)
+ask(engine, tokenizer, exams, seed, results)
+[summarize(...) for exam in exams]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..learn.diagnose import ends_in_loop
+from ..models import encode
+from ..records import Trajectory, entries
+from ..rollout import Engine, Sampling
+from ..tasks import Prompt, Task
+from .results import Completion, Item, Key, Results
+from .summary import Summary, summarize
+
+GRADED_TOGETHER = 512  # completions between two looks of the progress bar
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A benchmark, ready to be asked."""
+
+    name: str
+    task: Task
+    prompts: list[Prompt]
+    samples: int
+    sampling: Sampling
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the task
+
+    @property
+    def keys(self) -> list[Key]:
+        return [(self.name, i, sample) for i in range(len(self.prompts)) for sample in range(self.samples)]
+
+    def settings(self) -> dict[str, Any]:
+        """What the items of this benchmark must have in common."""
+        s = self.sampling
+        how = {"max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+        return {**how, "options": dict(self.options)}
+
+
+def ask(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool = False) -> list[Summary]:
+    for sampling in dict.fromkeys(exam.sampling for exam in exams):
+        sample(engine, tokenizer, [exam for exam in exams if exam.sampling == sampling], seed, results, progress)
+    for exam in exams:
+        grade(exam, results, progress)
+    return [summarize(items_of(exam, results), exam.samples, engine.shape.cache_shape().kv_bytes_per_token) for exam in exams]
+
+
+def items_of(exam: Exam, results: Results) -> list[Item]:
+    return [results.items[key] for key in exam.keys]
+
+
+def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool) -> None:
+    """Complete what no earlier call has completed. All prompts are named, so that random streams and rows are those of one call."""
+    asked = [(exam, i) for exam in exams for i in range(len(exam.prompts))]
+    ids = [encode(tokenizer, exam.prompts[i].text) for exam, i in asked]
+    texts = [tokenizer.decode(prompt) for prompt in ids]  # what the model is given
+    for (exam, i), text in zip(asked, texts, strict=True):
+        results.check_prompt(exam.name, i, text)
+    wanted = [[n for n in range(exam.samples) if not results.has((exam.name, i, n))] for exam, i in asked]
+    if not any(wanted):
+        return
+    sampled, start = 0, time.perf_counter()
+
+    def save(trajectory: Trajectory) -> None:
+        nonlocal sampled
+        exam, i = asked[trajectory.prompt_index]
+        text = tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True)
+        results.add(completion(exam.name, i, texts[trajectory.prompt_index], text, trajectory))
+        sampled += len(trajectory.response_tokens)
+
+    try:
+        engine.generate(ids, sampling=exams[0].sampling, seed=seed, progress=progress, on_finish=save, samples=wanted)
+    finally:
+        seconds = time.perf_counter() - start
+        results.called(tokens=sampled, seconds=seconds, cache_bytes=engine.cache.nbytes if engine.cache else 0, rows=engine.rows)
+
+
+def completion(bench: str, index: int, prompt: str, text: str, trajectory: Trajectory) -> Completion:
+    held = entries(trajectory)
+    return Completion(
+        bench=bench,
+        index=index,
+        sample=trajectory.sample_index,
+        prompt=prompt,
+        text=text,
+        finish=trajectory.finish_reason,
+        prompt_tokens=trajectory.num_prompt_tokens,
+        tokens=len(trajectory.response_tokens),
+        loop=ends_in_loop(trajectory.response_tokens),
+        entries=held.mean().item(),
+        peak_entries=held.max().item(),
+        last_entries=trajectory.trace.slots_in_use().double().mean().item(),
+    )
+
+
+def grade(exam: Exam, results: Results, progress: bool) -> None:
+    """The completions of a benchmark that have no verdict yet, also those beyond the samples asked for now."""
+    waiting = [c for c in results.ungraded.values() if c.bench == exam.name and c.index < len(exam.prompts)]
+    parts = [waiting[i : i + GRADED_TOGETHER] for i in range(0, len(waiting), GRADED_TOGETHER)]
+    grades = {}
+    for part in shown(parts, f"grading {exam.name}", progress):
+        found = exam.task.grade([exam.prompts[c.index] for c in part], [c.text for c in part])
+        grades |= {c.key: grade for c, grade in zip(part, found, strict=True)}
+    if grades:
+        golds = {c.key: exam.prompts[c.index].answer for c in waiting}
+        results.grade(golds, {c.key: exam.task.extracted(c.text) for c in waiting}, grades)
+
+
+def shown(parts: list, what: str, progress: bool) -> Iterator:
+    if not progress or not parts:
+        yield from parts
+        return
+    from tqdm import tqdm
+
+    yield from tqdm(parts, desc=what, unit=f"x{GRADED_TOGETHER}")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Short, and another for other weights: of the beginning and the end of every parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        ends = torch.cat([flat[:64], flat[-64:]]).float().cpu().contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + ends.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,59 @@
+"""The cache an evaluation runs on, by name: what a folder, a table and a picture call it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..compressors import Compressor, make, parameters_of
+from ..errors import SparseRLError
+
+
+@dataclass(frozen=True)
+class Cache:
+    compressor: str
+    budget: int | None = None  # None: of a compressor that has none
+    interval: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, compressor: str, budget: int, interval: int, options: Mapping[str, Any] | None = None) -> Cache:
+        """Without the numbers that this compressor does not use."""
+        made = make(compressor, **(options or {}))
+        sized = made.evicts and not made.folds
+        return cls(compressor, budget if sized else None, interval if sized and made.evicts_response else None, dict(options or {}))
+
+    def make(self) -> Compressor:
+        return make(self.compressor, **self.options)
+
+    @property
+    def label(self) -> str:
+        """dense, rkv 512, beacon:16, ..."""
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        return " ".join([self.compressor, *([] if self.budget is None else [str(self.budget)]), *options])
+
+    @property
+    def folder(self) -> str:
+        return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in self.label)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"compressor": self.compressor, "budget": self.budget, "interval": self.interval, "options": dict(self.options)}
+
+
+def caches(compressors: Sequence[str], budgets: Sequence[int], interval: int, options: Mapping[str, Any]) -> list[Cache]:
+    """Every compressor at every budget, those without one once; dense first, since others are compared with it.
+
+    An option goes to the compressors that know it; one that none knows is a mistake.
+    """
+    if "dense" not in compressors:
+        raise SparseRLError(f"--compressors {','.join(compressors)} has no dense cache to compare with; add dense.")
+    ordered = sorted(dict.fromkeys(compressors), key=lambda name: name != "dense")
+    taken = {name: parameters_of(type(make(name))) if make(name).evicts else [] for name in ordered}
+    for key in options:
+        if not any(key in names for names in taken.values()):
+            raise SparseRLError(f"none of {', '.join(ordered)} has a parameter {key!r}; `sparse-rl list compressors` names them.")
+    known = {name: {key: value for key, value in options.items() if key in taken[name]} for name in ordered}
+    found = [Cache.of(name, budget, interval, known[name]) for name, budget in itertools.product(ordered, budgets)]
+    return [cache for i, cache in enumerate(found) if cache not in found[:i]]

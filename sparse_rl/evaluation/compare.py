@@ -1,0 +1,134 @@
+"""The cross table: models x caches on the same problems, with paired tests. Pure functions of what was evaluated.
+
+Two questions are asked of every number: what does the small cache cost this model (against its own dense cache), and which of two models
+is better on this cache (the second against the first). Both are paired: problem by problem, on the problems that both were asked.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..statistics import Difference, interval, paired
+from .results import Item, shares
+from .run import Evaluated
+from .summary import aligned
+
+ALL = "all problems"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model on a cache, on one benchmark or on all problems together."""
+
+    bench: str
+    model: str
+    cache: str
+    budget: int | None
+    accuracy: float
+    low: float  # 95 %
+    high: float
+    cost: Difference | None  # against its dense cache; None for that itself
+    same_verdict: float | None  # share of completions judged as on the dense cache
+    same_answer: float | None  # share of those with an answer there, that give the same
+    better: Difference | None  # against the first model on this cache; None for that itself
+    length: float
+    tokens_saved: float
+    tokens_per_second: float
+
+
+def cross(found: Sequence[Evaluated]) -> list[Cell]:
+    """Cells by benchmark, cache and model, in the order evaluated. Every model has a dense cache among its own."""
+    benches = [summary.bench for summary in found[0].summaries]
+    cells = []
+    for bench in [*benches, *([ALL] if len(benches) > 1 else [])]:
+        for label in dict.fromkeys(e.cache.label for e in found):
+            here = [e for e in found if e.cache.label == label]
+            for e in here:
+                (dense,) = (other for other in found if other.model == e.model and other.cache.compressor == "dense")
+                cells.append(cell(bench, e, dense if dense is not e else None, here[0] if here[0] is not e else None))
+    return cells
+
+
+def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | None) -> Cell:
+    items = items_on(bench, e)
+    by_problem = list(shares(items).values())
+    low, high = interval(by_problem, round(len(items) / len(by_problem)))
+    verdicts, answers = agreement(items, items_on(bench, dense)) if dense else (None, None)
+    return Cell(
+        bench=bench,
+        model=e.model,
+        cache=e.cache.label,
+        budget=e.cache.budget,
+        accuracy=statistics.fmean(by_problem),
+        low=low,
+        high=high,
+        cost=difference(items_on(bench, dense), items) if dense else None,
+        same_verdict=verdicts,
+        same_answer=answers,
+        better=difference(items_on(bench, first), items) if first else None,
+        length=statistics.fmean(item.tokens for item in items),
+        tokens_saved=1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items),
+        tokens_per_second=e.tokens_per_second,
+    )
+
+
+def items_on(bench: str, e: Evaluated) -> list[Item]:
+    return [item for item in e.items if bench in (ALL, item.bench)]
+
+
+def difference(first: Sequence[Item], second: Sequence[Item]) -> Difference:
+    """Second - first, on the problems that both have."""
+    a, b = shares(first), shares(second)
+    both = [problem for problem in a if problem in b]
+    return paired([a[problem] for problem in both], [b[problem] for problem in both])
+
+
+def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, float | None]:
+    """(share of completions with the verdict they have on the dense cache, share with the same answer of those that have one there)"""
+    there = {item.key: item for item in dense}
+    pairs = [(item, there[item.key]) for item in items if item.key in there]
+    answered = [(item, other) for item, other in pairs if other.answer is not None]
+    same_answer = statistics.fmean(float(item.answer == other.answer) for item, other in answered) if answered else None
+    return statistics.fmean(float(item.right == other.right) for item, other in pairs), same_answer
+
+
+# ------------------------------------------------------------------------------------------------------------------ for people
+
+
+def told(d: Difference | None) -> str:
+    """+1.2 (-0.3 to +2.8), p = 0.12, in percentage points"""
+    return "" if d is None else f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p = {d.p:.2g}"
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def columns(cells: Sequence[Cell]) -> dict:
+    """heading -> what it says of a cell. Models are compared where there are several."""
+    several = len({c.model for c in cells}) > 1
+    first = cells[0].model
+    return {
+        "cache": lambda c: c.cache,
+        **({"model": lambda c: c.model} if several else {}),
+        "accuracy (95 %)": lambda c: f"{c.accuracy:.1%} ({c.low:.1%} to {c.high:.1%})",
+        "points against dense": lambda c: told(c.cost),
+        **({f"points against {first}": lambda c: told(c.better)} if several else {}),
+        "same verdict": lambda c: share(c.same_verdict),
+        "same answer": lambda c: share(c.same_answer),
+        "length": lambda c: f"{c.length:,.0f}",
+        "KV tokens saved": lambda c: share(c.tokens_saved),
+        "tokens/s": lambda c: f"{c.tokens_per_second:,.0f}",
+    }
+
+
+def rows_of(bench: str, cells: Sequence[Cell]) -> list[list[str]]:
+    """The table of a benchmark, headings first."""
+    heads = columns(cells)
+    return [list(heads), *([tell(c) for tell in heads.values()] for c in cells if c.bench == bench)]
+
+
+def text(cells: Sequence[Cell]) -> str:
+    return "\n\n".join(f"{bench}\n{aligned(rows_of(bench, cells))}" for bench in dict.fromkeys(c.bench for c in cells))

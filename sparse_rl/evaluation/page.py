@@ -1,0 +1,115 @@
+"""The cross table as one picture and one self-contained page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..checkpoint import writing
+from ..metrics import write_text
+from .compare import ALL, Cell, rows_of
+
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #8884 }
+tr.dense td { border-top: 2px solid #8888 }
+img { max-width: 100%; background: white; border-radius: 4px }
+p, li { max-width: 50rem }
+"""
+
+READING = """
+<p>Differences are in percentage points, with a 95 % interval from problems drawn with replacement, and the p-value of a paired test on the
+same problems: McNemar's exact test with one completion of each, random signs with more. {tests} tests are shown and none is corrected for
+the others: among that many, about {chance:.0f} would be below 0.05 if nothing differed.</p>
+<p>Same verdict: the share of completions judged as on the dense cache. Same answer: of the completions that give an answer there, the share
+that gives the same one. KV tokens saved: 1 - entries in use at the end / tokens. Tokens per second: of the engine on this machine.</p>
+"""
+
+
+def draw(cells: Sequence[Cell]) -> bytes:
+    """Accuracy against budget, a panel for each benchmark. -> PNG"""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    benches = list(dict.fromkeys(c.bench for c in cells))
+    across = min(3, len(benches))
+    down = -(-len(benches) // across)
+    figure, axes = pyplot.subplots(down, across, figsize=(1.5 + 4.2 * across, 3.6 * down), squeeze=False, constrained_layout=True)
+    for axis in axes.flat[len(benches) :]:
+        axis.axis("off")
+    for axis, bench in zip(axes.flat, benches):
+        panel(axis, bench, [c for c in cells if c.bench == bench])
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right upper")
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    pyplot.close(figure)
+    return file.getvalue()
+
+
+def panel(axis, bench: str, cells: Sequence[Cell]) -> None:
+    models = list(dict.fromkeys(c.model for c in cells))
+    names = list(dict.fromkeys(c.cache.split()[0] for c in cells if c.budget is not None))
+    budgets = sorted({c.budget for c in cells if c.budget is not None})
+    for number, model in enumerate(models):
+        style = ("-", "--", ":", "-.")[number % 4]
+        before = f"{Path(model).name}, " if len(models) > 1 else ""
+        for i, name in enumerate(names):
+            line = sorted(
+                (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name), key=lambda c: c.budget
+            )
+            error = [[c.accuracy - c.low for c in line], [c.high - c.accuracy for c in line]]
+            x = [c.budget * 1.02 ** (i + len(names) * number) for c in line]  # side by side
+            axis.errorbar(x, [c.accuracy for c in line], error, marker="o", linestyle=style, color=f"C{i}", capsize=2, label=before + name)
+        for i, c in enumerate(c for c in cells if c.model == model and c.budget is None):
+            color = "black" if c.cache == "dense" else f"C{len(names) + i}"
+            axis.axhline(c.accuracy, linestyle=style, color=color, linewidth=1, label=before + c.cache)
+            axis.axhspan(c.low, c.high, color=color, alpha=0.06)
+    if budgets:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        axis.minorticks_off()
+    axis.set(title=bench, xlabel="budget", ylabel="accuracy")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+
+
+def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
+    models = list(dict.fromkeys(c.model for c in cells))
+    tests = sum(d is not None for c in cells for d in (c.cost, c.better))
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>{html.escape(' against '.join(models))}</title><style>{STYLE}</style>",
+        f"<h1>{html.escape(' against '.join(models))}, dense and sparse inference</h1><p>{html.escape(asked)}</p>",
+        f"<img alt='accuracy against budget' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>",
+    ]
+    benches = list(dict.fromkeys(c.bench for c in cells))
+    for bench in [*([ALL] if ALL in benches else []), *(b for b in benches if b != ALL)]:
+        heads, *rows = rows_of(bench, cells)
+        parts.append(f"<h2>{html.escape(bench)}</h2><div class=wide><table><tr>{''.join(f'<th>{html.escape(h)}' for h in heads)}")
+        before = None
+        for row in rows:
+            parts.append(f"<tr{' class=dense' if row[0] != before else ''}>{''.join(f'<td>{html.escape(value)}' for value in row)}")
+            before = row[0]
+        parts.append("</table></div>")
+    parts.append(READING.format(tests=tests, chance=0.05 * tests))
+    return "\n".join(parts) + "\n"
+
+
+def write(cells: Sequence[Cell], folder: Path, asked: str) -> list[Path]:
+    """compare.png and compare.html"""
+    picture = draw(cells)
+    image, document = folder / "compare.png", folder / "compare.html"
+    with writing(image):
+        image.write_bytes(picture)
+    write_text(document, page(cells, picture, asked))
+    return [image, document]

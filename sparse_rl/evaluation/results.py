@@ -1,0 +1,152 @@
+"""What an evaluation writes down, so that one that was killed goes on and one that is done can be read.
+
+    evaluation.json      what was asked, and of whom: model, cache, sampling, seed
+    completions.jsonl    as they finish, not graded yet
+    items.jsonl          graded: prompt, completion, extracted answer, verdict, tokens, KV entries
+    calls.jsonl          of every engine run: tokens, seconds, bytes
+
+A completion is in one of the two files from the moment it is finished, and is never sampled again. More samples, more problems and other
+benchmarks may be asked for later; another model, cache, way of sampling or seed needs another folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparseRLError
+from ..metrics import append_line, read_lines, write_text
+from ..tasks import Grade
+
+Key = tuple[str, int, int]  # benchmark, problem, sample
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled. Entries are of the KV cache, see `records.entries`."""
+
+    bench: str
+    index: int  # the problem's place in the benchmark
+    sample: int
+    prompt: str
+    text: str
+    finish: str  # stop or length
+    prompt_tokens: int
+    tokens: int  # sampled
+    loop: bool  # whether it ends by repeating itself
+    entries: float  # mean
+    peak_entries: float
+    last_entries: float
+
+    @property
+    def key(self) -> Key:
+        return self.bench, self.index, self.sample
+
+
+@dataclass(frozen=True)
+class Item(Completion):
+    """A completion and what became of it."""
+
+    gold: Any
+    answer: str | None  # extracted from the text
+    verdict: str
+    reward: float
+
+    @property
+    def right(self) -> bool:
+        return self.reward >= 1
+
+
+class Results:
+    """A folder of results. `question` is what all of it must have in common, and `benches`, whose own settings may be added to."""
+
+    def __init__(self, folder: Path, question: Mapping[str, Any]):
+        self.folder = folder
+        if folder.exists() and not folder.is_dir():
+            raise SparseRLError(f"{folder} is a file; results need a folder: choose another with --out.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._settle(json.loads(json.dumps(question)))
+        self.items: dict[Key, Item] = {item.key: item for item in read(Item, folder / "items.jsonl")}
+        found = read(Completion, folder / "completions.jsonl")
+        self.ungraded: dict[Key, Completion] = {c.key: c for c in found if c.key not in self.items}
+        self.prompts = {(c.bench, c.index): c.prompt for c in [*self.items.values(), *self.ungraded.values()]}
+        _drop_torn_line(folder / "completions.jsonl")
+
+    def has(self, key: Key) -> bool:
+        return key in self.items or key in self.ungraded
+
+    def check_prompt(self, bench: str, index: int, prompt: str) -> None:
+        """Whether what is known of a problem was sampled for this prompt."""
+        known = self.prompts.setdefault((bench, index), prompt)
+        if known != prompt:
+            raise SparseRLError(
+                f"{self.folder} holds completions of another problem {index} of {bench} ({known[-60:]!r}, not {prompt[-60:]!r}); "
+                "choose another folder with --out."
+            )
+
+    def add(self, completion: Completion) -> None:
+        append_line(self.folder / "completions.jsonl", asdict(completion))
+        self.ungraded[completion.key] = completion
+
+    def grade(self, golds: Mapping[Key, Any], answers: Mapping[Key, str | None], grades: Mapping[Key, Grade]) -> None:
+        """Completions become items, all at once."""
+        for key, grade in grades.items():
+            fields = asdict(self.ungraded.pop(key))
+            self.items[key] = Item(**fields, gold=golds[key], answer=answers[key], verdict=grade.verdict, reward=grade.reward)
+        lines = [json.dumps(asdict(self.items[key]), ensure_ascii=False, default=str) for key in sorted(self.items)]
+        write_text(self.folder / "items.jsonl", "".join(line + "\n" for line in lines))
+        if not self.ungraded:
+            (self.folder / "completions.jsonl").unlink(missing_ok=True)
+
+    def called(self, **numbers: float) -> None:
+        append_line(self.folder / "calls.jsonl", numbers)
+
+    def calls(self) -> list[dict]:
+        return read_lines(self.folder / "calls.jsonl")
+
+    def _settle(self, question: dict[str, Any]) -> None:
+        """Take the folder for this question, or refuse where it holds another."""
+        path = self.folder / "evaluation.json"
+        known = json.loads(path.read_text()) if path.exists() else {**question, "benches": {}}
+        there, asked = flat({**known, "benches": {}}), flat({**question, "benches": {}})
+        for name, settings in question["benches"].items():
+            if name in known["benches"]:
+                there |= flat({name: known["benches"][name]})
+                asked |= flat({name: settings})
+        for key in [*asked, *there]:
+            if there.get(key) != asked.get(key):
+                was, now = there.get(key), asked.get(key)
+                raise SparseRLError(f"{self.folder} holds an evaluation with {key} = {was}, not {now}; choose another folder with --out.")
+        write_text(path, json.dumps({**question, "benches": {**known["benches"], **question["benches"]}}, indent=1) + "\n")
+
+
+def read(kind: type[Completion], path: Path) -> list:
+    try:
+        return [kind(**line) for line in read_lines(path)]
+    except TypeError as error:
+        raise SparseRLError(f"{path} is not of this version ({error}); choose another folder with --out.") from error
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found = {}
+    for key, value in values.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: value}
+    return found
+
+
+def _drop_torn_line(path: Path) -> None:
+    """What a kill left of a line that was being written."""
+    if path.exists() and not (text := path.read_bytes()).endswith(b"\n") and text:
+        write_text(path, text[: text.rfind(b"\n") + 1].decode())
+
+
+def shares(items: Sequence[Item]) -> dict[tuple[str, int], float]:
+    """Of every problem, the share of its completions that are right."""
+    right: dict[tuple[str, int], list[bool]] = {}
+    for item in items:
+        right.setdefault((item.bench, item.index), []).append(item.right)
+    return {problem: sum(found) / len(found) for problem, found in sorted(right.items())}

@@ -1,0 +1,169 @@
+"""From what the command line says to evaluations in folders: models x caches, on the same problems."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import tasks
+from ..errors import SparseRLError, whole
+from ..metrics import write_text
+from ..models import encode, load_model
+from ..rollout import Engine, Sampling
+from ..tasks.benchmarks import Benchmark
+from .ask import Exam, ask, fingerprint, items_of
+from .cache import Cache
+from .results import Item, Results
+from .summary import Summary
+
+ENDLESS = 256  # problems asked of a task that has no end
+OWN_TASK = {"samples": 1, "max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0}  # where nothing is said and no protocol published
+PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # of the seven benchmarks; samples and new tokens are their own
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked, of whichever model on whichever cache. None: as published, or as usual."""
+
+    benches: Sequence[str]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # benchmark -> options of its task
+    data: str | None = None  # the folder of the benchmarks' files
+    template: str | None = None
+    samples: int | None = None
+    limit: int | None = None  # problems of each benchmark
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    rows: int = 64
+    dtype: str | None = None
+
+    def __post_init__(self):
+        given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
+        whole(**{name: value for name, value in given.items() if value is not None})
+        if not self.benches or len(set(self.benches)) < len(self.benches):
+            raise SparseRLError(f"--bench is {','.join(self.benches)!r}; name one or more benchmarks or tasks, each once, with commas.")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A model on a cache."""
+
+    model: str
+    cache: Cache
+    rule: str  # what the cache keeps
+    folder: Path
+    summaries: list[Summary]
+    items: list[Item]
+    tokens_per_second: float  # of the engine runs
+    cache_bytes: int  # allocated
+
+    @property
+    def accuracy(self) -> float:
+        """The mean of its benchmarks."""
+        return statistics.fmean(summary.accuracy for summary in self.summaries)
+
+    def to_dict(self) -> dict[str, Any]:
+        speed = {"tokens_per_second": self.tokens_per_second, "cache_bytes": self.cache_bytes}
+        about = {"model": self.model, "cache": self.cache.label, "rule": self.rule, "accuracy": self.accuracy}
+        return {**about, **speed, "benches": [asdict(summary) for summary in self.summaries]}
+
+
+def evaluate(
+    name: str,
+    caches: Sequence[Cache],
+    asked: Asked,
+    folder: Callable[[Cache], Path],
+    say: Callable[[str], None],
+    progress: bool = False,
+) -> Iterator[Evaluated]:
+    """One model on one cache after the other. What is in their folders already is not sampled again."""
+    with ExitStack() as stack:
+        found = {bench: task_of(bench, asked) for bench in asked.benches}  # mistakes in their names before a model is loaded
+        model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
+        template = choose_template(asked.template, getattr(model.config, "sparse_rl_template", None), tokenizer, say)
+        exams = []
+        for bench, (task, options) in found.items():
+            if isinstance(task, Benchmark):
+                options = {"template": template, **options}
+                task = tasks.make(bench, **options).held_out()
+            stack.callback(task.close)
+            exams.append(make_exam(bench, task, options, asked, say))
+        if asked.max_new_tokens is None:
+            exams = fitted(exams, model, tokenizer, say)
+        for cache in caches:
+            engine = Engine(model, cache.make(), cache.budget or 512, cache.interval or 128, asked.rows)
+            question = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+            question |= {"cache": cache.to_dict(), "seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
+            results = Results(folder(cache), question)
+            summaries = ask(engine, tokenizer, exams, asked.seed, results, progress)
+            calls = results.calls()
+            done = Evaluated(
+                model=name,
+                cache=cache,
+                rule=engine.compressor.rule(),
+                folder=results.folder,
+                summaries=summaries,
+                items=[item for exam in exams for item in items_of(exam, results)],
+                tokens_per_second=sum(c["tokens"] for c in calls) / max(sum(c["seconds"] for c in calls), 1e-9),
+                cache_bytes=max((c["cache_bytes"] for c in calls), default=0),
+            )
+            write_text(results.folder / "summary.json", json.dumps(done.to_dict(), indent=1) + "\n")
+            for exam in exams:
+                if exam.task.last_error:
+                    say(f"grading failed in {exam.name} ({exam.task.last_error[:300]}); such completions count as wrong, under ungraded.")
+            yield done
+
+
+def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
+    """(the problems that training does not see, the options they were made with)"""
+    options = dict(asked.options.get(bench, {}))
+    if asked.data is not None and issubclass(tasks.TASKS.get(bench, tasks.Task), Benchmark):
+        options = {"folder": asked.data, **options}
+    return tasks.make(bench, **options).held_out(), options
+
+
+def choose_template(asked: str | None, trained: str | None, tokenizer, say: Callable[[str], None]) -> str:
+    """How benchmarks are asked: as told, as in training, or in the tokenizer's chat template where it has one."""
+    if asked is not None and trained is not None and asked != trained:
+        say(f"the prompts are in the template {asked}, but this model was trained with {trained}; accuracy may suffer.")
+    return asked or trained or ("chat" if tokenizer.chat_template is not None else "plain")
+
+
+def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, say: Callable[[str], None]) -> Exam:
+    usual = dict(OWN_TASK)
+    if isinstance(task, Benchmark):
+        usual |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
+    how = {key: value if getattr(asked, key) is None else getattr(asked, key) for key, value in usual.items()}
+    count = task.num_prompts
+    limit = min(asked.limit or count or ENDLESS, count or asked.limit or ENDLESS)
+    prompts = task.sample(0, limit)
+    if task.skipped:
+        say(f"{bench}: {sum(task.skipped.values())} rows were left out: {'; '.join(task.skipped_rows)}")
+    return Exam(
+        name=bench,
+        task=task,
+        prompts=prompts,
+        samples=how["samples"],
+        sampling=Sampling(how["max_new_tokens"], how["temperature"], top_p=how["top_p"]),
+        options={key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"},
+    )
+
+
+def fitted(exams: Sequence[Exam], model, tokenizer, say: Callable[[str], None]) -> list[Exam]:
+    """The published lengths, or what the model has room for after the longest prompt of all."""
+    longest, context = max(len(encode(tokenizer, p.text)) for exam in exams for p in exam.prompts), model.config.max_position_embeddings
+    if longest >= context:
+        raise SparseRLError(f"a prompt has {longest:,} tokens, but this model was made for {context:,} positions; use another model.")
+    found = []
+    for exam in exams:
+        new = exam.sampling.max_new_tokens
+        if new > context - longest:
+            say(f"{exam.name}: {context - longest:,} new tokens instead of {new:,}; this model has no positions for more.")
+        found.append(replace(exam, sampling=replace(exam.sampling, max_new_tokens=min(new, context - longest))))
+    return found

@@ -1,0 +1,111 @@
+"""What is said of a benchmark: numbers of its items, and the table people read. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plan import size
+from ..statistics import interval, pass_at_k
+from .results import Item, shares
+
+UNGRADED = ("timeout", "error", "bad gold")  # worth 0, but nobody knows
+
+
+@dataclass(frozen=True)
+class Summary:
+    bench: str
+    problems: int
+    samples: int  # completions of each
+    accuracy: float  # Avg@samples, which estimates Pass@1: the share of completions that are right
+    low: float  # of its 95 % interval
+    high: float
+    pass_at: dict[int, float]  # k -> the chance that one of k is right
+    reward: float
+    length: float  # tokens sampled
+    truncated: float  # shares of completions
+    loops: float
+    no_answer: float
+    timeouts: int  # completions that could not be judged, and why
+    errors: int
+    bad_golds: int
+    entries: float  # KV entries that a query found: the mean of all completions
+    peak_entries: float  # of the completion that had most
+    tokens_saved: float  # 1 - entries in use at the end / tokens
+    kv_bytes: float  # of the same entries
+    peak_kv_bytes: float
+
+    @property
+    def ungraded(self) -> int:
+        return self.timeouts + self.errors + self.bad_golds
+
+
+def summarize(items: Sequence[Item], samples: int, bytes_per_entry: int) -> Summary:
+    """Of the items of one benchmark; every problem has `samples` of them."""
+    by_problem = list(shares(items).values())
+    if len(items) != samples * len(by_problem):
+        raise ValueError(f"{len(items)} items of {len(by_problem)} problems are not {samples} for each")
+    low, high = interval(by_problem, samples)
+    right = [round(share * samples) for share in by_problem]
+    verdicts = [item.verdict for item in items]
+
+    def mean(values) -> float:
+        return statistics.fmean(map(float, values))
+
+    return Summary(
+        bench=items[0].bench,
+        problems=len(by_problem),
+        samples=samples,
+        accuracy=mean(by_problem),
+        low=low,
+        high=high,
+        pass_at={k: pass_at_k(right, samples, k) for k in powers_up_to(samples)},
+        reward=mean(item.reward for item in items),
+        length=mean(item.tokens for item in items),
+        truncated=mean(item.finish == "length" for item in items),
+        loops=mean(item.loop for item in items),
+        no_answer=mean(verdict == "no answer" for verdict in verdicts),
+        timeouts=verdicts.count("timeout"),
+        errors=verdicts.count("error"),
+        bad_golds=verdicts.count("bad gold"),
+        entries=mean(item.entries for item in items),
+        peak_entries=max(item.peak_entries for item in items),
+        tokens_saved=1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items),
+        kv_bytes=bytes_per_entry * mean(item.entries for item in items),
+        peak_kv_bytes=bytes_per_entry * max(item.peak_entries for item in items),
+    )
+
+
+def powers_up_to(samples: int) -> list[int]:
+    """1, 2, 4, ... and samples itself."""
+    return sorted({samples, *(2**i for i in range(samples.bit_length()))})
+
+
+COLUMNS = {  # heading -> what it says of a summary
+    "benchmark": lambda s: s.bench,
+    "problems": lambda s: f"{s.problems:,} x {s.samples}" if s.samples > 1 else f"{s.problems:,}",
+    "accuracy (95 %)": lambda s: f"{s.accuracy:.1%} ({s.low:.1%} to {s.high:.1%})",
+    "pass@k": lambda s: f"{s.pass_at[s.samples]:.1%}" if s.samples > 1 else "-",
+    "length": lambda s: f"{s.length:,.0f}",
+    "cut": lambda s: f"{s.truncated:.1%}",
+    "loops": lambda s: f"{s.loops:.1%}",
+    "no answer": lambda s: f"{s.no_answer:.1%}",
+    "ungraded": lambda s: str(s.ungraded),
+    "KV mean": lambda s: size(s.kv_bytes),
+    "KV peak": lambda s: size(s.peak_kv_bytes),
+    "KV tokens saved": lambda s: f"{s.tokens_saved:.1%}",
+}
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """A line per benchmark, and their mean where there are several."""
+    rows = [list(COLUMNS), *([tell(s) for tell in COLUMNS.values()] for s in summaries)]
+    if len(summaries) > 1:
+        rows.append(["mean", "", f"{statistics.fmean(s.accuracy for s in summaries):.1%}", *([""] * (len(COLUMNS) - 3))])
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)
