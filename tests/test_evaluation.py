@@ -164,6 +164,274 @@ def test_a_killed_command_goes_on(tmp_path, number):
     assert 6 <= kept.count(b"\n") < 128  # it was killed in the middle
     assert run(*words, "--out", killed).exit_code == 0 == run(*words, "--out", whole).exit_code
     assert (killed / "items.jsonl").read_bytes() == (whole / "items.jsonl").read_bytes()
+    items = {(i["index"], i["sample"]): i["text"] for i in lines(killed / "items.jsonl")}
+    early = [json.loads(line) for line in kept.split(b"\n")[:-1]]
+    assert all(items[c["index"], c["sample"]] == c["text"] for c in early)
+    calls = lines(killed / "calls.jsonl")
+    assert len(calls) == (1 if number == signal.SIGKILL else 2)  # a killed call cannot say what it took
+    sampled_later = sum(i["tokens"] for i in lines(killed / "items.jsonl")) - sum(c["tokens"] for c in early)
+    assert calls[-1]["tokens"] == sampled_later
+
+
+def test_a_torn_line_is_forgotten(tmp_path):
+    asked_again(tmp_path, [exam()])
+    whole = (tmp_path / "items.jsonl").read_bytes()
+    written = [{k: v for k, v in i.items() if k not in ("gold", "answer", "verdict", "reward")} for i in lines(tmp_path / "items.jsonl")]
+    (tmp_path / "items.jsonl").unlink()
+    text = "".join(json.dumps(w) + "\n" for w in written[:7])
+    (tmp_path / "completions.jsonl").write_text(text[:-20])
+    asked_again(tmp_path, [exam()])
+    assert (tmp_path / "items.jsonl").read_bytes() == whole
+
+
+def test_another_question_needs_another_folder(tmp_path):
+    asked_again(tmp_path, [exam()], seed=1)
+    with pytest.raises(SparseRLError, match=r"holds an evaluation with seed = 1, not 2; choose another folder with --out\."):
+        asked_again(tmp_path, [exam()], seed=2)
+    with pytest.raises(SparseRLError, match=r"sums.max_new_tokens = 40, not 41"):
+        asked_again(tmp_path, [exam(new=41)], seed=1)
+    with pytest.raises(SparseRLError, match=r"sums.options.count = None, not 3"):
+        asked_again(tmp_path, [Exam("sums", tasks.make("sums"), [], 1, Sampling(40), {"count": 3})], seed=1)
+    other = exam()
+    changed = Exam("sums", other.task, [tasks.Prompt("1+1=", 2, 0), *other.prompts[1:]], 2, other.sampling)
+    with pytest.raises(SparseRLError, match=r"completions of another problem 0 of sums \('.*', not '1\+1='\)"):
+        asked_again(tmp_path, [changed], seed=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SparseRLError, match="is a file; results need a folder"):
+        asked_again(tmp_path / "file", [exam()])
+
+
+def test_other_weights_are_another_model():
+    model, _ = load_model("tiny-sums")
+    before = fingerprint(model)
+    assert before == fingerprint(load_model("tiny-sums")[0])
+    model.lm_head.weight.data[-1, -1] += 1e-3
+    assert fingerprint(model) != before != fingerprint(load_model("tiny-sums", "bfloat16")[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def test_a_summary_is_what_its_items_say():
+    right = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1]]
+    verdicts = iter(["timeout", "error", "bad gold", "no answer", "no answer"])
+    items = [
+        item(index=i, sample=s, right=bool(r), tokens=10 * i + s, entries=float(i), peak_entries=float(i + s), loop=i == 1)
+        for i, row in enumerate(right)
+        for s, r in enumerate(row)
+    ]
+    wrong = [k for k, i in enumerate(items) if not i.right][:5]
+    for k in wrong:
+        items[k] = Item(**{**vars(items[k]), "verdict": next(verdicts), "finish": "length"})
+    found = summarize(items, 4, 100)
+    assert found.accuracy == 10 / 20 and (found.low, found.high) == interval([sum(r) / 4 for r in right], 4)
+    for k in (1, 2, 4):  # of all ways to choose k of a problem's completions
+        chances = [[any(chosen) for chosen in itertools.combinations(row, k)] for row in right]
+        assert found.pass_at[k] == pytest.approx(sum(sum(c) / len(c) for c in chances) / 5)
+    assert list(found.pass_at) == [1, 2, 4]
+    assert (found.timeouts, found.errors, found.bad_golds, found.ungraded, found.no_answer) == (1, 1, 1, 3, 0.1)
+    assert (found.truncated, found.loops, found.entries, found.peak_entries) == (0.25, 0.2, 2.0, 7.0)
+    assert (found.kv_bytes, found.peak_kv_bytes) == (200.0, 700.0)
+    assert found.length == sum(10 * i + s for i in range(5) for s in range(4)) / 20
+    with pytest.raises(ValueError, match="19 items of 5 problems are not 4 for each"):
+        summarize(items[1:], 4, 100)
+
+
+def evaluated(model: str, cache: Cache, items: list[Item]) -> Evaluated:
+    benches = list(dict.fromkeys(i.bench for i in items))
+    summaries = [summarize([i for i in items if i.bench == b], Counter((i.bench, i.index) for i in items)[b, 0], 1) for b in benches]
+    return Evaluated(model, cache, "", Path(), summaries, items, 10.0, 0)
+
+
+def test_models_and_caches_are_compared_on_the_same_problems():
+    outcomes = {  # of eight problems
+        ("a", "dense"): "11110000",
+        ("a", "rkv"): "10100100",
+        ("b", "dense"): "11111000",
+        ("b", "rkv"): "11111100",
+    }
+    found = [
+        evaluated(model, Cache(name, 8 if name == "rkv" else None), [item(index=i, right=r == "1", answer=r) for i, r in enumerate(row)])
+        for (model, name), row in outcomes.items()
+    ]
+    cells = {(c.model, c.cache): c for c in cross(found)}
+    assert list(cells) == [("a", "dense"), ("b", "dense"), ("a", "rkv 8"), ("b", "rkv 8")]
+    assert cells["a", "dense"].cost is None is cells["a", "dense"].better is cells["a", "rkv 8"].better
+    cost = cells["a", "rkv 8"].cost
+    assert cost.mean == -1 / 8 and cost.p == mcnemar(1, 2)
+    assert cells["b", "rkv 8"].cost.mean == 1 / 8
+    assert cells["b", "dense"].better.mean == 1 / 8 and cells["b", "dense"].better.p == mcnemar(1, 0) == 1.0
+    better = cells["b", "rkv 8"].better
+    assert better.mean == 3 / 8 and better.p == mcnemar(3, 0) == 0.25
+    assert cells["a", "rkv 8"].same_verdict == 5 / 8 == cells["a", "rkv 8"].same_answer
+    assert cells["a", "rkv 8"].tokens_saved == pytest.approx(0.1) and cells["a", "rkv 8"].accuracy == 3 / 8
+
+
+def test_several_benchmarks_are_also_pooled():
+    def both(first: str, second: str) -> list[Item]:
+        return [item(bench, i, right=r == "1") for bench, row in (("sums", first), ("more", second)) for i, r in enumerate(row)]
+
+    found = [evaluated("a", Cache("dense"), both("110", "1")), evaluated("a", Cache("rkv", 8), both("100", "0"))]
+    cells = {(c.bench, c.cache): c for c in cross(found)}
+    assert cells[ALL, "dense"].accuracy == 3 / 4 and cells[ALL, "rkv 8"].accuracy == 1 / 4
+    assert cells[ALL, "rkv 8"].cost.mean == -1 / 2 and cells["sums", "rkv 8"].cost.mean == pytest.approx(-1 / 3)
+
+
+def test_pairs_are_problems_with_all_their_completions():
+    first = [item(index=i, sample=s, right=(i + s) % 3 == 0) for i in range(9) for s in range(2)]
+    second = [item(index=i, sample=s, right=i % 2 == 0) for i in range(9) for s in range(2)]
+    a, b = shares(first), shares(second)
+    assert difference(first, second) == paired(list(a.values()), list(b.values()))
+    assert difference(first, second[4:]) == paired(list(a.values())[2:], list(b.values())[2:])
+    assert agreement(second, first)[0] == sum(((i + s) % 3 == 0) == (i % 2 == 0) for i in range(9) for s in range(2)) / 18
+    assert agreement([item(answer=None)], [item(answer=None)]) == (1.0, None)
+
+
+def test_caches_of_a_comparison():
+    found = caches(["rkv", "dense", "beacon:8", "snapkv"], [16, 32], 4, {"protect_prompt": True})
+    assert [c.label for c in found] == [
+        "dense",
+        "rkv 16 protect_prompt=True",
+        "rkv 32 protect_prompt=True",
+        "beacon:8",
+        "snapkv 16 protect_prompt=True",
+        "snapkv 32 protect_prompt=True",
+    ]
+    assert found[0].make().name == "dense" and found[1].make().protect_prompt and found[1].interval == 4
+    with pytest.raises(SparseRLError, match="has no dense cache to compare with; add dense"):
+        caches(["rkv"], [16], 4, {})
+    with pytest.raises(SparseRLError, match="none of dense, rkv has a parameter 'snks'"):
+        caches(["dense", "rkv"], [16], 4, {"snks": 3})
+
+
+# ------------------------------------------------------------------------------------------------------------ how it is asked
+
+
+class WithChat:
+    chat_template = "{{ messages }}"
+
+
+class WithoutChat:
+    chat_template = None
+
+
+@pytest.mark.parametrize(
+    "asked, trained, tokenizer, used, warned",
+    [
+        (None, None, WithChat, "chat", False),
+        (None, None, WithoutChat, "plain", False),
+        (None, "qwen-boxed", WithChat, "qwen-boxed", False),
+        ("qwen-boxed", "qwen-boxed", WithChat, "qwen-boxed", False),
+        ("abel", None, WithoutChat, "abel", False),
+        ("chat", "qwen-boxed", WithChat, "chat", True),
+    ],
+)
+def test_prompts_are_asked_as_in_training(asked, trained, tokenizer, used, warned):
+    said = []
+    assert choose_template(asked, trained, tokenizer, said.append) == used
+    assert bool(said) == warned and (not warned or "in the template chat, but this model was trained with qwen-boxed" in said[0])
+
+
+QUESTIONS = [("What is 1 + 1?", "1 and 1\n#### 2"), ("What is 2 + 3?", "#### 5"), ("What is 10 - 3?", "#### 7")]
+
+
+@pytest.fixture
+def gsm8k(tmp_path) -> Path:
+    """Three rows in the form of the published file."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"question": question, "answer": answer, "idx": i} for i, (question, answer) in enumerate(QUESTIONS)]
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_benchmark_is_asked_as_published_where_nothing_is_said(tmp_path, gsm8k):
+    said = []
+    asked = Asked(["gsm8k"], {"gsm8k": {"subset": True}}, data=str(gsm8k), rows=2)
+    (done,) = evaluate("tiny-sums", [Cache("dense")], asked, lambda cache: tmp_path / cache.folder, said.append)
+    settings = json.loads((tmp_path / "dense" / "evaluation.json").read_text())["benches"]["gsm8k"]
+    model, _ = load_model("tiny-sums")
+    longest = max(i.prompt_tokens for i in done.items)
+    room = model.config.max_position_embeddings - longest
+    assert settings["temperature"] == 0.8 and settings["top_p"] == 0.95 and settings["max_new_tokens"] == room < 8192
+    assert any(f"{room:,} new tokens instead of 8,192" in line for line in said)
+    assert settings["options"] == {"template": "plain", "subset": True}  # the folder may move
+    assert [i.prompt for i in done.items] == [question for question, _ in QUESTIONS]
+    assert [i.gold for i in done.items] == ["2", "5", "7"]
+
+
+def test_the_template_of_training_is_kept_with_the_model(tmp_path, gsm8k):
+    model, tokenizer = load_model("tiny-sums")
+    model.config.sparse_rl_template = "qwen-boxed"
+    save_model(tmp_path / "model", model, tokenizer)
+    words = [tmp_path / "model", "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--max-new-tokens", 4, "--rows", 2]
+    done = run(*words, "--out", tmp_path / "same")
+    assert done.exit_code == 0 and "trained with" not in done.stderr, done.exception
+    assert all(i["prompt"].startswith("<|im_start|>") for i in lines(tmp_path / "same" / "items.jsonl"))
+    done = run(*words, "--template", "plain", "--out", tmp_path / "other")
+    assert "in the template plain, but this model was trained with qwen-boxed" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def test_eval_prints_and_writes(tmp_path):
+    words = ["tiny-sums", "--bench", "sums,countdown", *SMALL, *SPARSE, "--sums.count", 3, "--out", tmp_path / "x"]
+    done = run(*words)
+    assert done.exit_code == 0, done.exception
+    title, heads, first, second, mean = done.stdout.splitlines()
+    assert title.startswith("tiny-sums, rkv 24 (") and title.endswith(f"tokens/s: {tmp_path / 'x'}")
+    assert heads.split()[:2] == ["benchmark", "problems"] and first.split()[:4] == ["sums", "10", "x", "2"]
+    assert (second.split()[0], mean.split()[0]) == ("countdown", "mean")
+    numbers = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert json.loads(run(*words, "--json").stdout) == numbers
+    assert numbers["model"] == "tiny-sums" and numbers["cache"] == "rkv 24"
+    sums, countdown = numbers["benches"]
+    assert sums["problems"] == 10 and sums["pass_at"].keys() == {"1", "2"} and countdown["accuracy"] == 0.0
+    asked = json.loads((tmp_path / "x" / "evaluation.json").read_text())
+    assert asked["benches"]["sums"]["options"] == {"count": 3} and asked["cache"]["budget"] == 24 and asked["seed"] == 3
+
+
+def test_the_folder_has_a_name_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for more in ([], SPARSE):
+        done = run("tiny-sums", "--bench", "sums", "--limit", 2, "--max-new-tokens", 8, *more)
+        assert done.exit_code == 0, done.exception
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("evals/*/*")) == ["evals/tiny-sums/dense", "evals/tiny-sums/rkv-24"]
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.sources, self.text = 0, [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.rows += tag == "tr"
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_compare(tmp_path):
+    model, tokenizer = load_model("tiny-sums")
+    model.lm_head.weight.data.mul_(0.5)  # a worse one
+    save_model(tmp_path / "other", model, tokenizer)
+    words = ["--compare", "tiny-sums", tmp_path / "other", "--bench", "sums,countdown", "--compressors", "dense,rkv,snapkv"]
+    words += ["--budgets", "24,32", "--interval", 4, *SMALL, "--sums.count", 3, "--out", tmp_path / "x"]
+    done = run(*words)
+    assert done.exit_code == 0, done.exception
+    folders = {str(p.parent.relative_to(tmp_path / "x")) for p in tmp_path.glob("x/*/*/items.jsonl")}
+    assert len(folders) == 10 and {f"tiny-sums/{c}" for c in ("dense", "rkv-24", "rkv-32", "snapkv-24", "snapkv-32")} < folders
+    parsed = Page()
+    parsed.feed((tmp_path / "x" / "compare.html").read_text())
+    assert parsed.rows == 3 * (1 + 10)  # three tables: a heading, five caches of two models
+    assert len(parsed.sources) == 1 and parsed.sources[0].startswith("data:image/png;base64,")  # nothing outside the page
+    assert (tmp_path / "x" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert "39 tests" in "".join(parsed.text)  # 8 + 5 of each table
+    cells = json.loads(run(*words, "--json").stdout)
+    assert len(cells) == 30 and {c["bench"] for c in cells} == {"sums", "countdown", ALL}
+    worse = next(c for c in cells if c["bench"] == "sums" and c["cache"] == "dense" and c["better"])
     other = next(name for name in folders if "other" in name).split("/")[0]
     items = {name: lines(tmp_path / "x" / name / "dense" / "items.jsonl") for name in ("tiny-sums", other)}
     means = [sum(i["reward"] >= 1 for i in found if i["bench"] == "sums") / 20 for found in items.values()]
