@@ -53,8 +53,9 @@ def eval_(
     from .evaluation.run import Asked, evaluate
     from .evaluation.summary import table
 
-    models, options, own = split(arguments, context, [name.strip() for name in bench.split(",") if name.strip()])
-    asked = Asked(list(options), options, data, template, samples, limit, max_new_tokens, temperature, top_p, seed, rows, dtype)
+    benches = names(bench, "--bench")
+    models, options, own = split(arguments, context, benches)
+    asked = Asked(benches, options, data, template, samples, limit, max_new_tokens, temperature, top_p, seed, rows, dtype)
     if compare:
         chosen = caches(names(compressors, "--compressors"), whole_numbers(budgets, "--budgets"), interval, own)
     else:
@@ -74,9 +75,11 @@ def eval_(
                 folder = (lambda cache, where=where: where / cache.folder) if compare or out is None else (lambda cache, where=where: where)
                 for done in evaluate(model, chosen, asked, folder, say, progress=sys.stderr.isatty()):
                     found.append(done)
-                    if not as_json:
-                        typer.echo(f"{done.model}, {done.cache.label} ({done.rule}), {done.tokens_per_second:,.0f} tokens/s: {done.folder}")
-                        typer.echo(table(done.summaries))
+                    speed = f"{done.tokens_per_second:,.0f} tokens/s"
+                    if compare:
+                        say(f"{done.model}, {done.cache.label}: {done.accuracy:.1%}, {speed}")
+                    elif not as_json:
+                        typer.echo(f"{done.model}, {done.cache.label} ({done.rule}), {speed}: {done.folder}\n{table(done.summaries)}")
     except KeyboardInterrupt:
         say(f"stopped; what was finished is in {root}, and the same command goes on.")
         raise typer.Exit(130) from None
@@ -87,7 +90,7 @@ def eval_(
     cells = cross(found)
     how = f"{', '.join(asked.benches)}; seed {seed}; interval {interval}; `sparse-rl {' '.join(sys.argv[1:])}`"
     paths = write(cells, root, how)
-    typer.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]) if as_json else f"\n{text(cells)}\n\n{' '.join(map(str, paths))}")
+    typer.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]) if as_json else f"{text(cells)}\n\n{' '.join(map(str, paths))}")
 
 
 def split(arguments: list[str], context: typer.Context, benches: list[str]) -> tuple[list[str], dict[str, dict], dict]:

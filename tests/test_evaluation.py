@@ -499,7 +499,7 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, arguments, message):
     assert not list(tmp_path.rglob("items.jsonl"))
 
 
-@pytest.mark.parametrize("bench, message", [("sums,sums", "each once"), (",", "name one or more"), ("smus", "did you mean 'sums'")])
+@pytest.mark.parametrize("bench, message", [("sums,sums", "each once"), (",", "name at least one"), ("smus", "did you mean 'sums'")])
 def test_mistakes_in_benchmarks_get_a_sentence(tmp_path, monkeypatch, bench, message):
     monkeypatch.chdir(tmp_path)
     done = run("tiny-sums", "--bench", bench)

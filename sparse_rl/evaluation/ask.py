@@ -77,8 +77,8 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
         nonlocal sampled
         exam, i = asked[trajectory.prompt_index]
         text = tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True)
-        results.add(completion(exam.name, i, texts[trajectory.prompt_index], text, trajectory))
         sampled += len(trajectory.response_tokens)
+        results.add(completion(exam.name, i, texts[trajectory.prompt_index], text, trajectory))
 
     try:
         engine.generate(ids, sampling=exams[0].sampling, seed=seed, progress=progress, on_finish=save, samples=wanted)

@@ -99,7 +99,9 @@ def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, floa
 
 def told(d: Difference | None) -> str:
     """+1.2 (-0.3 to +2.8), p = 0.12, in percentage points"""
-    return "" if d is None else f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p = {d.p:.2g}"
+    if d is None:
+        return ""
+    return f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p {'< 0.001' if d.p < 0.001 else f'= {d.p:.2g}'}"
 
 
 def share(value: float | None) -> str:
@@ -125,9 +127,11 @@ def columns(cells: Sequence[Cell]) -> dict:
 
 
 def rows_of(bench: str, cells: Sequence[Cell]) -> list[list[str]]:
-    """The table of a benchmark, headings first."""
-    heads = columns(cells)
-    return [list(heads), *([tell(c) for tell in heads.values()] for c in cells if c.bench == bench)]
+    """The table of a benchmark, headings first; without columns that say nothing."""
+    mine = [c for c in cells if c.bench == bench]
+    told = {heading: [tell(c) for c in mine] for heading, tell in columns(cells).items()}
+    full = {heading: column for heading, column in told.items() if any(column)}
+    return [list(full), *map(list, zip(*full.values()))]
 
 
 def text(cells: Sequence[Cell]) -> str:

@@ -14,7 +14,7 @@ from .compare import ALL, Cell, rows_of
 
 STYLE = """
 :root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 96rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
@@ -60,6 +60,8 @@ def panel(axis, bench: str, cells: Sequence[Cell]) -> None:
     models = list(dict.fromkeys(c.model for c in cells))
     names = list(dict.fromkeys(c.cache.split()[0] for c in cells if c.budget is not None))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
+    nearest = min((b / a for a, b in zip(budgets, budgets[1:])), default=2.0)
+    curves = max(len(models) * len(names) - 1, 1)
     for number, model in enumerate(models):
         style = ("-", "--", ":", "-.")[number % 4]
         before = f"{Path(model).name}, " if len(models) > 1 else ""
@@ -68,7 +70,7 @@ def panel(axis, bench: str, cells: Sequence[Cell]) -> None:
                 (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name), key=lambda c: c.budget
             )
             error = [[c.accuracy - c.low for c in line], [c.high - c.accuracy for c in line]]
-            x = [c.budget * 1.02 ** (i + len(names) * number) for c in line]  # side by side
+            x = [c.budget * nearest ** (0.3 * ((i + len(names) * number) / curves - 0.5)) for c in line]  # side by side
             axis.errorbar(x, [c.accuracy for c in line], error, marker="o", linestyle=style, color=f"C{i}", capsize=2, label=before + name)
         for i, c in enumerate(c for c in cells if c.model == model and c.budget is None):
             color = "black" if c.cache == "dense" else f"C{len(names) + i}"

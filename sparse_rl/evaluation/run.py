@@ -47,7 +47,7 @@ class Asked:
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
         whole(**{name: value for name, value in given.items() if value is not None})
         if not self.benches or len(set(self.benches)) < len(self.benches):
-            raise SparseRLError(f"--bench is {','.join(self.benches)!r}; name one or more benchmarks or tasks, each once, with commas.")
+            raise SparseRLError(f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, with commas.")
 
 
 @dataclass(frozen=True)
