@@ -6,8 +6,9 @@
     python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png                 # of all seeds
 
 Runs are `sparse-rl train countdown-beacons` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a run that was
-stopped goes on. An evaluation that is in points.jsonl is not made again. The teacher's own curve comes from its length: capped at n
-tokens its dense cache ends at n entries, and what it had not answered by then counts as wrong.
+stopped goes on. An evaluation that is in points.jsonl is not made again, unless its run has gone on since: then the newer one counts.
+The teacher's own curve comes from its length: capped at n tokens its dense cache ends at n entries, and what it had not answered by
+then counts as wrong.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def last_checkpoint(folder: Path) -> Path:
     return find_checkpoints(folder / "checkpoints")[-1][1]
 
 
+def steps_of(folder: Path) -> int:
+    return int(last_checkpoint(folder).name.removeprefix("step-"))
+
+
 def train(args, kind: str, **keys) -> None:
     from sparse_rl.run import train as start
 
@@ -94,7 +99,8 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
             curve = kind if len(sizes) == 1 else f"{kind}, any c"
             for chunk in sizes:
                 yield curve, f"c = {chunk}", folder, {"compressor": "beacon", "chunk": chunk}
-            for threshold in THRESHOLDS if len(sizes) > 1 else ():
+            doubled = {2**i for i in range(1, 32) if 2**i <= max(sizes)}  # where the rule may end a chunk
+            for threshold in THRESHOLDS if doubled <= set(sizes) else ():
                 how = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
                 yield f"{kind}, by surprise", f"{threshold} nats", folder, how
     for name, budget in itertools.product(FREE, STUDIES[args.study].budgets):
@@ -103,17 +109,17 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
 
 def points(args) -> None:
     file = args.out / "points.jsonl"
-    known = read(file)
-    done = {(row["seed"], row["curve"], row["label"]) for row in known}
+    done = {(row["seed"], row["curve"], row["label"], row.get("steps")) for row in read(file)}
     end = time.perf_counter() + 60 * args.minutes
     with file.open("a") as lines:
-        if not any(row["seed"] == args.seed and row["curve"] == "teacher" for row in known):
+        if not any((args.seed, "teacher", str(cap), steps_of(run_folder(args, "joint"))) in done for cap in STUDIES[args.study].caps):
             for row in capped(args):
                 lines.write(json.dumps(row) + "\n")
         for curve, label, folder, how in wanted(args):
-            if (args.seed, curve, label) in done or time.perf_counter() > end:
+            steps = steps_of(next(parent.parent for parent in folder.parents if parent.name == "checkpoints"))
+            if (args.seed, curve, label, steps) in done or time.perf_counter() > end:
                 continue
-            row = {"seed": args.seed, "curve": curve, "label": label, **evaluate(args, folder, dict(how))}
+            row = {"seed": args.seed, "curve": curve, "label": label, "steps": steps, **evaluate(args, folder, dict(how))}
             print(f"{curve}, {label}: {row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s", flush=True)
             lines.write(json.dumps(row) + "\n")
             lines.flush()
@@ -165,6 +171,7 @@ def capped(args) -> Iterator[dict]:
             "seed": args.seed,
             "curve": "teacher",
             "label": str(cap),
+            "steps": steps_of(run_folder(args, "joint")),
             "accuracy": statistics.mean(map(float, answered)),
             "entries": statistics.mean(entries),
             "length": statistics.mean(lengths),
@@ -178,8 +185,17 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.open()] if file.exists() else []
 
 
+def newest(rows: list[dict]) -> list[dict]:
+    """One row of every setting and seed, seed by seed within a setting."""
+    latest = {(row["curve"], row["label"], row["seed"]): row for row in rows}
+    return sorted(latest.values(), key=lambda row: row["seed"])
+
+
 def area(points: list[tuple[float, float]], low: float, high: float) -> float:
-    """The mean, over cache sizes from `low` to `high`, of the best accuracy that no more entries give. points: (entries, accuracy)"""
+    """The mean, over cache sizes from `low` to `high`, of the best accuracy that no more entries give: steps, not lines between points.
+
+    points: (entries, accuracy)
+    """
     inside = sorted({low, high, *(x for x, _ in points if low < x < high)})
     best = [max((y for x, y in points if x <= left), default=0.0) for left in inside[:-1]]
     return sum(y * (right - left) for y, left, right in zip(best, inside, inside[1:])) / (high - low)
@@ -187,8 +203,8 @@ def area(points: list[tuple[float, float]], low: float, high: float) -> float:
 
 def curves(rows: list[dict]) -> dict[str, dict[str, list[dict]]]:
     """curve -> label -> the rows of all seeds."""
-    found: dict[str, dict[str, list[dict]]] = {}
-    for row in rows:
+    found: dict[str, dict[str, list[dict]]] = {row["curve"]: {} for row in rows}
+    for row in newest(rows):
         found.setdefault(row["curve"], {}).setdefault(row["label"], []).append(row)
     return found
 
@@ -204,7 +220,7 @@ def table(rows: list[dict]) -> str:
             for label, group in ordered
         ]
         by_seed: dict[int, list[tuple[float, float]]] = {}
-        for row in (row for row in rows if row["curve"] == curve):
+        for row in (row for row in newest(rows) if row["curve"] == curve):
             by_seed.setdefault(row["seed"], []).append((row["entries"], row["accuracy"]))
         areas = [area(found, low, high) for _, found in sorted(by_seed.items())]
         many = f" ({', '.join(f'{a:.2f}' for a in areas)})" if len(areas) > 1 else ""

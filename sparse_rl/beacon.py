@@ -91,8 +91,10 @@ def beacon_of(model: nn.Module) -> BeaconEmbedding | None:
 
 
 def check_chunk(chunk: int) -> None:
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 2:
-        raise SparseRLError(f"a beacon stands for {chunk!r} tokens; it must be a whole number from 2 on (with 1 it would save nothing).")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or not 2 <= chunk < 2**31:
+        raise SparseRLError(
+            f"a beacon stands for {chunk!r} tokens; it must be a whole number from 2 on (with 1 it would save nothing), below 2^31."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ where beacons stand
@@ -185,6 +187,10 @@ def load_beacon(source: str | Path, model: nn.Module) -> nn.Module:
         with safe_open(path, framework="pt") as file:
             about, vector = file.metadata() or {}, file.get_tensor("beacon")
         chunks, position, vocabulary = tuple(json.loads(about["chunks"])), about["position"], int(about["vocabulary"])
+        for chunk in chunks:
+            check_chunk(chunk)
+        if position not in POSITIONS:
+            raise ValueError(f"its position is {position!r}, not one of {', '.join(POSITIONS)}")
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise SparseRLError(f"{path} is damaged ({error}); copy it again from where the model was trained.") from error
     embedding = model.get_input_embeddings()

@@ -59,7 +59,7 @@ def eval_(
     if compare:
         chosen = caches(names(compressors, "--compressors"), whole_numbers(budgets, "--budgets"), interval, own)
     else:
-        chosen = [Cache.of(compressor, budget, interval, own | of_beacons(compressor, chunk, threshold))]
+        chosen = [Cache.of(compressor, budget, interval, of_beacons(compressor, own, chunk, threshold))]
     if not models or (len(models) > 1 and not compare):
         raise SparseRLError(f"{len(models)} models are named; give one, or several with --compare.")
 
@@ -115,14 +115,17 @@ def split(arguments: list[str], context: typer.Context, benches: list[str]) -> t
     return models, options, own
 
 
-def of_beacons(compressor: str, chunk: int | None, threshold: float | None) -> dict:
+def of_beacons(compressor: str, own: dict, chunk: int | None, threshold: float | None) -> dict:
+    """The compressor's options, with those that beacons have as options of the command."""
     found = {name: value for name, value in (("chunk", chunk), ("threshold", threshold)) if value is not None}
-    if found and compressor.partition(":")[0] != "beacon":
-        name, value = next(iter(found.items()))
-        raise SparseRLError(
-            f"--{name} {value} is for beacons, but the compressor is {compressor}; leave it away, or use --compressor beacon."
-        )
-    return found
+    for name, value in found.items():
+        if compressor.partition(":")[0] != "beacon":
+            raise SparseRLError(
+                f"--{name} {value} is for beacons, but the compressor is {compressor}; leave it away, or use --compressor beacon."
+            )
+        if name in own:
+            raise SparseRLError(f"--{name} {value} and --compressor.{name} {own[name]} say the same thing; give it once.")
+    return own | found
 
 
 def names(text: str, option: str) -> list[str]:

@@ -96,6 +96,23 @@ def test_only_students_move_and_the_gradient_is_that_of_one_batch():
         assert (a["model.embed_tokens.beacon"] - beacon_of(Student(teacher, (4,), StudentSettings([4]), OPTIMIZER, 0).model).beacon).any()
 
 
+def test_a_step_is_that_of_the_mean_kl_and_warms_up():
+    """The gradient's norm computed again; AdamW's first step has the size of the learning rate, of which warm-up takes a tenth."""
+    teacher, sampled = copy.deepcopy(tiny("llama")), rolled(tiny("llama"))
+    how, optimizer = StudentSettings([4], lr=1e-3), OptimizerSettings(lr=0.5, weight_decay=0.0, warmup_steps=10)
+    students, again = Students(teacher, how, optimizer), Student(teacher, (4,), how, optimizer, 0)
+    rows, prompts = torch.arange(len(sampled.lengths)), sampled.mask.int().argmax(1)
+    kl = again.kl(again.lay_out(sampled.tokens, prompts, sampled.lengths, [0] * len(rows)), seen(teacher, sampled, rows), 1.0)
+    assert len(kl) == sampled.mask.sum()
+    kl.mean().backward()
+    norm = torch.stack([p.grad.norm() for p in again.model.parameters()]).norm().item()
+    before = beacon_of(students.every[0].model).beacon.detach().clone()
+    metrics = students.learn(teacher, sampled, minibatches=1, step=0)
+    assert metrics["student/c4/grad_norm"] == pytest.approx(norm, rel=1e-4) and metrics["student/c4/kl"] == pytest.approx(kl.mean().item())
+    moved = (beacon_of(students.every[0].model).beacon.detach() - before).abs()
+    assert moved.median().item() == pytest.approx(1e-4, rel=1e-2)
+
+
 def test_students_learn_what_their_teacher_says():
     teacher, sampled = copy.deepcopy(tiny("llama")), rolled(tiny("llama"))
     students = Students(teacher, StudentSettings([4], lr=3e-3), OPTIMIZER)
@@ -302,7 +319,24 @@ def test_what_students_are_given(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sparse_rl.held_out, "fitting_engine", lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a)
     )
+    at_sampling, learn, generate = [], Students.learn, Engine.generate
+
+    def weights(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+    def sampling(self, *a, **k):
+        at_sampling.append((self.model, weights(self.model)))
+        return generate(self, *a, **k)
+
+    def learning(self, teacher, *a):
+        sampled_by = [before for model, before in at_sampling if model is teacher][-1]
+        assert all(map(torch.equal, weights(teacher), sampled_by))  # its update comes after its students'
+        return learn(self, teacher, *a)
+
+    monkeypatch.setattr(Engine, "generate", sampling)
+    monkeypatch.setattr(Students, "learn", learning)
     trainer = train(recipe(rollout={"temperature": 0.7}, run={"steps": 2}), tmp_path / "run", show=False)
+    assert not all(map(torch.equal, weights(trainer.model), at_sampling[0][1]))
     assert {t for *_, t in calls} == {0.7} and {id(model) for _, model, _ in calls} == {id(trainer.model)}
     assert all(student.optimizer.how.lr == 1e-3 for student, *_ in calls) and trainer.learner.optimizer.how.lr == 1e-4
     streams = [stream for _, several in laid for stream in several]
@@ -346,4 +380,3 @@ def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeyp
 def test_distillation_between_views_is_refused_with_beacons():
     with pytest.raises(SparseRLError, match=r"rollouts with beacons have no dense one; use learn.method: shadow"):
         recipe(student={"chunks": []}, rollout={"compressor": "beacon:4"}, learn={"method": "smd"})
-

@@ -29,8 +29,8 @@ class Beacon(Compressor):
     def __init__(self, *, chunk: int = 16, threshold: float | None = None):
         super().__init__()
         check_chunk(chunk)
-        if threshold is not None and not 0 < threshold < math.inf:
-            raise SparseRLError(f"beacon: the threshold is {threshold}; it must be a positive number of nats, or none for equal chunks.")
+        if threshold is not None and not (isinstance(threshold, (int, float)) and 0 < threshold < math.inf):
+            raise SparseRLError(f"beacon: the threshold is {threshold!r}; it must be a positive number of nats, or none for equal chunks.")
         self.chunk, self.threshold = chunk, threshold
         self.interval = chunk
 

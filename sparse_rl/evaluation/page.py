@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def panel(axis, bench: str, cells: Sequence[Cell]) -> None:
     models = list(dict.fromkeys(c.model for c in cells))
     names = list(dict.fromkeys(c.cache.split()[0] for c in cells if c.budget is not None))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
-    nearest = min((b / a for a, b in zip(budgets, budgets[1:])), default=2.0)
+    nearest = min((b / a for a, b in itertools.pairwise(budgets)), default=2.0)
     curves = max(len(models) * len(names) - 1, 1)
     for number, model in enumerate(models):
         style = ("-", "--", ":", "-.")[number % 4]
