@@ -304,7 +304,7 @@ def options_of(context: typer.Context) -> list[tuple[str, str]]:
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, presets, recipes or keys")]) -> None:
+def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, templates, presets, recipes or keys")]) -> None:
     """List what can be named in commands and recipes."""
     from .lists import LISTS
 
