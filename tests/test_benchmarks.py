@@ -13,6 +13,7 @@ import pytest
 from test_math import write
 
 from sparse_rl.errors import SparseRLError
+from sparse_rl.lists import LISTS
 from sparse_rl.tasks import TASKS, Grade, Prompt, make
 from sparse_rl.tasks.benchmarks import BENCHMARKS, FOLDER, SOURCES
 from sparse_rl.tasks.equality import how_graded, readings, tidy
@@ -56,6 +57,12 @@ def test_templates_by_hand():
         assert template_of(other) is None, other
     with pytest.raises(SparseRLError, match=re.escape("there is no template 'qwen'; did you mean 'qwen-boxed'? Known: plain, chat,")):
         dress(QUESTION, "qwen")
+
+
+def test_templates_and_benchmarks_are_listed():
+    assert [name for name, _ in LISTS["templates"]()] == list(TEMPLATES)
+    ideas = dict(LISTS["tasks"]())
+    assert all(ideas[source.name] == source.idea for source in SOURCES)
 
 
 def test_the_template_of_a_task(tmp_path):
@@ -359,6 +366,7 @@ TABLE = [  # form of which benchmark, gold, completion, grade
     ("math500", "6 - 5i", box("6 + 5i"), W),
     ("olympiadbench", r"$2^{1009}$", box(r"2 \cdot 2^{1008}"), R),
     ("olympiadbench", r"$2^{1009}$", box(r"2^{1008}"), W),
+    ("olympiadbench", r"$2^{2016}$", box(r"4^{1008}"), R),
     ("olympiadbench", r"$\frac{n(n+1)}{2}$", box(r"\frac{n^2+n}{2}"), R),
     ("olympiadbench", r"$\frac{n(n+1)}{2}$", box(r"\frac{n^2-n}{2}"), W),
     # percent

@@ -131,8 +131,8 @@ def _close(gold: Any, value: Any) -> bool:
     """Whether small numbers agree in what 6 decimals do not show; percentages may be written as numbers."""
     if not all(getattr(number, "is_number", False) and number.is_real for number in (gold, value)):
         return True
-    size = abs(float(gold))
-    return size >= SMALL or any(abs(float(value) * scale - float(gold)) <= 5e-4 * size for scale in (1, 0.01, 100))
+    size = abs(gold.evalf())  # not a float: 2^{2016} has none
+    return bool(size >= SMALL) or any(bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in (1, 0.01, 100))
 
 
 def _one_to_one(ours: list[str], theirs: list[str]) -> bool:
