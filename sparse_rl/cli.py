@@ -215,7 +215,7 @@ app.command("eval", context_settings=_WITH_OVERRIDES)(eval_)
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, presets, recipes or keys")]) -> None:
+def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, templates, presets, recipes or keys")]) -> None:
     """List what can be named in commands and recipes."""
     from .lists import LISTS
 

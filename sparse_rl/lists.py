@@ -23,6 +23,12 @@ def tasks() -> list[tuple[str, ...]]:
     return describe()
 
 
+def templates() -> list[tuple[str, ...]]:
+    from .tasks.templates import TEMPLATES
+
+    return [(name, template.idea) for name, template in TEMPLATES.items()]
+
+
 def presets() -> list[tuple[str, ...]]:
     from dataclasses import fields
 
@@ -50,4 +56,4 @@ def keys() -> list[tuple[str, ...]]:
     return table_of_keys()
 
 
-LISTS = {"compressors": compressors, "tasks": tasks, "presets": presets, "recipes": recipes, "keys": keys}
+LISTS = {"compressors": compressors, "tasks": tasks, "templates": templates, "presets": presets, "recipes": recipes, "keys": keys}

@@ -126,6 +126,8 @@ class Trainer:
         recipe = self.recipe
         if self.task.skipped:
             self.view.say(f"sparse-rl: {sum(self.task.skipped.values())} rows were left out: {'; '.join(self.task.skipped_rows)}")
+        if self.task.duplicates:
+            self.view.say(f"sparse-rl: {self.task.duplicates} rows repeat the prompt of an earlier one, and were kept")
         with self.view, stoppable():
             try:
                 while True:

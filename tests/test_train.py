@@ -351,6 +351,7 @@ def test_graders_that_raise_hang_or_die_cost_their_completions_only(tmp_path, ca
 def test_unreadable_rows_and_empty_labels_are_counted(tmp_path, capsys):
     rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(30)]
     rows[5]["label"] = ""
+    rows[7] = rows[8]
     lines = [json.dumps(row) for row in rows]
     lines[9] = '{"prompt": "3+'
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
@@ -360,7 +361,8 @@ def test_unreadable_rows_and_empty_labels_are_counted(tmp_path, capsys):
     train(settings, tmp_path / "run", show=False)
     evaluated, learned, _ = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert learned["data/skipped/count"] == 2 and evaluated["eval/dense/accuracy"] == 0 and evaluated["eval/dense/ungraded"] == 0
-    assert "2 rows were left out" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "2 rows were left out" in said and "1 rows repeat the prompt of an earlier one, and were kept" in said
 
 
 def test_everything_rejected_goes_on_without_an_update(tmp_path):

@@ -55,6 +55,8 @@ class Task:
     grading_limits: ClassVar[Limits] = Limits()  # of these
     skipped: ClassVar[dict[str, int]] = {}  # reason -> rows of the data that could not be used
     skipped_rows: ClassVar[list[str]] = []  # the first few of them
+    duplicates: int = 0  # rows of the data with the prompt of an earlier one; they are kept
+    template: str | None = None  # the name in TEMPLATES of the form that the prompts have; None: a form of their own
     last_error: str | None = None  # the first thing that went wrong in a reward; for the caller to show, once
 
     _made: tuple[str, dict] | None = None  # name and options
@@ -70,6 +72,10 @@ class Task:
     def judge(self, prompt: Prompt, text: str) -> Grade:
         """The reward with its verdict; for tasks that can say more than the reward tells."""
         return verdict_of(self.reward(prompt, text))
+
+    def extracted(self, text: str) -> str | None:
+        """The answer that a completion gives, for people to read; None where it gives none."""
+        return final_answer(text)
 
     def solution(self, prompt: Prompt) -> str:
         """A worked solution that earns the full reward, for warm-up."""

@@ -1,14 +1,16 @@
 r"""Is this boxed answer the reference answer? Strings first, then mathematics.
 
 1. `last_boxed`: the last `\boxed{...}` of a completion whose braces balance.
-2. Tidied strings that are equal are right; so are words that differ in case, spacing or punctuation only.
+2. Tidied strings that are equal are right; so are words that differ in case, spacing or punctuation only, and times of day.
 3. Otherwise math-verify reads both and compares their values: fractions, sets, intervals, matrices, percentages, units left out.
 
-Where a string ends in something like a unit (`3t` may be three tonnes), it is read both with and without it, and one agreement is enough.
-A reference that is neither words nor readable is a "bad gold": then only an equal string can be right.
+Where a string ends in something like a unit (`3t` may be three tonnes), it is read both with and without it, and one agreement is enough;
+but a letter at the end of a reference (`6m`) is algebra. A reference that is neither words nor readable is a "bad gold": then only an equal
+string can be right; `how_graded` says which of the three it is.
 
-Omits answers longer than 1,000 characters, which are wrong unread; times of day, which are read as ratios; tolerance: numbers must agree to
-6 decimals.
+math-verify alone would take any order for that of a tuple, `-2` for `-2,-2`, 52 in base 9 for 52 in base 8, and 5e-24 for 4.6e-24: these
+are checked here. Omits answers longer than 1,000 characters, which are wrong unread; which unit it is; the case of letters (`R` is `r`);
+tolerance: numbers must agree to 6 decimals, small ones also to 3 digits.
 """
 
 from __future__ import annotations
@@ -16,16 +18,25 @@ from __future__ import annotations
 import logging
 import re
 from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
 from ..errors import SparseRLError
 
 LONGEST = 1000  # characters of an answer that is read; the longest reference in the usual data has about 200
+SMALL = 0.01  # below it 6 decimals are too coarse
 
 _WORD_STYLE = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox)\s*"
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*)")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", flags=re.DOTALL)
 _ENDING = re.compile(r"(?<!\\right)(?:\\[,;:! ]|[.,;:\s])+\Z")
 _TEXT = re.compile(_WORD_STYLE + r"\{([^{}]*)\}")
+_BARE_UNIT = re.compile(r"(?:(?<=[\d}])\s*([mcdk]m)|(?:\\[;,:]|~)\s*(m))\s*(\^\s*(?:[23]|\{[23]\}))\Z")  # 20 cm^2, 576\pi\;m^2
+_BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_LIST = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\.|.", flags=re.DOTALL)
+_TIME = re.compile(r"(0?[1-9]|1[0-2])(?::([0-5]\d))?\s*(?:([ap])\.?\s*m\.?)?", flags=re.IGNORECASE)
+_GREATER = re.compile(r">|\\gt(?![a-z])|\\g(?:eqslant|eq|e)(?![a-z])|≥")
 
 
 def last_boxed(text: str) -> str | None:
@@ -46,15 +57,18 @@ def last_boxed(text: str) -> str | None:
 
 def tidy(expression: str) -> str:
     r"""The expression without what does not change its value: dollar signs, `\text` around all of it, full stops."""
+    expression = re.sub(r"(?<=[\w}])\$\s*([A-Za-z]{3,})\W*\Z", r"$\\text{ \1}", expression)  # $145$ dollars:
     expression = expression.replace("\\$", "").replace("$", "").replace("\n", " ").strip()
-    expression = re.sub(r",\s*\\!\s*", "", expression)  # 29,\!322
+    expression = re.sub(r"\A(?:\\q?quad\s*)+", "", expression)
+    expression = re.sub(r",\s*\\!\s*", "", expression).replace("\\!", "")  # 29,\!322
     expression = _ENDING.sub("", expression)
     if wholly := _TEXT.fullmatch(expression):
         expression = _ENDING.sub("", wholly[1].strip())
     expression = re.sub(r"^(\\approx|≈|=)\s*", "", expression)
     expression = re.sub(r"(\d)\.(?!\d)", r"\1", expression)  # 1./3
     expression = re.sub(r"\\([dt]?frac)\s*(\\[a-zA-Z]+)\s*(\d)", r"\\\1{\2}{\3}", expression)  # \frac\pi2
-    return re.sub(r"(?<![\w}])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}", expression)  # 4.5e33
+    expression = re.sub(r"(?<![\w}])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}", expression)  # 4.5e33
+    return _BARE_UNIT.sub(r"\\text{ \1\2}\3", expression)
 
 
 def verdict(gold: str, answer: str) -> str:
@@ -68,22 +82,150 @@ def verdict(gold: str, answer: str) -> str:
         return "right"
     if _is_words(gold, expected) or (_WHOLE.fullmatch(expected) and _WHOLE.fullmatch(given)):
         return "wrong"  # whole numbers, the commonest case, need no mathematics
-    values = readings(expected)
-    if not values:
+    if _is_time(expected):
+        hour, minute, half = time_of_day(expected)
+        return "right" if time_of_day(given) in ((hour, minute, half), (hour, minute, None)) else "wrong"
+    if not readings(expected):
         return "bad gold"
-    return "right" if _math_verify().verify(list(values), list(readings(given)), timeout_seconds=None) else "wrong"
+    return "right" if _same(expected, given) else "wrong"
+
+
+def how_graded(gold: str) -> str:
+    """What makes a reference right against itself: mathematics, words, or string only, if it cannot be read or differs from itself."""
+    expected = tidy(gold)
+    if _is_words(gold, expected) or _is_time(expected):
+        return "words"
+    return "mathematics" if readings(expected) and _same(expected, expected) else "string only"
+
+
+def _same(expected: str, given: str) -> bool:
+    """Whether two expressions have the same value. Lists of answers have no order, tuples do, and what a list repeats counts twice."""
+    ours, theirs = parts(expected), parts(given)
+    if len(ours) > 1 and _repeats(ours):
+        theirs = theirs if len(theirs) > 1 else parts(_inside(given, "()") or given)
+        return len(ours) == len(theirs) and _one_to_one(ours, theirs)
+    bases = _BASE.fullmatch(expected), _BASE.fullmatch(given)
+    if all(bases):
+        return bases[0].groups() == bases[1].groups()
+    if len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1:  # a tuple or an interval
+        if len(parts(_inside(given.replace("\\{", "{").replace("\\}", "}"), "{}") or "")) > 1:
+            return False  # a set is none
+        given = f"({given})" if len(theirs) > 1 else given
+    return _equal(expected, given)
+
+
+def _equal(expected: str, given: str) -> bool:
+    verify = _math_verify().verify
+    letter = re.search(r"(?<![A-Za-z\\])[A-Za-z]\Z", expected) is not None  # in a reference no unit
+    golds, values = readings(expected, units=not letter), readings(given)
+    if percent := re.fullmatch(r"(.*\d)\s*\\?%", expected):
+        golds += readings(percent[1])  # the sign is left out like a unit
+    return any(
+        verify([gold], [value], timeout_seconds=None, allow_set_relation_comp=True) and _close(gold, value)
+        for gold in golds
+        for value in values
+    )
+
+
+def _close(gold: Any, value: Any) -> bool:
+    """Whether small numbers agree in what 6 decimals do not show; percentages may be written as numbers."""
+    if not all(getattr(number, "is_number", False) and number.is_real for number in (gold, value)):
+        return True
+    size = abs(gold.evalf())  # not a float: 2^{2016} has none
+    return bool(size >= SMALL) or any(bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in (1, 0.01, 100))
+
+
+def _one_to_one(ours: list[str], theirs: list[str]) -> bool:
+    """Whether every part of one list has a partner of its own in the other; of equations the right sides count."""
+    left = [part.rpartition("=")[2] for part in theirs]
+    for part in ours:
+        partner = next((other for other in left if _equal(part.rpartition("=")[2], other)), None)
+        if partner is None:
+            return False
+        left.remove(partner)
+    return True
+
+
+def _repeats(listed: list[str]) -> bool:
+    values = [readings(part.rpartition("=")[2]) for part in listed]
+    return any(value and value in values[:i] for i, value in enumerate(values))
+
+
+def parts(expression: str) -> list[str]:
+    r"""The members of a list of answers: between commas, `and` and `or` that are in no brackets. `10,010` is one number."""
+    if _THOUSANDS.fullmatch(expression):
+        return [expression]
+    found, depth = [""], 0
+    for token in _LIST.findall(expression):
+        depth += (token[-1] in "([{") - (token[-1] in ")]}") if len(token) <= 2 else 0
+        if depth == 0 and (token == "," or len(token) > 2):
+            found.append("")
+        else:
+            found[-1] += token
+    return [part.strip() for part in found if part.strip()]
+
+
+def _inside(expression: str, *brackets: str) -> str | None:
+    """What is between the brackets around all of it, such as "()"; None where there are none."""
+    plain = re.sub(r"\\(left|right)\s*", "", expression)
+    depths = list(accumulate((c in "([{") - (c in ")]}") for c in plain))
+    return plain[1:-1] if plain[:1] + plain[-1:] in brackets and 0 not in depths[:-1] else None
+
+
+def time_of_day(expression: str) -> tuple[int, int, str | None] | None:
+    """Hour, minute and half of the day of `1:58 am`, `5 p.m.` or, without a half, `1:58`."""
+    found = _TIME.fullmatch(_TEXT.sub(r"\1", expression).replace("\\ ", " ").replace("~", " ").strip())
+    return (int(found[1]), int(found[2] or 0), found[3] and found[3].lower()) if found else None
+
+
+def _is_time(expression: str) -> bool:
+    """Whether it says which half of the day; `1:58` alone may be a ratio."""
+    moment = time_of_day(expression)
+    return moment is not None and moment[2] is not None
 
 
 @lru_cache(maxsize=4096)
-def readings(expression: str) -> tuple:
-    """The expression as sympy objects: with a unit at its end removed, and as it stands. Empty where it cannot be read."""
+def readings(expression: str, units: bool = True) -> tuple:
+    """The expression as sympy objects: with a unit at its end removed, if allowed, and as it stands. Empty where it cannot be read."""
     math_verify = _math_verify()
     found = []
-    for units in (True, False) if re.search(r"[A-Za-z}]\s*\Z", expression) else (True,):
-        for value in math_verify.parse(f"${expression}$", [_reader(units)], fallback_mode="no_fallback", parsing_timeout=None):
-            if value not in found:
+    ends_in_letters = re.search(r"[A-Za-z}]\s*\Z", expression)
+    for removed in (True, False) if units and ends_in_letters else (units,):
+        for value in math_verify.parse(f"${legible(expression)}$", [_reader(removed)], fallback_mode="no_fallback", parsing_timeout=None):
+            if value not in found and not _undefined(value):
                 found.append(value)
     return tuple(found)
+
+
+def _undefined(value: Any) -> bool:
+    """Whether there is a division by zero in it: then it was misread, and equal to nothing."""
+    import sympy
+
+    return value.has(sympy.zoo, sympy.nan) if hasattr(value, "has") else False
+
+
+def legible(expression: str) -> str:
+    r"""The expression in words that math-verify knows; what is written here in two ways means one thing."""
+    expression = re.sub(r"\b(?:np|math)\.(?=[a-z])", r"\\", expression)  # np.arcsin(x)
+    expression = re.sub(r"_\{\\(max|min|odot|oplus)\s*\}", r"_{\1}", expression)
+    expression = re.sub(r"(?<![A-Za-z\\])E_(?:\{(\w+)\}|(\w))", r"W_{E\1\2}", expression)  # an energy; E alone is Euler's number to it
+    expression = re.sub(r"\\gamma(?![A-Za-z])", r"\\varrho", expression)  # a variable; to it Euler's constant, and \gamma^2-1 infinite
+    expression = re.sub(r"\bC_(?:\{(\d+)\}|(\d))\^(?:\{(\d+)\}|(\d))", r"\\binom{\1\2}{\3\4}", expression)
+    expression = re.sub(r"(\\[dt]?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\[dt]?binom)", r"\1 \\cdot ", expression)  # to it a sum
+    expression = re.sub(r"\A[A-Za-z]\s*(?=\([^()\[\]]*\]\Z)", "", expression)  # t(0,4]
+    if found := re.fullmatch(r"\\\{\s*\w\s*(?:\||:|\\mid(?![a-z]))([^,;|]*(?:[<>]|\\[lg]e)[^,;|]*)\\\}", expression):
+        expression = found[1]  # {x | -2 <= x < 1}: the condition
+    return _forwards(expression)
+
+
+def _forwards(expression: str) -> str:
+    """A chain `b > a > c` as `c < a < b`."""
+    links = _GREATER.findall(expression)
+    if len(links) < 2 or re.search(r"<|\\l(?:e|eq|eqslant|t)(?![a-z])|≤", expression):
+        return expression
+    signs = ["<" if link in (">", r"\gt") else r"\leq " for link in reversed(links)]
+    terms = [term.strip() for term in reversed(_GREATER.split(expression))]
+    return "".join(f"{term} {sign} " for term, sign in zip(terms, [*signs, ""], strict=True)).strip()
 
 
 @lru_cache

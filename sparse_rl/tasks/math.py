@@ -4,6 +4,7 @@ A row is an object with a prompt and an answer. The prompt is a string or a list
 list of strings that are all wanted. `... #### 18` means 18, and `... \boxed{18} ...` means what is in the last box.
 
 Rows that cannot be used are skipped and counted (`skipped`, `skipped_rows`); a file of which more than a tenth cannot be used is refused.
+Rows that repeat a prompt are kept and counted (`duplicates`).
 Only the box is sent to the grading processes, so the length of a completion costs nothing. Omits partial credit and worked solutions.
 """
 
@@ -22,10 +23,12 @@ from typing import Any
 from ..errors import SparseRLError, whole
 from .base import Grade, Prompt, Task, register
 from .equality import last_boxed, tidy, verdict
+from .templates import dress, find, template_of
 from .verify import Limits
 
 TOLERATED = 0.1  # of a file's rows that may be unusable
 NAMED = 5  # unusable rows that are named
+FIRST = 5  # prompts that must agree in their template
 
 
 class Unusable(Exception):
@@ -46,6 +49,7 @@ class Math(Task):
         answer_in_box: bool = False,
         chat: bool = False,
         suffix: str = "",
+        template: str | None = None,  # a name in TEMPLATES; None: prompts stay as the file has them, but for chat and suffix
         holdout: int | str = 0,  # rows kept for held_out(), or "all"
         split: str = "train",
         seed: int = 0,
@@ -54,15 +58,23 @@ class Math(Task):
             whole(0, holdout=holdout)
         if split not in ("train", "held-out"):
             raise SparseRLError(f"math: split is {split!r}; it must be 'train' or 'held-out'.")
+        if template is not None and (chat or suffix):
+            raise SparseRLError(f"math: template {template!r} says what surrounds a question; leave chat and suffix away, or the template.")
         self.seed, self.holdout = seed, holdout
+        self._fields = prompt, answer, answer_in_box
         self.skipped: Counter[str] = Counter()  # reason -> rows
         self.skipped_rows: list[str] = []  # the first few, "file:line (reason)"
         rows = []
         for path in [] if files is None else [files] if isinstance(files, (str, os.PathLike)) else list(files):
-            rows += self._read(Path(path), prompt, answer, answer_in_box)
+            rows += self._read(Path(path))
         if files is not None and not rows:
             raise SparseRLError("math: files names no file; give at least one.")
-        rows = [(dress(text, suffix, chat), gold) for text, gold in rows]
+        if template is None:
+            rows = [(extended(text, suffix, chat), gold) for text, gold in rows]
+        else:
+            rows = [(dressed(text, template), gold) for text, gold in rows]
+        self.template = template or shared_template([text for text, _ in rows[:FIRST]])
+        self.duplicates = len(rows) - len({json.dumps(text) for text, _ in rows})
         self._splits = divide(rows, holdout, seed)
         self._prompts = self._splits["train"]
         if split == "held-out":
@@ -101,6 +113,9 @@ class Math(Task):
         found = verdict(prompt.answer, answer)
         return Grade(float(found == "right"), found)
 
+    def extracted(self, text: str) -> str | None:
+        return last_boxed(text)
+
     def excerpt(self, text: str) -> str:
         answer = last_boxed(text)
         return "" if answer is None else rf"\boxed{{{answer}}}"
@@ -111,14 +126,19 @@ class Math(Task):
     def spec(self) -> tuple[str, dict]:
         return ("math", {"files": None}) if type(self) is Math else super().spec()  # prompts bring their answers along
 
-    def _read(self, path: Path, prompt: str, answer: str, answer_in_box: bool) -> list[tuple[Any, str]]:
+    def problem(self, row: dict) -> tuple[str | list[dict], str]:
+        """Prompt and reference answer of a row; Unusable says why it has none."""
+        prompt, answer, answer_in_box = self._fields
+        return prompt_of(row, prompt), gold_of(row, answer, answer_in_box)
+
+    def _read(self, path: Path) -> list[tuple[Any, str]]:
         """The usable rows of a file, as (prompt, reference answer)."""
         usable, reasons, names = [], Counter(), Counter()
         for number, line in _lines(path):
             try:
                 row = parse_row(line)
                 names.update(list(row))
-                usable.append((prompt_of(row, prompt), gold_of(row, answer, answer_in_box)))
+                usable.append(self.problem(row))
             except Unusable as reason:
                 reasons[str(reason)] += 1
                 if len(self.skipped_rows) < NAMED:
@@ -202,7 +222,25 @@ def _one_gold(value: Any, name: str, in_box: bool) -> str:
     return text.rpartition("####")[2].strip()
 
 
-def dress(text: str | list[dict], suffix: str, chat: bool) -> str | list[dict]:
+def dressed(text: str | list[dict], template: str) -> str | list[dict]:
+    """The prompt in the form of a template: a question is dressed, a prompt that has this form already stays as it is."""
+    find(template)
+    form = template_of(text)
+    if form == template:
+        return text
+    if form is not None or isinstance(text, list):
+        has = f"have the form of the template {form!r}" if form else "are chat messages of another form"
+        raise SparseRLError(f"math: the prompts {has}, so they cannot be put in that of {template!r}; leave the option template away.")
+    return dress(text, template)
+
+
+def shared_template(prompts: list[str | list[dict]]) -> str | None:
+    """The template that all of them have the form of."""
+    names = {template_of(prompt) for prompt in prompts}
+    return names.pop() if len(names) == 1 else None
+
+
+def extended(text: str | list[dict], suffix: str, chat: bool) -> str | list[dict]:
     """The prompt as the model gets it: with the suffix, and as a chat message if asked for."""
     if isinstance(text, list):
         *before, last = text
