@@ -10,7 +10,9 @@ schedule.py, one decode step in decode.py, its capture in capture.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -28,7 +30,7 @@ from .decode import RowState, empty_trace
 from .fold import beacon_positions, check_beacon
 from .progress import ProgressBar
 from .sampling import Sampling
-from .schedule import Rollout
+from .schedule import OnTokens, Rollout
 
 _DECODERS = 4  # kept with their graphs, one for each way of sampling
 _USUAL_RESPONSE = 4096  # new tokens assumed when memory runs out before the first call has said how many
@@ -80,6 +82,7 @@ class Engine:
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
         self.waited = 0  # of all rows together: steps in which one was full and waited for the end of a round
+        self.calls = 0  # so far; a stream is cut off by the next
         self.keeps_state = on_gpu  # captured steps hold the addresses of what rows write down
         if self.compressor.evicts_response:
             capacity = self.compressor.capacity(0, 0)
@@ -149,58 +152,69 @@ class Engine:
         seed: int = 0,
         progress: bool = False,
         on_finish: Callable[[Trajectory], None] | None = None,
+        on_tokens: OnTokens | None = None,
+        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Trajectory]:
         """`group_size` completions of every prompt (lists of token ids), prompt by prompt.
 
-        `on_finish` is called with each trajectory the moment it is complete; it must not run the model. On Ctrl-C, what was finished
-        is in the `RolloutInterrupted` that is raised.
+        `on_finish` is called with each trajectory the moment it is complete; `on_tokens` with (prompt index, sample index, token ids)
+        whenever the host looks at the device, with what was sampled since: every token of a response once, in order. Neither may run the
+        model. On Ctrl-C, what was finished is in the `RolloutInterrupted` that is raised.
+
+        `samples` says of every prompt which members of its group are wanted, instead of `range(group_size)`. They are the completions
+        that a call for whole groups of the same prompts gives, so what an interrupted call left out can be asked for later.
         """
         sampling = sampling or Sampling()
         prompts = [_token_list(p) for p in prompts]
-        self._check(prompts, group_size, sampling)
-        if not prompts:
+        whole(group_size=group_size)
+        wanted = [list(range(group_size)) for _ in prompts] if samples is None else _sample_numbers(samples, len(prompts))
+        self._check(prompts, sampling)
+        if not any(wanted):
             return []
-        longest = max(map(len, prompts))
         finished: list[Trajectory] = []
-        try:
-            plan = self.plan(longest, sampling.max_new_tokens)
-            self.reserve(longest, sampling.max_new_tokens)
-            with (
-                torch.no_grad(),
-                evaluating(self.model),
-                use_attention(self.model, "slots"),
-                ProgressBar(progress, len(prompts) * group_size, self.cache) as bar,
-            ):
+        with (
+            self._call(max(map(len, prompts)), sampling.max_new_tokens, finished),
+            self._switched(),
+            ProgressBar(progress, sum(map(len, wanted)), self.cache) as bar,
+        ):
 
-                def deliver(trajectory: Trajectory) -> None:
-                    finished.append(trajectory)
-                    bar.update()
-                    if on_finish is not None:
-                        on_finish(trajectory)
+            def deliver(trajectory: Trajectory) -> None:
+                finished.append(trajectory)
+                bar.update()
+                if on_finish is not None:
+                    on_finish(trajectory)
 
-                try:
-                    rollout = Rollout(self, prompts, group_size, sampling, seed)
-                    rollout.run(deliver, bar)
-                    self.seconds, self.steps, self.waited = rollout.phases.seconds(), rollout.num_steps, rollout.num_waits
-                except BaseException:
-                    self._clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
-                    raise
-        except KeyboardInterrupt:
-            raise RolloutInterrupted(_in_order(finished)) from None
-        except NonFiniteLogits as error:
-            error.trajectories = _in_order(finished)
-            raise
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            explained = self._out_of_memory(plan, str(error))
-            explained.trajectories = _in_order(finished)
-            raise explained from error
-        finally:
-            if not self.keeps_state:
-                self.state = None
-                self.decoders.clear()
+            rollout = Rollout(self, prompts, wanted, sampling, seed, on_tokens)
+            rollout.run(deliver, bar)
+            self._note(rollout)
         return _in_order(finished)
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling | None = None, seed: int = 0) -> Iterator[list[int]]:
+        """The tokens of one completion as they are sampled, some at a time: those of `generate([prompt])`.
+
+        Nothing runs between two pieces, and the model is then as it was before, so it may be used; closing the iterator ends the rollout.
+        A later call of this engine takes its rows, and cuts the stream off.
+        """
+        sampling = sampling or Sampling()
+        prompts = [_token_list(prompt)]
+        self._check(prompts, sampling)
+        finished: list[Trajectory] = []
+        new: list[int] = []
+        with self._call(len(prompts[0]), sampling.max_new_tokens, finished) as call:
+            rollout = Rollout(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
+            rounds = rollout.rounds(finished.append)
+            while not finished:
+                if self.calls != call:
+                    raise SparseRLError(
+                        f"this stream was cut off after {rollout.num_tokens} tokens, because its engine was used for another call; "
+                        "read it to its end before, or use a second engine."
+                    )
+                with self._switched():
+                    next(rounds)
+                pieces, new[:] = new[:], []
+                if pieces:
+                    yield pieces
+            self._note(rollout)
 
     def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
         """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved since."""
@@ -216,13 +230,50 @@ class Engine:
             )
         return self.decoders[settings]
 
+    @contextmanager
+    def _call(self, prompt_tokens: int, new_tokens: int, finished: list[Trajectory]) -> Iterator[int]:
+        """Everything a call of that size needs, and its number. Errors take with them what was finished, and leave nothing behind."""
+        self.calls += 1
+        call, plan = self.calls, self.plan(prompt_tokens, new_tokens)
+        try:
+            try:
+                self.reserve(prompt_tokens, new_tokens)
+                yield call
+            except BaseException:
+                if self.calls == call:
+                    self._clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
+                raise
+        except KeyboardInterrupt:
+            raise RolloutInterrupted(_in_order(finished)) from None
+        except NonFiniteLogits as error:
+            error.trajectories = _in_order(finished)
+            raise
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            explained = self._out_of_memory(plan, str(error))
+            explained.trajectories = _in_order(finished)
+            raise explained from error
+        finally:
+            if not self.keeps_state and self.calls == call:
+                self.state = None
+                self.decoders.clear()
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        """The model as a rollout needs it."""
+        with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"):
+            yield
+
+    def _note(self, rollout: Rollout) -> None:
+        self.seconds, self.steps, self.waited = rollout.phases.seconds(), rollout.num_steps, rollout.num_waits
+
     def _clear(self) -> None:
         for cache in (self.cache, self.scratch):
             for tensor in cache.tensors if cache else ():
                 tensor.zero_()
 
-    def _check(self, prompts: list[list[int]], group_size: int, sampling: Sampling) -> None:
-        whole(group_size=group_size)
+    def _check(self, prompts: list[list[int]], sampling: Sampling) -> None:
         now = next(self.model.parameters())
         if self.cache is not None and (now.dtype, now.device) != (self.shape.dtype, self.cache.keys.device):
             raise SparseRLError(
@@ -316,6 +367,20 @@ def _token_list(prompt) -> list[int]:
     if isinstance(prompt, (str, int)):
         raise SparseRLError(f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first.")
     return prompt.tolist() if isinstance(prompt, Tensor) else [int(token) for token in prompt]
+
+
+def _sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[int]]:
+    """Which members of each prompt's group are wanted."""
+    if len(samples) != prompts:
+        raise SparseRLError(f"samples has {len(samples)} entries for {prompts} prompts; give each a list of numbers, empty if none is wanted.")
+    for i, numbers in enumerate(samples):
+        if not isinstance(numbers, Iterable):
+            raise SparseRLError(f"samples[{i}] is {numbers!r}; give a list of sample numbers, such as [{numbers!r}].")
+        for number, count in Counter(numbers).items():
+            whole(at_least=0, **{f"a number in samples[{i}]": number})
+            if count > 1:
+                raise SparseRLError(f"samples[{i}] asks {count} times for sample {number}, which is always the same; name it once.")
+    return [list(numbers) for numbers in samples]
 
 
 def _in_order(trajectories: list[Trajectory]) -> list[Trajectory]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ from .sampling import Sampling, sample
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+OnTokens = Callable[[int, int, list[int]], None]  # (prompt index, sample index, tokens just sampled)
 
 _DENSE_SPAN = 64  # rows that are not evicted are read in multiples of this many slots
 _TOGETHER = 64  # rows whose first tokens are sampled, or whose records are copied to the host, at a time
@@ -75,8 +77,17 @@ class Row:
 class Rollout:
     """One call of `Engine.generate`: what is waiting, what runs in which row."""
 
-    def __init__(self, engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, seed: int):
-        self.engine, self.sampling = engine, sampling
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        wanted: list[list[int]],
+        sampling: Sampling,
+        seed: int,
+        on_tokens: OnTokens | None = None,
+    ):
+        """`wanted`: of every prompt, the numbers of the samples to draw."""
+        self.engine, self.sampling, self.on_tokens = engine, sampling, on_tokens
         self.model, self.cache, self.scratch, self.compressor = engine.model, engine.cache, engine.scratch, engine.compressor
         self.capacity = engine.capacity  # slots at which a row is full
         self.device = self.cache.keys.device
@@ -85,7 +96,7 @@ class Rollout:
         self.decoder = engine.decoder(sampling, self.stop_ids)
         self.phases = Phases(self.device)
         self.row_counts = row_counts(engine.rows)
-        self.waiting = _queue(prompts, group_size, seed)
+        self.waiting = _queue(prompts, wanted, seed)
         self.ready: deque[Prefilled] = deque()
         self.ready_logits: Tensor  # [N, V] after the last token of the prompts in the scratch cache
         self.ready_trace: Tensor | None  # [N, L, H, P] of prompts, if some of them were compressed
@@ -95,8 +106,12 @@ class Rollout:
         self.num_waits = 0  # steps in which a row was full, over all rows
 
     def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
-        """Hand every trajectory to `deliver` the moment it is known to be finished."""
         start = time.perf_counter()
+        for _ in self.rounds(deliver):
+            bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
+
+    def rounds(self, deliver: Callable[[Trajectory], None]) -> Iterator[None]:
+        """Hand every trajectory to `deliver` the moment it is known to be finished; pause after every round."""
         self.state.begin(self.sampling.max_new_tokens, self.capacity)
         while self.waiting or self.ready or self.running:
             if self.admit():
@@ -105,7 +120,7 @@ class Rollout:
                 self.decode()
                 self.evict()
                 self.finish(deliver)
-            bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
+            yield
 
     def admit(self) -> bool:
         """Fork prefilled prompts into free rows; prefill the next ones when their groups are complete. -> whether any was admitted"""
@@ -210,6 +225,11 @@ class Rollout:
     def finish(self, deliver: Callable[[Trajectory], None]) -> None:
         """The one look at the device in a round. Collect the rows that are done; move the others together when the batch drains."""
         done, count = self.look()
+        if self.on_tokens is not None:
+            self.tell(count)
+        for row, sequence in self.running.items():
+            self.num_tokens += count[row] - sequence.count
+            sequence.count = count[row]
         ended = [row for row in self.running if done[row]]
         for part in [ended[i : i + _TOGETHER] for i in range(0, len(ended), _TOGETHER)]:
             collected = self.collect(part, [count[row] for row in part])
@@ -234,10 +254,18 @@ class Rollout:
                     f"the logits of {who} are not finite at step {count[row] - 1} (token {len(sequence.waiting.prompt) + count[row] - 1}); "
                     "look for NaN or infinite weights, or use bfloat16 or float32 instead of float16."
                 )
-        for row, sequence in self.running.items():
-            self.num_tokens += count[row] - sequence.count
-            sequence.count = count[row]
         return done, count
+
+    def tell(self, count: list[int]) -> None:
+        """Hand what was sampled since the last look to `on_tokens`. count: tokens sampled, of all rows"""
+        told = {row: sequence for row, sequence in self.running.items() if count[row] > sequence.count}
+        if not told:
+            return
+        rows, first = torch.tensor([(row, sequence.count) for row, sequence in told.items()], device=self.device).T[..., None]  # [N, 1]
+        most = max(count[row] - sequence.count for row, sequence in told.items())
+        place = (first + torch.arange(most, device=self.device)).clamp(max=self.state.tokens.shape[1] - 1)
+        for (row, sequence), tokens in zip(told.items(), self.state.tokens[rows, place].tolist(), strict=True):
+            self.on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens[: count[row] - sequence.count])
 
     def collect(self, rows: list[int], counts: list[int]) -> list[Trajectory]:
         """The trajectories of rows that are done."""
@@ -312,15 +340,19 @@ class Rollout:
             self.running[low] = self.running.pop(row)
 
 
-def _queue(prompts: list[list[int]], group_size: int, seed: int) -> deque[Waiting]:
-    """Random streams are keyed by (seed, prompt, how often it has occurred, sample number): repeated prompts differ."""
+def _queue(prompts: list[list[int]], wanted: list[list[int]], seed: int) -> deque[Waiting]:
+    """Random streams are keyed by (seed, prompt, how often it has occurred, sample number): repeated prompts differ.
+
+    A prompt of which nothing is wanted has occurred all the same.
+    """
     occurred: Counter[tuple[int, ...]] = Counter()
     queue = deque()
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, numbers) in enumerate(zip(prompts, wanted, strict=True)):
         occurrence = occurred[tuple(prompt)]
         occurred[tuple(prompt)] += 1
-        streams = deque((sample, stream_key(seed, prompt, occurrence, sample)) for sample in range(group_size))
-        queue.append(Waiting(i, prompt, stream_key(seed, prompt), streams))
+        streams = deque((sample, stream_key(seed, prompt, occurrence, sample)) for sample in numbers)
+        if streams:
+            queue.append(Waiting(i, prompt, stream_key(seed, prompt), streams))
     return queue
 
 
