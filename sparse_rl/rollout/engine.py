@@ -372,7 +372,9 @@ def _token_list(prompt) -> list[int]:
 def _sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[int]]:
     """Which members of each prompt's group are wanted."""
     if len(samples) != prompts:
-        raise SparseRLError(f"samples has {len(samples)} entries for {prompts} prompts; give each a list of numbers, empty if none is wanted.")
+        raise SparseRLError(
+            f"samples has {len(samples)} entries for {prompts} prompts; give each a list of numbers, empty if none is wanted."
+        )
     for i, numbers in enumerate(samples):
         if not isinstance(numbers, Iterable):
             raise SparseRLError(f"samples[{i}] is {numbers!r}; give a list of sample numbers, such as [{numbers!r}].")
