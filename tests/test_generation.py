@@ -428,6 +428,13 @@ def test_a_long_text_is_not_decoded_again_and_again(monkeypatch):
     assert max(asked) < 140
 
 
+def test_a_long_silence_loses_no_space(monkeypatch):
+    """A context without text would be the text's beginning, where SentencePiece writes no space."""
+    monkeypatch.setattr(generation, "_CONTEXT", 2)
+    text = TextPieces(FALLBACK)
+    assert "".join(text.add([token]) for token in [1, 1, 1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 3]) + text.rest() == "the the the the  thes"
+
+
 def test_a_models_characters_that_span_tokens_stream_alike():
     model = tiny("qwen2", vocab_size=300)
     for seed in range(5):
