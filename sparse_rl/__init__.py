@@ -22,6 +22,7 @@ _NAMES = {
     "SparseRLError": "errors",
     "Trace": "cache",
     "Trajectory": "records",
+    "generate": "generation",
     "load_model": "models",
     "read_trajectories": "records",
     "register": "compressors",

@@ -17,7 +17,7 @@ def python_blocks(path: str) -> list[str]:
 
 
 def test_the_readme_example_runs(capsys):
-    code, _ = python_blocks("README.md")
+    code, _, _ = python_blocks("README.md")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["trajectories"]) == 8
@@ -33,12 +33,26 @@ def test_the_readme_example_of_a_beacon_runs(tmp_path, monkeypatch, capsys):
     model, tokenizer = sparse_rl.load_model("tiny-sums")
     save_model(tmp_path / "models" / "student", add_beacon(model, (16,)), tokenizer)
     monkeypatch.chdir(tmp_path)
-    _, code = python_blocks("README.md")
+    _, code, _ = python_blocks("README.md")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     t = names["t"]
     assert int((t.tokens == t.beacon_id).sum()) == max(0, len(t.response_tokens) - 2) // 16
     assert capsys.readouterr().out.strip() == tokenizer.decode(t.response_tokens).strip()
+
+
+def test_the_readme_example_of_text_runs(capsys):
+    from sparse_rl import Engine, Sampling
+
+    *_, code = python_blocks("README.md")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    model, tokenizer, sums, answers = (names[name] for name in ("model", "tokenizer", "sums", "answers"))
+    engine = Engine(model, compressor="rkv", budget=40, interval=4)
+    expected = engine.generate([tokenizer.encode(text) for text in sums], sampling=Sampling(80, temperature=0.0))
+    assert answers == [tokenizer.decode(t.response_tokens, skip_special_tokens=True) for t in expected]
+    assert any((t.trace.evicted_at.long() < len(t.tokens)).any() for t in expected)  # it was a compressed cache
+    assert capsys.readouterr().out == answers[0]
 
 
 def test_the_evaluation_on_the_recipes_page_is_printed():

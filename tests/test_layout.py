@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "tasks": set(),
     "plan": {"cache", "compressors", "models"},
     "rollout": {"beacon", "cache", "kernels", "attention", "compressors", "records", "models", "plan"},
+    "generation": {"beacon", "compressors", "models", "rollout"},
     "learn": {"beacon", "cache", "attention", "records", "models"},
     "adapt": set(),
     "config": {"learn", "adapt"},
