@@ -75,6 +75,8 @@ class Trainer:
         )
         torch.manual_seed(recipe.run.seed)
         self.model, self.tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
+        if self.task.template:
+            self.model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
         self.reference = self._reference()
         if recipe.model.lora_rank:
             if beacon_of(self.model) is not None:
@@ -124,10 +126,8 @@ class Trainer:
 
     def run(self) -> None:
         recipe = self.recipe
-        if self.task.skipped:
-            self.view.say(f"sparse-rl: {sum(self.task.skipped.values())} rows were left out: {'; '.join(self.task.skipped_rows)}")
-        if self.task.duplicates:
-            self.view.say(f"sparse-rl: {self.task.duplicates} rows repeat the prompt of an earlier one, and were kept")
+        for line in tasks.notices(self.task, self.held_out):
+            self.view.say(f"sparse-rl: {line}")
         with self.view, stoppable():
             try:
                 while True:

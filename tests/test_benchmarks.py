@@ -200,7 +200,8 @@ def test_another_number_of_rows_is_refused_unless_it_is_meant(tmp_path):
 def test_the_answer_of_a_completion():
     assert make("math", files=None).extracted(r"\boxed{1} no, $\boxed{\frac{1}{2}}$. \boxed{3") == r"\frac{1}{2}"
     assert make("math", files=None).extracted("answer: 3") is None
-    assert make("sums").extracted("1+2\nanswer: 3 \n") == "3" and make("sums").extracted("3") is None
+    assert make("recall").extracted("so\nanswer: 3 \n") == "3" and make("recall").extracted("3") is None
+    assert make("sums").extracted("1+2=3;3+4=7") == "7" and make("sums").extracted("1+2=3;") is None
 
 
 # --------------------------------------------------------------------------------------------- references against themselves

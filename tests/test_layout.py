@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "checkpoint": {"beacon", "models"},
     "metrics": {"checkpoint"},
     "statistics": set(),
-    "evaluate": {"compressors", "statistics", "learn", "models", "records", "rollout", "tasks"},
+    "held_out": {"compressors", "learn", "models", "records", "rollout", "tasks"},
+    "evaluation": {"checkpoint", "compressors", "learn", "metrics", "models", "plan", "records", "rollout", "statistics", "tasks"},
 }
 
 

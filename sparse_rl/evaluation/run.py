@@ -143,8 +143,10 @@ def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, say: Ca
     count = task.num_prompts
     limit = min(asked.limit or count or ENDLESS, count or asked.limit or ENDLESS)
     prompts = task.sample(0, limit)
-    if task.skipped:
-        say(f"{bench}: {sum(task.skipped.values())} rows were left out: {'; '.join(task.skipped_rows)}")
+    for line in tasks.notices(task):
+        say(f"{bench}: {line}")
+    if isinstance(task, Benchmark) and len(prompts) < task.source.rows:
+        say(f"{bench}: {len(prompts):,} of its {task.source.rows:,} problems are asked.")
     return Exam(
         name=bench,
         task=task,

@@ -237,6 +237,18 @@ def make(name: str, **options) -> Task:
     return task
 
 
+def notices(task: Task, other: Task | None = None) -> list[str]:
+    """What should be known of a task's prompts; `other`: what is evaluated on besides."""
+    lines = []
+    if task.skipped:
+        lines.append(f"{sum(task.skipped.values())} rows were left out: {'; '.join(task.skipped_rows)}")
+    if task.duplicates:
+        lines.append(f"{task.duplicates} rows repeat the prompt of an earlier one, and were kept")
+    if other is not None and other.template != task.template:
+        lines.append(f"held-out prompts are in the template {other.template}, those of training in {task.template}; accuracy may suffer")
+    return lines
+
+
 def describe() -> list[tuple[str, str]]:
     """The names `make` takes, and what is behind them."""
     named = [(name, (cls.__doc__ or sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0]) for name, cls in TASKS.items()]

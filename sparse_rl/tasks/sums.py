@@ -35,5 +35,9 @@ class Sums(GeneratedTask):
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1 if the text ends in `=` and the right sum."""
+        found = self.extracted(text)
+        return float(found is not None and int(found) == sum(prompt.answer) and not found.startswith("0"))
+
+    def extracted(self, text: str) -> str | None:
         found = re.search(r"=(\d+)\Z", text)
-        return float(found is not None and int(found[1]) == sum(prompt.answer) and not found[1].startswith("0"))
+        return found[1] if found else None
