@@ -284,7 +284,8 @@ def test_pairs_are_problems_with_all_their_completions():
     assert difference(first, second) == paired(list(a.values()), list(b.values()))
     assert difference(first, second[4:]) == paired(list(a.values())[2:], list(b.values())[2:])
     assert agreement(second, first)[0] == sum(((i + s) % 3 == 0) == (i % 2 == 0) for i in range(9) for s in range(2)) / 18
-    assert agreement([item(answer=None)], [item(answer=None)]) == (1.0, None)
+    assert agreement([item(answer=None)], [item(answer=None)]) == (1.0, None, 1.0)
+    assert agreement([item(text="abxd"), item(sample=1, text="")], [item(text="abcde"), item(sample=1, text="a")])[2] == 0.2
 
 
 def test_caches_of_a_comparison():

@@ -6,6 +6,7 @@ is better on this cache (the second against the first). Both are paired: problem
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Cell:
     cost: Difference | None  # against its dense cache; None for that itself
     same_verdict: float | None  # share of completions judged as on the dense cache
     same_answer: float | None  # share of those with an answer there, that give the same
+    in_common: float | None  # how much of a completion there is repeated here before the two differ, on average
     better: Difference | None  # against the first model on this cache; None for that itself
     length: float
     tokens_saved: float
@@ -55,7 +57,7 @@ def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | N
     items = items_on(bench, e)
     by_problem = list(shares(items).values())
     low, high = interval(by_problem, round(len(items) / len(by_problem)))
-    verdicts, answers = agreement(items, items_on(bench, dense)) if dense else (None, None)
+    verdicts, answers, in_common = agreement(items, items_on(bench, dense)) if dense else (None, None, None)
     return Cell(
         bench=bench,
         model=e.model,
@@ -67,6 +69,7 @@ def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | N
         cost=difference(items_on(bench, dense), items) if dense else None,
         same_verdict=verdicts,
         same_answer=answers,
+        in_common=in_common,
         better=difference(items_on(bench, first), items) if first else None,
         length=statistics.fmean(item.tokens for item in items),
         tokens_saved=1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items),
@@ -85,13 +88,14 @@ def difference(first: Sequence[Item], second: Sequence[Item]) -> Difference:
     return paired([a[problem] for problem in both], [b[problem] for problem in both])
 
 
-def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, float | None]:
-    """(share of completions with the verdict they have on the dense cache, share with the same answer of those that have one there)"""
+def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, float | None, float]:
+    """Of completions, paired with those on the dense cache, which drew the same random numbers: see Cell."""
     there = {item.key: item for item in dense}
     pairs = [(item, there[item.key]) for item in items if item.key in there]
     answered = [(item, other) for item, other in pairs if other.answer is not None]
     same_answer = statistics.fmean(float(item.answer == other.answer) for item, other in answered) if answered else None
-    return statistics.fmean(float(item.right == other.right) for item, other in pairs), same_answer
+    in_common = [len(os.path.commonprefix([item.text, other.text])) / max(len(other.text), 1) for item, other in pairs]
+    return statistics.fmean(float(item.right == other.right) for item, other in pairs), same_answer, statistics.fmean(in_common)
 
 
 # ------------------------------------------------------------------------------------------------------------------ for people
@@ -120,6 +124,7 @@ def columns(cells: Sequence[Cell]) -> dict:
         **({f"points against {first}": lambda c: told(c.better)} if several else {}),
         "same verdict": lambda c: share(c.same_verdict),
         "same answer": lambda c: share(c.same_answer),
+        "text in common": lambda c: share(c.in_common),
         "length": lambda c: f"{c.length:,.0f}",
         "KV tokens saved": lambda c: share(c.tokens_saved),
         "tokens/s": lambda c: f"{c.tokens_per_second:,.0f}",

@@ -30,7 +30,8 @@ READING = """
 same problems: McNemar's exact test with one completion of each, random signs with more. {tests} tests are shown and none is corrected for
 the others: among that many, about {chance:.0f} would be below 0.05 if nothing differed.</p>
 <p>Same verdict: the share of completions judged as on the dense cache. Same answer: of the completions that give an answer there, the share
-that gives the same one. KV tokens saved: 1 - entries in use at the end / tokens. Tokens per second: of the engine on this machine.</p>
+that gives the same one. Text in common: how much of a completion on the dense cache is repeated before the two differ; both draw the same
+random numbers. KV tokens saved: 1 - entries in use at the end / tokens. Tokens per second: of the engine on this machine.</p>
 """
 
 
