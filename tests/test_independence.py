@@ -193,3 +193,11 @@ def test_an_error_of_the_listener_ends_the_rollout(llama):
         engine.generate(prompts_of(5), sampling=Sampling(20), on_tokens=listen)
     assert len(heard) == 5
     assert_same(engine.generate(prompts_of(5), sampling=Sampling(20))[0], expected)
+
+
+def test_trajectories_need_not_be_kept():
+    engine, told = Engine(tiny("llama"), "rkv", budget=16, interval=8, rows=3), []
+    assert engine.generate(prompts_of(9, 5), 3, SAMPLING, seed=3, on_finish=told.append, keep=False) == []
+    kept = engine.generate(prompts_of(9, 5), 3, SAMPLING, seed=3)
+    for a, b in zip(sorted(told, key=lambda t: (t.prompt_index, t.sample_index)), kept, strict=True):
+        assert_same(a, b)

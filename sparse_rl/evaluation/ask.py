@@ -81,7 +81,7 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
         results.add(completion(exam.name, i, texts[trajectory.prompt_index], text, trajectory))
 
     try:
-        engine.generate(ids, sampling=exams[0].sampling, seed=seed, progress=progress, on_finish=save, samples=wanted)
+        engine.generate(ids, sampling=exams[0].sampling, seed=seed, progress=progress, on_finish=save, samples=wanted, keep=False)
     finally:
         seconds = time.perf_counter() - start
         results.called(tokens=sampled, seconds=seconds, cache_bytes=engine.cache.nbytes if engine.cache else 0, rows=engine.rows)

@@ -6,7 +6,7 @@ is better on this cache (the second against the first). Both are paired: problem
 
 from __future__ import annotations
 
-import os
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,8 +94,14 @@ def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, floa
     pairs = [(item, there[item.key]) for item in items if item.key in there]
     answered = [(item, other) for item, other in pairs if other.answer is not None]
     same_answer = statistics.fmean(float(item.answer == other.answer) for item, other in answered) if answered else None
-    in_common = [len(os.path.commonprefix([item.text, other.text])) / max(len(other.text), 1) for item, other in pairs]
-    return statistics.fmean(float(item.right == other.right) for item, other in pairs), same_answer, statistics.fmean(in_common)
+    in_common = statistics.fmean(repeated(item.text, other.text) for item, other in pairs)
+    return statistics.fmean(float(item.right == other.right) for item, other in pairs), same_answer, in_common
+
+
+def repeated(text: str, other: str) -> float:
+    """How much of the other text this one begins with."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other))
+    return sum(1 for _ in alike) / len(other) if other else 1.0
 
 
 # ------------------------------------------------------------------------------------------------------------------ for people

@@ -154,6 +154,7 @@ class Engine:
         on_finish: Callable[[Trajectory], None] | None = None,
         on_tokens: OnTokens | None = None,
         samples: Sequence[Sequence[int]] | None = None,
+        keep: bool = True,
     ) -> list[Trajectory]:
         """`group_size` completions of every prompt (lists of token ids), prompt by prompt.
 
@@ -163,6 +164,8 @@ class Engine:
 
         `samples` says of every prompt which members of its group are wanted, instead of `range(group_size)`. They are the completions
         that a call for whole groups of the same prompts gives, so what an interrupted call left out can be asked for later.
+
+        Without `keep` only `on_finish` gets them, and nothing is returned: traces of thousands of long responses take gigabytes.
         """
         sampling = sampling or Sampling()
         prompts = [_token_list(p) for p in prompts]
@@ -179,7 +182,8 @@ class Engine:
         ):
 
             def deliver(trajectory: Trajectory) -> None:
-                finished.append(trajectory)
+                if keep:
+                    finished.append(trajectory)
                 bar.update()
                 if on_finish is not None:
                     on_finish(trajectory)
