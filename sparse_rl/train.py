@@ -22,13 +22,13 @@ from torch import Tensor
 
 from . import tasks
 from .beacon import beacon_of
-from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint, writing
+from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint
 from .config import Recipe
 from .control import BudgetControl, compressor_of
 from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
 from .held_out import accuracy, engines_for
 from .learn.advantage import advantage
-from .learn.batch import Scored, collate, corrected, join, score, weigh
+from .learn.batch import Batch, collate, corrected, join, score, weigh
 from .learn.correct import Corrected
 from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
 from .learn.learner import Learner
@@ -39,26 +39,11 @@ from .live import View
 from .metrics import Clock, Log, average, read_lines
 from .models import encode, evaluating, load_model, with_lora
 from .plan import is_out_of_memory
-from .records import Trajectory, TrajectoryWriter, kv_tokens_saved
+from .records import Trajectory, kv_tokens_saved
 from .rollout import Engine, Sampling
+from .samples import Rollout, write_samples
 from .streams import stream_key
-from .tasks import Grade, Prompt
-
-
-@dataclasses.dataclass
-class Rollout:
-    """What a step sampled, and what became of it. `chosen` are the N that are learned from; with `refill` more were sampled."""
-
-    prompts: list[Prompt]  # one per trajectory
-    trajectories: list[Trajectory]
-    texts: list[str]
-    grades: list[Grade]
-    scored: Scored
-    chosen: Tensor  # int64 [N]
-
-    @property
-    def rewards(self) -> Tensor:
-        return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
+from .tasks import Prompt
 
 
 class Trainer:
@@ -155,7 +140,7 @@ class Trainer:
                         metrics |= self.budget.logged("rollout/budget")
                         self.budget.after_step(metrics)
                         self.write(metrics, clock, rollout)
-                        self.keep_samples(rollout, advantages, fixed.accepted)
+                        self.keep_samples(rollout, batches, fixed.accepted)
                     if self._due(recipe.run.checkpoint_every):
                         self.save()
             except (KeyboardInterrupt, SparseRLError, RuntimeError) as error:
@@ -280,27 +265,10 @@ class Trainer:
         self.log.write(self.step, metrics, {"time/eval": clock.seconds["eval"]})
         self.view.show(self.step, metrics)
 
-    def keep_samples(self, rollout: Rollout, advantages: Tensor, accepted: Tensor) -> None:
-        """A few completions of this step, for reading: spread over the step's prompts, with the evidence of every token."""
+    def keep_samples(self, rollout: Rollout, batches: list[Batch], accepted: Tensor) -> None:
         wanted = self.recipe.run.samples
-        if not wanted or not (self._due(10) or self._due(self.recipe.eval.every) or self.step == 1):
-            return
-        folder = self.folder / "samples" / f"step-{self.step:06d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        with writing(folder), TrajectoryWriter(folder) as writer:
-            for slot in range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted]:
-                i = int(rollout.chosen[slot])
-                t = rollout.trajectories[i]
-                writer.write(
-                    t,
-                    self.tokenizer.decode(t.prompt_tokens),
-                    rollout.texts[i],
-                    reward=rollout.grades[i].reward,
-                    verdict=rollout.grades[i].verdict,
-                    advantage=advantages[slot].item(),
-                    accepted=bool(accepted[i]),
-                    old_logprobs=rollout.scored.old_logprobs[i, : len(t.tokens)].tolist(),
-                )
+        if wanted and (self._due(10) or self._due(self.recipe.eval.every) or self.step == 1):
+            write_samples(self.folder / "samples" / f"step-{self.step:06d}", rollout, batches, accepted, self.tokenizer, wanted)
 
     def save(self) -> None:
         if self.saved == self.step:

@@ -144,7 +144,7 @@ def test_loss_and_gradient_equal_the_loops(preset, loss, seed):
     fixed = correct(used_old - sampler, mask, how)
     scale = token_scale(fixed.mask, fixed.accepted, loss).double()
     leaf = logprobs.clone().requires_grad_()
-    value, _ = policy_loss(leaf, used_old, advantages, fixed.mask, fixed.weights.double(), scale, loss, reference, how.clip_kl)
+    value, *_ = policy_loss(leaf, used_old, advantages, fixed.mask, fixed.weights.double(), scale, loss, reference, how.clip_kl)
     value.backward()
     assert value.item() == pytest.approx(expected, rel=1e-5, abs=1e-9)
     torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-9)
@@ -216,6 +216,6 @@ def test_everything_rejected_is_a_loss_of_zero():
     leaf = logprobs.clone().requires_grad_()
     loss = Loss(renormalise=True)
     adv, _ = advantage(rewards, torch.tensor(GROUP))
-    value, _ = policy_loss(leaf, old, adv, fixed.mask, fixed.weights, token_scale(fixed.mask, fixed.accepted, loss), loss)
+    value, *_ = policy_loss(leaf, old, adv, fixed.mask, fixed.weights, token_scale(fixed.mask, fixed.accepted, loss), loss)
     value.backward()
     assert value.item() == 0 and leaf.grad.abs().max() == 0

@@ -50,6 +50,10 @@ def test_batches_change_no_logprob(model):
             spread = -(logprobs.exp() * logprobs).sum(-1)[t.num_prompt_tokens - 1 :]
             torch.testing.assert_close(scored.old_logprobs[i][sampled.mask[i]], alone, rtol=1e-4, atol=2e-5)
             torch.testing.assert_close(scored.entropies[i][sampled.mask[i]], spread, rtol=1e-4, atol=2e-5)
+            likelier = (logprobs > logprobs.gather(1, t.tokens[1:, None])).sum(-1)[t.num_prompt_tokens - 1 :]
+            off = (scored.ranks[i][sampled.mask[i]] - 1 - likelier).abs()
+            assert off.max() <= 1 and (off == 0).float().mean() > 0.95  # two that are equally likely may change places
+            assert (scored.ranks[i][~sampled.mask[i]] == 0).all()
             assert (scored.old_logprobs[i][~sampled.mask[i]] == 0).all() and (scored.gap[i][~sampled.mask[i]] == 0).all()
 
 
@@ -146,6 +150,7 @@ def test_clip_fraction_counts_all_response_tokens():
     clipped = int(batch.mask[batch.advantages > 0].sum())
     metrics = Learner(model, STEADY, Loss()).step(batch)
     assert metrics["update/clip/frac"] == clipped / batch.response_tokens < clipped / int(batch.mask.sum())
+    assert batch.clipped.equal(batch.mask & (batch.advantages > 0)[:, None])
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -363,7 +368,8 @@ def test_a_positive_advantage_raises_the_log_prob(seed):
     tokens = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 4:] = True
-    batch = Batch(tokens, torch.tensor([9, 9]), mask, torch.zeros(2, 9), None, torch.tensor([1.0, -1.0]), torch.ones(2, 9), mask / 10, 10)
+    ones, none = torch.ones(2, 9), torch.zeros_like(mask)
+    batch = Batch(tokens, torch.tensor([9, 9]), mask, torch.zeros(2, 9), None, torch.tensor([1.0, -1.0]), ones, mask / 10, 10, none)
 
     def logprobs():
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import signal
@@ -85,7 +86,15 @@ def test_a_run_folder_holds_everything(finished):
     assert [step for step, _ in find_checkpoints(finished / "checkpoints")] == [6, 8]  # the newest two
     samples = [json.loads(line) for line in (finished / "samples" / "step-000003" / "trajectories.jsonl").open()]
     assert len(samples) == 2 and {"prompt", "text", "reward", "verdict", "advantage", "accepted", "old_logprobs"} <= set(samples[0])
-    assert len(list(read_trajectories(finished / "samples" / "step-000003"))) == 2
+    trajectories = list(read_trajectories(finished / "samples" / "step-000003"))
+    assert len(trajectories) == 2
+    for s, t in zip(samples, trajectories, strict=True):  # an entry for every token as fed
+        assert {len(s[name]) for name in ("pieces", "rank", "weight", "clipped", "old_logprobs")} == {len(t.tokens)}
+        assert "".join(s["pieces"][: t.num_prompt_tokens]) == s["prompt"] and "".join(s["pieces"]).startswith(s["prompt"] + s["text"])
+        xi = [math.exp(o - p) for o, p in zip(s["old_logprobs"], s["sampler_logprobs"])][t.num_prompt_tokens :]
+        expected = [min(x, 2.0) if s["accepted"] else 0.0 for x in xi]  # sparse-rl
+        assert s["weight"][t.num_prompt_tokens :] == pytest.approx(expected, rel=1e-4) and not any(s["weight"][: t.num_prompt_tokens])
+        assert min(s["rank"][t.num_prompt_tokens :]) == 1 and {*s["clipped"]} <= {True, False}
     first = [json.loads(line) for line in (finished / "samples" / "step-000001" / "trajectories.jsonl").open()]
     assert {s["prompt"] for s in first}.isdisjoint(s["prompt"] for s in samples)  # every step has prompts of its own
     updates = sum(2 - line["update/empty/count"] - line["update/skipped/count"] for line in steps[:2])

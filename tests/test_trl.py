@@ -194,7 +194,7 @@ def our_loss(options: dict, how: Loss, fix: Correction, **changes):
     fixed = correct(old - sampler, response_mask(), fix)
     passed = {"mask": fixed.mask, "weights": fixed.weights, "scale": token_scale(fixed.mask, fixed.accepted, how), **changes}
     logprobs = score(policy("new"), options.get("temperature", 1.0))
-    return policy_loss(logprobs, old, advantages.float(), **passed, how=how, reference_logprobs=reference)
+    return policy_loss(logprobs, old, advantages.float(), **passed, how=how, reference_logprobs=reference)[:2]
 
 
 def gradient(loss: torch.Tensor, model) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, correct
 from .loss import Loss, token_scale
-from .score import batch_logprobs, hidden_states, logprobs_and_entropies, over_chunks, replay_of
+from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
 
 _ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}  # mean nats between two kernels: ten times what is seen
 
@@ -43,6 +43,7 @@ class Scored:
     sampled: Sampled
     old_logprobs: Tensor  # fp32 [N, T]: the learner's view before the update
     entropies: Tensor  # fp32 [N, T]: of the old distributions
+    ranks: Tensor  # fp32 [N, T]: of the tokens in them, 1 for the likeliest; 0 off the mask
     reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
     view: str = "dense"  # in which they were computed, and in which the learner must see the trajectories
 
@@ -69,6 +70,7 @@ class Batch:
     weights: Tensor  # fp32 [N, T]: w
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
+    clipped: Tensor  # bool [N, T]: the learner marks the tokens whose gain it clipped
     traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
 
 
@@ -97,7 +99,7 @@ def join(first: Scored, second: Scored) -> Scored:
     sampled = Sampled(
         *(both(getattr(first.sampled, n), getattr(second.sampled, n)) for n in tensors), first.sampled.traces + second.sampled.traces
     )
-    rest = [both(getattr(first, n), getattr(second, n)) for n in ("old_logprobs", "entropies", "reference_logprobs")]
+    rest = [both(getattr(first, n), getattr(second, n)) for n in ("old_logprobs", "entropies", "ranks", "reference_logprobs")]
     return Scored(sampled, *rest, view=first.view)
 
 
@@ -112,26 +114,26 @@ def score(
 ) -> Scored:
     """Teacher-forced old log-probs in a view. `reference`: a context whose value is the reference model, seen in the same view."""
     device = next(model.parameters()).device
-    old, entropies = torch.zeros_like(sampled.sampler_logprobs), torch.zeros_like(sampled.sampler_logprobs)
+    old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     micro_batches = pack(sampled.lengths, micro_batch_tokens)
     with evaluating(model):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
             states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
-            values = over_chunks(model, states, asked.to(device), logprobs_and_entropies(temperature), tokens[asked].to(device)).cpu()
-            for whole, part in zip((old, entropies), values.unbind(-1)):
+            values = over_chunks(model, states, asked.to(device), logprobs_entropies_ranks(temperature), tokens[asked].to(device)).cpu()
+            for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
     if view == "shadow":
         check_replay(old - sampled.sampler_logprobs, sampled.mask, next(model.parameters()).dtype)
     if reference is None:
-        return Scored(sampled, old, entropies, view=view)
+        return Scored(sampled, old, entropies, ranks, view=view)
     references = torch.zeros_like(old)
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
             seen = replay(model, sampled, rows) if view == "shadow" else None
             references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature, seen).cpu()
-    return Scored(sampled, old, entropies, references, view)
+    return Scored(sampled, old, entropies, ranks, references, view)
 
 
 def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
@@ -176,6 +178,7 @@ def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minib
                 weights=fixed.weights,
                 scale=token_scale(fixed.mask, fixed.accepted, loss),
                 response_tokens=int(sampled.mask.sum()),
+                clipped=torch.zeros_like(sampled.mask),
                 traces=sampled.traces if scored.view == "shadow" else None,
             )
         )

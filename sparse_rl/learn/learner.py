@@ -93,7 +93,7 @@ class Learner:
         seen = None if batch.traces is None else replay(self.model, batch, rows)
         states = hidden_states(self.model, tokens, seen)
         logprobs = logprobs_of(self.model, states, tokens, mask, self.temperature)
-        loss, sums = policy_loss(
+        loss, sums, clipped = policy_loss(
             logprobs,
             cut(batch.old_logprobs),
             batch.advantages[rows].to(self.device),
@@ -104,6 +104,7 @@ class Learner:
             cut(batch.reference_logprobs),
             self.clip_kl,
         )
+        batch.clipped[rows, :width] = clipped.cpu()
         if self.distill is not None:
             gap = distillation(self.model, tokens, mask, states, self.distill, self.temperature or 1.0)
             loss = loss + self.distill_weight * (scale * gap).sum()

@@ -82,22 +82,23 @@ def policy_loss(
     how: Loss,
     reference_logprobs: Tensor | None = None,
     clip_kl: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch and the sums its metrics are made of.
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The loss of a micro-batch, the sums its metrics are made of, and which tokens were clipped.
 
-    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T].
+    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T]. -> (loss, sums, clipped bool [N, T])
     """
     r = ratio(logprobs, old_logprobs, mask, how.level)
     clipped = r.clamp(1 - how.clip_low, 1 + how.clip_high)
     gain, clipped_gain = r * advantages[:, None], clipped * advantages[:, None]
     token_loss = weights * -torch.minimum(gain, clipped_gain)
+    cut = (clipped_gain < gain) & mask
     sums = {
         "tokens": mask.sum(),
-        "clipped": ((clipped_gain < gain) & mask).sum(),
+        "clipped": cut.sum(),
         "drift": ((logprobs - old_logprobs).detach() * mask).sum(),
     }
     if how.beta > 0:
         penalty = k3(logprobs, reference_logprobs, clip_kl)
         sums["kl"] = (penalty.detach() * mask).sum()
         token_loss = token_loss + how.beta * penalty
-    return torch.where(mask, scale * token_loss, 0.0).sum(), sums
+    return torch.where(mask, scale * token_loss, 0.0).sum(), sums, cut

@@ -120,12 +120,14 @@ def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     return function
 
 
-def logprobs_and_entropies(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """For `over_chunks`: log-prob of the target and entropy of the distribution it was drawn from, in nats. -> [n, 2]"""
+def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `over_chunks`: log-prob of the target, entropy of the distribution it was drawn from, its rank there (1: likeliest). -> [n, 3]"""
 
     def function(logits: Tensor, targets: Tensor) -> Tensor:
         logprobs = (logits / temperature).log_softmax(-1)
-        return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)], dim=-1)
+        chosen = logprobs.gather(1, targets[:, None])
+        ranks = 1 + (logprobs > chosen).sum(-1)
+        return torch.stack([chosen[:, 0], -(logprobs.exp() * logprobs).sum(-1), ranks.float()], dim=-1)
 
     return function
 
