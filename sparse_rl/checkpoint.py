@@ -8,6 +8,7 @@ A checkpoint is written under another name, flushed to disk, and renamed.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import re
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 
 from .beacon import beacon_of, save_beacon, without_beacon
 from .errors import CannotWrite, SparseRLError
-from .models import no_progress_bar
+from .models import TEMPLATE_FILE, no_progress_bar
 
 _STATE = "training.pt"
 
@@ -60,6 +61,8 @@ def save_model(folder: Path, model, tokenizer) -> None:
             model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()))
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
+    if not (folder / "config.json").exists():  # adapters come without
+        (folder / TEMPLATE_FILE).write_text(json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n")
 
 
 def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:

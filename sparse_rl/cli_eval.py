@@ -60,13 +60,12 @@ def eval_(
         chosen = caches(names(compressors, "--compressors"), whole_numbers(budgets, "--budgets"), interval, own)
     else:
         chosen = [Cache.of(compressor, budget, interval, of_beacons(compressor, own, chunk, threshold))]
-    if not models or (len(models) > 1 and not compare):
-        raise SparseRLError(f"{len(models)} models are named; give one, or several with --compare.")
+    check(context, models, compare)
 
     def say(what: str) -> None:
         typer.echo(f"sparse-rl: {what}", err=True)
 
-    root = out or Path("evals") / "-against-".join(map(slug, models))
+    root = out or Path("evals") / "-against-".join(map(slug, models))[:200]
     found = []
     try:
         with stoppable():
@@ -91,6 +90,27 @@ def eval_(
     how = f"{', '.join(asked.benches)}; seed {seed}; interval {interval}; `sparse-rl {' '.join(sys.argv[1:])}`"
     paths = write(cells, root, how)
     typer.echo(json.dumps([dataclasses.asdict(cell) for cell in cells]) if as_json else f"{text(cells)}\n\n{' '.join(map(str, paths))}")
+
+
+OF_COMPARISONS = {"compressors": "compressor", "budgets": "budget"}  # and what says the same of a single cache
+
+
+def check(context: typer.Context, models: list[str], compare: bool) -> None:
+    """One way of asking at a time."""
+    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    others = (
+        ({**{one: many for many, one in OF_COMPARISONS.items()}, "chunk": "compressors", "threshold": "compressors"})
+        if compare
+        else OF_COMPARISONS
+    )
+    for name, instead in others.items():
+        if name in given:
+            how = "with --compare" if compare else "without --compare"
+            raise SparseRLError(f"--{name} has no meaning {how}; use --{instead}, such as beacon:16 for beacons.")
+    if not models or (len(models) > 1 and not compare):
+        raise SparseRLError(f"{len(models)} models are named; give one, or several with --compare.")
+    if len({slug(model) for model in models}) < len(models):
+        raise SparseRLError(f"two of {', '.join(models)} are the same, or would have the same folder; name each model once.")
 
 
 def split(arguments: list[str], context: typer.Context, benches: list[str]) -> tuple[list[str], dict[str, dict], dict]:

@@ -7,6 +7,7 @@ architectures whose attention a slot cache cannot stand in for.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import string
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .beacon import beacon_of, load_beacon
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
 
+TEMPLATE_FILE = "sparse_rl.json"  # beside adapters, which have no config to say in which template they were trained
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 # Public architectures by size: enough to plan memory or to measure speed with random weights, without a download.
@@ -356,6 +358,8 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         raise SparseRLError(f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`.") from error
     if name.endswith(".gguf"):
         _forget_quantisation(model)
+    if (about := Path(source) / TEMPLATE_FILE).is_file():
+        model.config.sparse_rl_template = json.loads(about.read_text())["template"]
     return load_beacon(source, model).to(device).eval(), tokenizer
 
 

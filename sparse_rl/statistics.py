@@ -25,13 +25,17 @@ def wilson(share: float, count: float, level: float = 0.95) -> tuple[float, floa
 def interval(shares: Sequence[float], samples: int, level: float = 0.95) -> tuple[float, float]:
     """Of the mean of the problems' shares of right completions: Wilson's, for as many independent trials as vary as much.
 
-    With one completion each these are the N problems; with more between N, where completions of a problem agree, and N * n, where they
-    are as good as independent.
+    With one completion each these are the N problems; with more up to N * n, where completions are as good as independent. How much
+    problems vary is not known well where they are few or nearly all alike, so one that is always right and one that never is are added
+    before it is estimated: the interval then covers 95 % or more, also of 30 problems of which few are ever solved.
     """
     count, mean = len(shares), statistics.fmean(shares)
-    spread = statistics.variance(shares) / count if count > 1 else 0.0
-    trials = mean * (1 - mean) / spread if spread > 0 else count
-    return wilson(mean, min(max(trials, count), count * samples), level)
+    if samples == 1:
+        return wilson(mean, count, level)
+    added = [*shares, 0.0, 1.0]
+    centre = statistics.fmean(added)
+    trials = count * centre * (1 - centre) / statistics.pvariance(added)
+    return wilson(mean, min(trials, count * samples), level)
 
 
 def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:

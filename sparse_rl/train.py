@@ -60,8 +60,7 @@ class Trainer:
         )
         torch.manual_seed(recipe.run.seed)
         self.model, self.tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
-        if self.task.template:
-            self.model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
+        self.model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
         self.reference = self._reference()
         if recipe.model.lora_rank:
             if beacon_of(self.model) is not None:

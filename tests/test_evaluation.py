@@ -18,13 +18,15 @@ from sparse_rl import Engine, Sampling, SparseRLError, load_model, tasks
 from sparse_rl.beacon import add_beacon
 from sparse_rl.checkpoint import save_model
 from sparse_rl.cli import app
+from sparse_rl.config import make_recipe
 from sparse_rl.evaluation import Cache, Exam, Results, ask, summarize
 from sparse_rl.evaluation.ask import fingerprint
 from sparse_rl.evaluation.cache import caches
 from sparse_rl.evaluation.compare import ALL, agreement, cross, difference
 from sparse_rl.evaluation.results import Item, shares
-from sparse_rl.evaluation.run import Asked, Evaluated, choose_template, evaluate
+from sparse_rl.evaluation.run import Asked, Evaluated, evaluate
 from sparse_rl.records import entries, kv_tokens_saved
+from sparse_rl.run import train
 from sparse_rl.statistics import interval, mcnemar, paired
 
 SMALL = ["--limit", 10, "--samples", 2, "--max-new-tokens", 40, "--rows", 4, "--seed", 3]
@@ -38,8 +40,8 @@ def run(*arguments):
 def asked_again(tmp_path, exams, rows=4, cache="rkv", **question):
     """What `ask` leaves in a folder, as items."""
     model, tokenizer = load_model("tiny-sums")
-    results = Results(tmp_path, {"model": "tiny-sums", "benches": {e.name: e.settings() for e in exams}, **question})
-    summaries = ask(Engine(model, cache, budget=24, interval=4, rows=rows), tokenizer, exams, 3, results)
+    with Results(tmp_path, {"model": "tiny-sums", "benches": {e.name: e.settings() for e in exams}, **question}) as results:
+        summaries = ask(Engine(model, cache, budget=24, interval=4, rows=rows), tokenizer, exams, 3, results)
     return results, summaries
 
 
@@ -180,8 +182,11 @@ def test_a_torn_line_is_forgotten(tmp_path):
     (tmp_path / "items.jsonl").unlink()
     text = "".join(json.dumps(w) + "\n" for w in written[:7])
     (tmp_path / "completions.jsonl").write_text(text[:-20])
+    with (tmp_path / "calls.jsonl").open("a") as calls:
+        calls.write('{"tokens": 3, "sec')
     asked_again(tmp_path, [exam()])
     assert (tmp_path / "items.jsonl").read_bytes() == whole
+    assert len(lines(tmp_path / "calls.jsonl")) == 2  # and the next line begins where it began
 
 
 def test_another_question_needs_another_folder(tmp_path):
@@ -199,6 +204,32 @@ def test_another_question_needs_another_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SparseRLError, match="is a file; results need a folder"):
         asked_again(tmp_path / "file", [exam()])
+
+
+def test_a_question_that_was_never_answered_claims_no_folder(tmp_path):
+    Results(tmp_path, {"seed": 1, "benches": {}}).close()
+    Results(tmp_path, {"seed": 2, "benches": {}}).close()
+
+
+def test_one_evaluation_at_a_time_has_a_folder(tmp_path):
+    with Results(tmp_path, {"benches": {}}), pytest.raises(SparseRLError, match="another evaluation is writing to"):
+        Results(tmp_path, {"benches": {}})
+    Results(tmp_path, {"benches": {}}).close()
+
+
+@pytest.mark.parametrize("name", ["items.jsonl", "completions.jsonl", "calls.jsonl", "evaluation.json"])
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\xfe\n", b"nonsense\n", b"[1]\n"])
+def test_damaged_folders_get_a_sentence(tmp_path, name, content):
+    asked_again(tmp_path, [exam(count=2)])
+    (tmp_path / name).write_bytes(content)
+    try:
+        asked_again(tmp_path, [exam(count=2)])
+    except SparseRLError as error:
+        assert name in str(error) and (content or name == "evaluation.json")
+    else:
+        assert len(lines(tmp_path / "items.jsonl")) == 4  # what could be read was gone on with
+    with pytest.raises(SparseRLError, match=r"/proc/no/such"):
+        Results(Path("/proc/no/such"), {"benches": {}})
 
 
 def test_other_weights_are_another_model():
@@ -308,31 +339,6 @@ def test_caches_of_a_comparison():
 # ------------------------------------------------------------------------------------------------------------ how it is asked
 
 
-class WithChat:
-    chat_template = "{{ messages }}"
-
-
-class WithoutChat:
-    chat_template = None
-
-
-@pytest.mark.parametrize(
-    "asked, trained, tokenizer, used, warned",
-    [
-        (None, None, WithChat, "chat", False),
-        (None, None, WithoutChat, "plain", False),
-        (None, "qwen-boxed", WithChat, "qwen-boxed", False),
-        ("qwen-boxed", "qwen-boxed", WithChat, "qwen-boxed", False),
-        ("abel", None, WithoutChat, "abel", False),
-        ("chat", "qwen-boxed", WithChat, "chat", True),
-    ],
-)
-def test_prompts_are_asked_as_in_training(asked, trained, tokenizer, used, warned):
-    said = []
-    assert choose_template(asked, trained, tokenizer, said.append) == used
-    assert bool(said) == warned and (not warned or "in the template chat, but this model was trained with qwen-boxed" in said[0])
-
-
 QUESTIONS = [("What is 1 + 1?", "1 and 1\n#### 2"), ("What is 2 + 3?", "#### 5"), ("What is 10 - 3?", "#### 7")]
 
 
@@ -352,8 +358,7 @@ def test_a_benchmark_is_asked_as_published_where_nothing_is_said(tmp_path, gsm8k
     (done,) = evaluate("tiny-sums", [Cache("dense")], asked, lambda cache: tmp_path / cache.folder, said.append)
     settings = json.loads((tmp_path / "dense" / "evaluation.json").read_text())["benches"]["gsm8k"]
     model, _ = load_model("tiny-sums")
-    longest = max(i.prompt_tokens for i in done.items)
-    room = model.config.max_position_embeddings - longest
+    room = model.config.max_position_embeddings - max(i.prompt_tokens for i in done.items)
     assert settings["temperature"] == 0.8 and settings["top_p"] == 0.95 and settings["max_new_tokens"] == room < 8192
     assert any(f"{room:,} new tokens instead of 8,192" in line for line in said)
     assert settings["options"] == {"template": "plain", "subset": True}  # the folder may move
@@ -361,16 +366,65 @@ def test_a_benchmark_is_asked_as_published_where_nothing_is_said(tmp_path, gsm8k
     assert [i.gold for i in done.items] == ["2", "5", "7"]
 
 
-def test_the_template_of_training_is_kept_with_the_model(tmp_path, gsm8k):
-    model, tokenizer = load_model("tiny-sums")
-    model.config.sparse_rl_template = "qwen-boxed"
-    save_model(tmp_path / "model", model, tokenizer)
-    words = [tmp_path / "model", "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--max-new-tokens", 4, "--rows", 2]
+def test_the_length_does_not_depend_on_how_much_is_asked(tmp_path, gsm8k):
+    """So that more can be asked for later."""
+    words = ["tiny-sums", "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--rows", 2, "--out", tmp_path / "x"]
+    for limit in (1, 3):
+        done = run(*words, "--limit", limit)
+        assert done.exit_code == 0, done.exception
+    assert len(lines(tmp_path / "x" / "items.jsonl")) == 3 and f"{limit} of its 1,319 problems are asked" in done.stderr
+
+
+def test_a_changed_reference_is_graded_again(tmp_path, gsm8k):
+    words = ["tiny-sums", "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--max-new-tokens", 4, "--rows", 2]
+    assert run(*words, "--out", tmp_path / "x").exit_code == 0
+    path = gsm8k / "gsm8k.jsonl"
+    path.write_text(path.read_text().replace("#### 5", "#### 6"))
+    assert run(*words, "--out", tmp_path / "x").exit_code == 0
+    assert [i["gold"] for i in lines(tmp_path / "x" / "items.jsonl")] == ["2", "6", "7"]
+    assert len(lines(tmp_path / "x" / "calls.jsonl")) == 1  # nothing was sampled for it
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_model_is_asked_as_it_was_trained(tmp_path, gsm8k, lora_rank):
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(1, 5) for b in range(1, 5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = make_recipe(
+        {
+            "model": {"name": "tiny-sums", "lora_rank": lora_rank},
+            "task": {"name": "math", "files": str(tmp_path / "train.jsonl"), "template": "qwen-boxed", "holdout": 4},
+            "rollout": {"rows": 4, "prompts": 2, "group_size": 2, "max_new_tokens": 4},
+            "eval": {"every": 0},
+            "run": {"steps": 1, "diagnose": 0},
+        }
+    )
+    train(settings, tmp_path / "run", show=False)
+    model = tmp_path / "run" / "checkpoints" / "step-000001"
+    words = [model, "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--max-new-tokens", 4, "--rows", 2]
     done = run(*words, "--out", tmp_path / "same")
     assert done.exit_code == 0 and "trained with" not in done.stderr, done.exception
     assert all(i["prompt"].startswith("<|im_start|>") for i in lines(tmp_path / "same" / "items.jsonl"))
-    done = run(*words, "--template", "plain", "--out", tmp_path / "other")
-    assert "in the template plain, but this model was trained with qwen-boxed" in done.stderr
+    for n, other in enumerate((["--template", "plain"], ["--gsm8k.template", "plain"])):
+        done = run(*words, *other, "--out", tmp_path / f"other{n}")
+        assert "prompts are in the template plain, but" in done.stderr and "was trained with qwen-boxed" in done.stderr
+    files = ["--bench", "math", "--math.files", tmp_path / "train.jsonl", "--math.holdout", "all", "--limit", 2, "--max-new-tokens", 4]
+    done = run(model, *files, "--template", "plain", "--out", tmp_path / "files")
+    assert "was trained with qwen-boxed" in done.stderr
+
+
+def test_another_training_forgets_the_template(tmp_path):
+    model, tokenizer = load_model("tiny-sums")
+    model.config.sparse_rl_template = "qwen-boxed"
+    save_model(tmp_path / "model", model, tokenizer)
+    recipe = {
+        "model": {"name": str(tmp_path / "model")},
+        "task": {"name": "sums"},
+        "eval": {"every": 0},
+        "run": {"steps": 1, "diagnose": 0},
+    }
+    recipe["rollout"] = {"rows": 4, "prompts": 2, "group_size": 2, "max_new_tokens": 4}
+    trainer = train(make_recipe(recipe), tmp_path / "run", show=False)
+    assert trainer.model.config.sparse_rl_template is None
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
@@ -417,8 +471,8 @@ class Page(HTMLParser):
 def test_compare(tmp_path):
     model, tokenizer = load_model("tiny-sums")
     model.lm_head.weight.data.mul_(0.5)  # a worse one
-    save_model(tmp_path / "other", model, tokenizer)
-    words = ["--compare", "tiny-sums", tmp_path / "other", "--bench", "sums,countdown", "--compressors", "dense,rkv,snapkv"]
+    save_model(tmp_path / "_other $x^$<b>", model, tokenizer)  # in its picture it is no mathematics, in its page no markup
+    words = ["--compare", "tiny-sums", tmp_path / "_other $x^$<b>", "--bench", "sums,countdown", "--compressors", "dense,rkv,snapkv"]
     words += ["--budgets", "24,32", "--interval", 4, *SMALL, "--sums.count", 3, "--out", tmp_path / "x"]
     done = run(*words)
     assert done.exit_code == 0, done.exception
@@ -430,6 +484,7 @@ def test_compare(tmp_path):
     assert len(parsed.sources) == 1 and parsed.sources[0].startswith("data:image/png;base64,")  # nothing outside the page
     assert (tmp_path / "x" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert "39 tests" in "".join(parsed.text)  # 8 + 5 of each table
+    assert "_other $x^$<b>" in "".join(parsed.text)
     cells = json.loads(run(*words, "--json").stdout)
     assert len(cells) == 30 and {c["bench"] for c in cells} == {"sums", "countdown", ALL}
     worse = next(c for c in cells if c["bench"] == "sums" and c["cache"] == "dense" and c["better"])
@@ -490,6 +545,16 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--compare", "--budgets", "12,x"], "--budgets is '12,x'; give whole numbers of at least 1, with commas, such as 128,256."),
         (["--compare", "--compressors", "rkv"], "has no dense cache to compare with"),
         (["--compare", "--compressors", ","], "--compressors is ','; name at least one."),
+        (["--compare", "tiny-sums"], "two of tiny-sums, tiny-sums are the same, or would have the same folder; name each model once."),
+        (["--compare", "--budget", 40], "--budget has no meaning with --compare; use --budgets"),
+        (["--compare", "--compressor", "snapkv"], "--compressor has no meaning with --compare; use --compressors"),
+        (["--compare", "--chunk", 7], "--chunk has no meaning with --compare; use --compressors, such as beacon:16 for beacons."),
+        (["--compressors", "dense,rkv"], "--compressors has no meaning without --compare; use --compressor"),
+        (["--budgets", 40], "--budgets has no meaning without --compare; use --budget"),
+        (["--compressor", "rkv", "--budget", 0], "budget"),
+        (["--compressor", "rkv", "--interval", 0], "interval"),
+        (["--template", "nosuch"], "there is no template 'nosuch'"),
+        (["--template", "chat"], "--template chat is for questions, and sums makes its own prompts; leave it away."),
         (["--compare", "--compressors", "dense,rkw"], "there is no compressor 'rkw'; did you mean 'rkv'"),
     ],
 )

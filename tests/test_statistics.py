@@ -65,6 +65,25 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     assert all(0.92 < count / 400 < 0.98 for count in held.values()), held
 
 
+@pytest.mark.parametrize("a, b", [(0.05, 1.0), (0.5, 5.0), (0.1, 0.4), (2.0, 2.0)])
+@pytest.mark.parametrize("problems, samples", [(5, 32), (30, 32), (40, 32), (200, 4)])
+def test_intervals_of_few_problems_are_not_too_narrow(problems, samples, a, b):
+    """Also where a weak model solves few of them, or one solves nearly all."""
+    draw, held, truth = random.Random(f"{a} {b} {problems}"), 0, a / (a + b)
+    for _ in range(300):
+        rates = [draw.betavariate(a, b) for _ in range(problems)]
+        shares = [sum(draw.random() < rate for _ in range(samples)) / samples for rate in rates]
+        low, high = interval(shares, samples)
+        held += low <= truth <= high
+    assert held / 300 > 0.91, held / 300
+
+
+def test_one_more_right_completion_changes_an_interval_little():
+    for before, after in (([0.0] * 30, [1 / 32] + [0.0] * 29), ([1.0] * 30, [31 / 32] + [1.0] * 29)):
+        for x, y in zip(interval(before, 32), interval(after, 32)):
+            assert abs(x - y) < 0.01
+
+
 def test_more_completions_tell_more_only_where_they_differ():
     once = interval([0.0, 1.0] * 20, 1)
     assert interval([0.0, 1.0] * 20, 8) == once  # each problem always or never: eight say what one says

@@ -8,6 +8,7 @@ ask(engine, tokenizer, exams, seed, results)
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,10 @@ def completion(bench: str, index: int, prompt: str, text: str, trajectory: Traje
 
 
 def grade(exam: Exam, results: Results, progress: bool) -> None:
-    """The completions of a benchmark that have no verdict yet, also those beyond the samples asked for now."""
+    """The completions of a benchmark that have no verdict yet, also those beyond the samples asked for now, or whose reference changed."""
+    for key, item in list(results.items.items()):
+        if item.bench == exam.name and item.index < len(exam.prompts) and item.gold != plain(exam.prompts[item.index].answer):
+            results.reopen(key)
     waiting = [c for c in results.ungraded.values() if c.bench == exam.name and c.index < len(exam.prompts)]
     parts = [waiting[i : i + GRADED_TOGETHER] for i in range(0, len(waiting), GRADED_TOGETHER)]
     grades = {}
@@ -114,8 +118,13 @@ def grade(exam: Exam, results: Results, progress: bool) -> None:
         found = exam.task.grade([exam.prompts[c.index] for c in part], [c.text for c in part])
         grades |= {c.key: grade for c, grade in zip(part, found, strict=True)}
     if grades:
-        golds = {c.key: exam.prompts[c.index].answer for c in waiting}
+        golds = {c.key: plain(exam.prompts[c.index].answer) for c in waiting}
         results.grade(golds, {c.key: exam.task.extracted(c.text) for c in waiting}, grades)
+
+
+def plain(answer: Any) -> Any:
+    """A reference answer as it is read back from a file."""
+    return json.loads(json.dumps(answer, default=str))
 
 
 def shown(parts: list, what: str, progress: bool) -> Iterator:

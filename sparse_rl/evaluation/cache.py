@@ -29,6 +29,11 @@ class Cache:
         return make(self.compressor, **self.options)
 
     @property
+    def slots(self) -> tuple[int, int]:
+        """(budget, interval) as an engine takes them; of a compressor that has none any will do"""
+        return 512 if self.budget is None else self.budget, 128 if self.interval is None else self.interval
+
+    @property
     def label(self) -> str:
         """dense, rkv 512, beacon:16, ..."""
         options = [f"{key}={value}" for key, value in self.options.items()]

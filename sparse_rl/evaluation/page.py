@@ -66,25 +66,38 @@ def panel(axis, bench: str, cells: Sequence[Cell]) -> None:
     curves = max(len(models) * len(names) - 1, 1)
     for number, model in enumerate(models):
         style = ("-", "--", ":", "-.")[number % 4]
-        before = f"{Path(model).name}, " if len(models) > 1 else ""
+        before = f"{shortest(model, models)}, " if len(models) > 1 else ""
         for i, name in enumerate(names):
             line = sorted(
                 (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name), key=lambda c: c.budget
             )
             error = [[c.accuracy - c.low for c in line], [c.high - c.accuracy for c in line]]
             x = [c.budget * nearest ** (0.3 * ((i + len(names) * number) / curves - 0.5)) for c in line]  # side by side
-            axis.errorbar(x, [c.accuracy for c in line], error, marker="o", linestyle=style, color=f"C{i}", capsize=2, label=before + name)
+            axis.errorbar(
+                x, [c.accuracy for c in line], error, marker="o", linestyle=style, color=f"C{i}", capsize=2, label=legible(before + name)
+            )
         for i, c in enumerate(c for c in cells if c.model == model and c.budget is None):
             color = "black" if c.cache == "dense" else f"C{len(names) + i}"
-            axis.axhline(c.accuracy, linestyle=style, color=color, linewidth=1, label=before + c.cache)
+            axis.axhline(c.accuracy, linestyle=style, color=color, linewidth=1, label=legible(before + c.cache))
             axis.axhspan(c.low, c.high, color=color, alpha=0.06)
     if budgets:
         axis.set_xscale("log", base=2)
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
         axis.minorticks_off()
-    axis.set(title=bench, xlabel="budget", ylabel="accuracy")
+    axis.set(title=legible(bench), xlabel="budget", ylabel="accuracy")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
+
+
+def shortest(model: str, models: Sequence[str]) -> str:
+    """The last part of a model's name, or all of it where another has the same."""
+    name = Path(model).name
+    return model if [Path(other).name for other in models].count(name) > 1 else name
+
+
+def legible(text: str) -> str:
+    """Text for matplotlib, which reads dollars as mathematics and leaves out names that begin with an underscore."""
+    return (" " + text if text.startswith("_") else text).replace("$", r"\$")
 
 
 def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:

@@ -6,17 +6,19 @@
     calls.jsonl          of every engine run: tokens, seconds, bytes
 
 A completion is in one of the two files from the moment it is finished, and is never sampled again. More samples, more problems and other
-benchmarks may be asked for later; another model, cache, way of sampling or seed needs another folder.
+benchmarks may be asked for later; another model, cache, way of sampling or seed needs another folder. One evaluation at a time has it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import writing
 from ..errors import SparseRLError
 from ..metrics import append_line, read_lines, write_text
 from ..tasks import Grade
@@ -67,13 +69,29 @@ class Results:
         self.folder = folder
         if folder.exists() and not folder.is_dir():
             raise SparseRLError(f"{folder} is a file; results need a folder: choose another with --out.")
-        folder.mkdir(parents=True, exist_ok=True)
-        self._settle(json.loads(json.dumps(question)))
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SparseRLError(f"another evaluation is writing to {folder}; wait for it, or choose another folder with --out.") from None
+        for name in ("completions", "items", "calls"):
+            _drop_torn_line(folder / f"{name}.jsonl")
         self.items: dict[Key, Item] = {item.key: item for item in read(Item, folder / "items.jsonl")}
         found = read(Completion, folder / "completions.jsonl")
         self.ungraded: dict[Key, Completion] = {c.key: c for c in found if c.key not in self.items}
         self.prompts = {(c.bench, c.index): c.prompt for c in [*self.items.values(), *self.ungraded.values()]}
-        _drop_torn_line(folder / "completions.jsonl")
+        self._settle(json.loads(json.dumps(question)))
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
 
     def has(self, key: Key) -> bool:
         return key in self.items or key in self.ungraded
@@ -91,12 +109,17 @@ class Results:
         append_line(self.folder / "completions.jsonl", asdict(completion))
         self.ungraded[completion.key] = completion
 
+    def reopen(self, key: Key) -> None:
+        """An item whose reference answer is another now has to be graded again."""
+        names = Completion.__dataclass_fields__
+        self.ungraded[key] = Completion(**{name: value for name, value in vars(self.items.pop(key)).items() if name in names})
+
     def grade(self, golds: Mapping[Key, Any], answers: Mapping[Key, str | None], grades: Mapping[Key, Grade]) -> None:
         """Completions become items, all at once."""
         for key, grade in grades.items():
             fields = asdict(self.ungraded.pop(key))
             self.items[key] = Item(**fields, gold=golds[key], answer=answers[key], verdict=grade.verdict, reward=grade.reward)
-        lines = [json.dumps(asdict(self.items[key]), ensure_ascii=False, default=str) for key in sorted(self.items)]
+        lines = [json.dumps(asdict(self.items[key]), ensure_ascii=False) for key in sorted(self.items)]
         write_text(self.folder / "items.jsonl", "".join(line + "\n" for line in lines))
         if not self.ungraded:
             (self.folder / "completions.jsonl").unlink(missing_ok=True)
@@ -109,8 +132,13 @@ class Results:
 
     def _settle(self, question: dict[str, Any]) -> None:
         """Take the folder for this question, or refuse where it holds another."""
-        path = self.folder / "evaluation.json"
-        known = json.loads(path.read_text()) if path.exists() else {**question, "benches": {}}
+        path, nothing = self.folder / "evaluation.json", {**question, "benches": {}}
+        try:
+            known = json.loads(path.read_text()) if path.exists() and self.prompts else nothing  # without a completion nothing is settled
+            if not isinstance(known["benches"], dict):
+                raise TypeError("its benches are no object")
+        except (ValueError, KeyError, TypeError) as error:
+            raise SparseRLError(f"{path} cannot be read ({error}); remove the folder, or choose another with --out.") from error
         there, asked = flat({**known, "benches": {}}), flat({**question, "benches": {}})
         for name, settings in question["benches"].items():
             if name in known["benches"]:
@@ -126,8 +154,8 @@ class Results:
 def read(kind: type[Completion], path: Path) -> list:
     try:
         return [kind(**line) for line in read_lines(path)]
-    except TypeError as error:
-        raise SparseRLError(f"{path} is not of this version ({error}); choose another folder with --out.") from error
+    except (TypeError, UnicodeDecodeError) as error:
+        raise SparseRLError(f"{path} cannot be read ({error}); remove the folder, or choose another with --out.") from error
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -139,9 +167,10 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """What a kill left of a line that was being written."""
-    if path.exists() and not (text := path.read_bytes()).endswith(b"\n") and text:
-        write_text(path, text[: text.rfind(b"\n") + 1].decode())
+    """What a kill left of a line that was being written: without its end, the next one would be lost with it."""
+    if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(text.rfind(b"\n") + 1)
 
 
 def shares(items: Sequence[Item]) -> dict[tuple[str, int], float]:

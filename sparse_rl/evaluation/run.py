@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ..metrics import write_text
 from ..models import encode, load_model
 from ..rollout import Engine, Sampling
 from ..tasks.benchmarks import Benchmark
+from ..tasks.math import Math
+from ..tasks.templates import find
 from .ask import Exam, ask, fingerprint, items_of
 from .cache import Cache
 from .results import Item, Results
@@ -46,6 +48,12 @@ class Asked:
     def __post_init__(self):
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
         whole(**{name: value for name, value in given.items() if value is not None})
+        if self.template is not None:
+            find(self.template)
+            if not any(issubclass(tasks.TASKS.get(bench, tasks.Task), Math) for bench in self.benches):
+                raise SparseRLError(
+                    f"--template {self.template} is for questions, and {', '.join(self.benches)} makes its own prompts; leave it away."
+                )
         if not self.benches or len(set(self.benches)) < len(self.benches):
             raise SparseRLError(f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, with commas.")
 
@@ -85,22 +93,24 @@ def evaluate(
     """One model on one cache after the other. What is in their folders already is not sampled again."""
     with ExitStack() as stack:
         found = {bench: task_of(bench, asked) for bench in asked.benches}  # mistakes in their names before a model is loaded
+        for cache in caches:
+            cache.make().bind(*cache.slots)  # and in those of caches
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
-        template = choose_template(asked.template, getattr(model.config, "sparse_rl_template", None), tokenizer, say)
+        trained = getattr(model.config, "sparse_rl_template", None)
         exams = []
         for bench, (task, options) in found.items():
-            if isinstance(task, Benchmark):
-                options = {"template": template, **options}
+            if isinstance(task, Benchmark) and "template" not in options:
+                options = {"template": trained or ("chat" if tokenizer.chat_template is not None else "plain"), **options}
                 task = tasks.make(bench, **options).held_out()
+            if trained is not None and task.template not in (None, trained):
+                say(f"{bench}: prompts are in the template {task.template}, but {name} was trained with {trained}; accuracy may suffer.")
             stack.callback(task.close)
-            exams.append(make_exam(bench, task, options, asked, say))
-        if asked.max_new_tokens is None:
-            exams = fitted(exams, model, tokenizer, say)
+            exams.append(make_exam(bench, task, options, asked, model, tokenizer, say))
         for cache in caches:
-            engine = Engine(model, cache.make(), cache.budget or 512, cache.interval or 128, asked.rows)
+            engine = Engine(model, cache.make(), *cache.slots, asked.rows)
             question = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
             question |= {"cache": cache.to_dict(), "seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
-            results = Results(folder(cache), question)
+            results = stack.enter_context(Results(folder(cache), question))
             summaries = ask(engine, tokenizer, exams, asked.seed, results, progress)
             calls = results.calls()
             done = Evaluated(
@@ -123,19 +133,15 @@ def evaluate(
 def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
     """(the problems that training does not see, the options they were made with)"""
     options = dict(asked.options.get(bench, {}))
-    if asked.data is not None and issubclass(tasks.TASKS.get(bench, tasks.Task), Benchmark):
+    kind = tasks.TASKS.get(bench, tasks.Task)
+    if asked.data is not None and issubclass(kind, Benchmark):
         options = {"folder": asked.data, **options}
+    if asked.template is not None and issubclass(kind, Math):
+        options = {"template": asked.template, **options}
     return tasks.make(bench, **options).held_out(), options
 
 
-def choose_template(asked: str | None, trained: str | None, tokenizer, say: Callable[[str], None]) -> str:
-    """How benchmarks are asked: as told, as in training, or in the tokenizer's chat template where it has one."""
-    if asked is not None and trained is not None and asked != trained:
-        say(f"the prompts are in the template {asked}, but this model was trained with {trained}; accuracy may suffer.")
-    return asked or trained or ("chat" if tokenizer.chat_template is not None else "plain")
-
-
-def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, say: Callable[[str], None]) -> Exam:
+def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]) -> Exam:
     usual = dict(OWN_TASK)
     if isinstance(task, Benchmark):
         usual |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
@@ -143,6 +149,9 @@ def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, say: Ca
     count = task.num_prompts
     limit = min(asked.limit or count or ENDLESS, count or asked.limit or ENDLESS)
     prompts = task.sample(0, limit)
+    if asked.max_new_tokens is None:
+        every = task.sample(0, count) if count else prompts  # so that the length does not depend on how many are asked
+        how["max_new_tokens"] = fitting(bench, how["max_new_tokens"], every, model, tokenizer, say)
     for line in tasks.notices(task):
         say(f"{bench}: {line}")
     if isinstance(task, Benchmark) and len(prompts) < task.source.rows:
@@ -157,15 +166,11 @@ def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, say: Ca
     )
 
 
-def fitted(exams: Sequence[Exam], model, tokenizer, say: Callable[[str], None]) -> list[Exam]:
-    """The published lengths, or what the model has room for after the longest prompt of all."""
-    longest, context = max(len(encode(tokenizer, p.text)) for exam in exams for p in exam.prompts), model.config.max_position_embeddings
+def fitting(bench: str, new_tokens: int, prompts: Sequence[tasks.Prompt], model, tokenizer, say: Callable[[str], None]) -> int:
+    """The published length, or what the model has positions for after the longest prompt."""
+    longest, context = max(len(encode(tokenizer, prompt.text)) for prompt in prompts), model.config.max_position_embeddings
     if longest >= context:
-        raise SparseRLError(f"a prompt has {longest:,} tokens, but this model was made for {context:,} positions; use another model.")
-    found = []
-    for exam in exams:
-        new = exam.sampling.max_new_tokens
-        if new > context - longest:
-            say(f"{exam.name}: {context - longest:,} new tokens instead of {new:,}; this model has no positions for more.")
-        found.append(replace(exam, sampling=replace(exam.sampling, max_new_tokens=min(new, context - longest))))
-    return found
+        raise SparseRLError(f"a prompt of {bench} has {longest:,} tokens, but this model was made for {context:,} positions; use another.")
+    if new_tokens > context - longest:
+        say(f"{bench}: {context - longest:,} new tokens instead of {new_tokens:,}; this model has no positions for more.")
+    return min(new_tokens, context - longest)
