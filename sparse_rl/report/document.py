@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import SparseRLError
 from .bins import binned, points_for
-from .read import Run, read_runs
+from .read import Run, is_evaluation, read_runs
 from .recipe import command, differences, flat
 from .trajectories import SPACE, read_samples
 from .verdict import verdict
@@ -55,10 +55,6 @@ def described(run: Run, most: int) -> dict[str, Any]:
         "recipe": flat(run.recipe),
         "trajectories": [],
     }
-
-
-def is_evaluation(name: str) -> bool:
-    return name.startswith("eval/") or name == "time/eval"
 
 
 def dumped(value: Any) -> str:

@@ -6,6 +6,7 @@ steps, so that step 10 may have one of each; their curves have points where ther
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -79,7 +80,7 @@ def find_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[l
                 "or one that holds such folders."
             )
         if not here:
-            notes.append(f"{path} holds no run any more")
+            notes.append(f"{path} holds no run at the moment")
         elif skipped:
             names = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
             notes.append(f"{len(skipped)} of {len(here) + len(skipped)} folders in {path} are no runs and are left out: {names}")
@@ -104,7 +105,15 @@ def _inside(path: Path) -> tuple[list[Path], list[str]]:
 def read_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[list[Run], list[str]]:
     """Every run that paths name, and notes about the whole."""
     folders, notes = find_runs(paths, gone)
-    return [read_run(folder) for folder in folders], notes
+    runs = []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except SparseRLError as error:  # removed since it was found
+            if not gone:
+                raise
+            notes.append(str(error).rstrip("."))
+    return runs, notes
 
 
 def read_run(folder: str | os.PathLike) -> Run:
@@ -115,8 +124,9 @@ def read_run(folder: str | os.PathLike) -> Run:
     recipe, complete = read_recipe(folder / "recipe.yaml", notes)
     curves: dict[str, Curve] = {}
     for name, expected in EXPECTED.items():
-        for curve, points in read_curves(folder / name, expected, notes).items():
-            curves.setdefault(curve, points)
+        found, odd = read_curves(folder / name, expected)
+        curves |= {curve: points for curve, points in found.items() if curve not in curves}
+        notes += odd
     return Run(folder, str(folder), recipe, complete, curves, notes)
 
 
@@ -134,7 +144,14 @@ def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]]
         return {}, False
     try:
         return make_recipe(data).to_dict(), True
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # SparseRLError, and what damaged values lead to
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # SparseRLError, and what damaged values lead to
         notes.append(f"recipe.yaml is not one of this version ({_first(error)}) and is shown as it is")
     sections = data.items() if isinstance(data, dict) else ()
     return {str(name): {str(k): plain(v) for k, v in keys.items()} for name, keys in sections if isinstance(keys, dict)}, False
@@ -169,15 +186,32 @@ def json_lines(path: Path, notes: list[str], title: str) -> Iterable[tuple[int, 
     if torn:
         notes.append(f"line {len(lines) + 1} of {title} was cut off and is left out")
     if wrong:
-        notes.append(
-            f"{_lines(wrong)} of {title} {'is no JSON object and is' if len(wrong) == 1 else 'are no JSON objects and are'} left out"
-        )
+        verb = "is no JSON object and is" if len(wrong) == 1 else "are no JSON objects and are"
+        notes.append(f"{_lines(wrong)} of {title} {verb} left out")
 
 
-def read_curves(path: Path, expected: Sequence[str], notes: list[str]) -> dict[str, Curve]:
-    """Every number of a file of metrics as a curve, by name."""
+def is_evaluation(name: str) -> bool:
+    """Whether a metric is one of held-out evaluations, which have lines of their own."""
+    return name.startswith("eval/") or name == "time/eval"
+
+
+def read_curves(path: Path, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
+    """Every number of a file of metrics as a curve, by name; and notes. A file that did not change is not read again."""
+    try:
+        about = path.stat()
+        return _read_curves(path, tuple(expected), about.st_mtime_ns, about.st_size)
+    except OSError as error:
+        return {}, [
+            f"there is no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name} cannot be read ({error.strerror})"
+        ]
+
+
+@functools.lru_cache(maxsize=64)
+def _read_curves(path: Path, expected: tuple[str, ...], changed: int, size: int) -> tuple[dict[str, Curve], list[str]]:
+    notes: list[str] = []
     steps, evaluations = {}, {}  # step -> its line
-    known, asked = set(), set()  # names so far, and those of evaluations among them
+    known: dict[str, None] = {}  # names, in the order they come
+    asked: set[str] = set()  # those of evaluations
     stepless, twice, late, last = [], set(), [], -1
     for number, line in json_lines(path, notes, path.name):
         step = line.pop("step", None)
@@ -187,9 +221,9 @@ def read_curves(path: Path, expected: Sequence[str], notes: list[str]) -> dict[s
         if step < last:
             late.append(number)
         last = step
-        if new := line.keys() - known:
-            known |= new
-            asked |= {name for name in new if name.startswith("eval/") or name == "time/eval"}
+        if line.keys() - known.keys():
+            known |= dict.fromkeys(line)
+            asked = {name for name in known if is_evaluation(name)}
         held_out = {name: line.pop(name) for name in line.keys() & asked}
         for table, values in ((steps, line), (evaluations, held_out)):
             if values:
@@ -204,7 +238,8 @@ def read_curves(path: Path, expected: Sequence[str], notes: list[str]) -> dict[s
     if late:
         notes.append(f"{_lines(late)} of {path.name} {'goes' if len(late) == 1 else 'go'} back to an earlier step: shown in order of steps")
     gaps: dict[str, Counter[str]] = {"null or not finite": Counter(), "no number": Counter(), "missing": Counter()}
-    curves = _columns(steps, gaps) | _columns(evaluations, gaps)
+    curves = _columns(steps, [name for name in known if name not in asked], gaps)
+    curves |= _columns(evaluations, [name for name in known if name in asked], gaps)
     absent = [name for name in expected if name not in curves] if steps else []
     if absent:
         notes.append(f"{path.name} has no {', '.join(absent)}: an older version may have written it")
@@ -212,16 +247,16 @@ def read_curves(path: Path, expected: Sequence[str], notes: list[str]) -> dict[s
         notes.append(f"{_count(holes, 'step')} between {min(steps)} and {max(steps)} {_is(holes)} missing in {path.name}: gaps")
     gaps["missing"] = Counter({name: count for name, count in gaps["missing"].items() if name in expected})  # others come and go
     notes += [f"{path.name}: {_per_name(counts)} {what}: gaps" for what, counts in gaps.items() if counts]
-    return curves
+    return curves, notes
 
 
-def _columns(table: dict[int, dict], gaps: dict[str, Counter[str]]) -> dict[str, Curve]:
+def _columns(table: dict[int, dict], names: Sequence[str], gaps: dict[str, Counter[str]]) -> dict[str, Curve]:
     """The lines of a file, by step, as curves; `gaps` counts what is no finite number, by name."""
     steps = sorted(table)
     rows = [table[step] for step in steps]
     index = np.array(steps, dtype=np.int64)
     curves = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    for name in names:
         column = [row.get(name) for row in rows]
         odd = 0
         if not set(map(type, column)) <= {float, type(None)}:

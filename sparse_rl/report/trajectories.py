@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,48 +25,58 @@ from .read import json_lines
 
 BEACON = "\u25c6"
 MOST = 64  # trajectories of a run
-SPACE = 8_000_000  # bytes of their JSON
+SPACE = 12_000_000  # bytes of their JSON
 
 
 def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[list[dict[str, Any]], list[str]]:
-    """Trajectories of the newest steps, as the page has them; what was left out becomes notes."""
-    steps = sorted(_steps(folder / "samples"), reverse=True)
-    found: list[dict[str, Any]] = []
+    """Trajectories of the newest steps, as the page has them; what was left out becomes notes. Maps take what their text leaves."""
     notes: list[str] = []
-    left, mapless, used, seen = Counter(), 0, 0, 0
+    chosen, used = _newest(folder, most, space // 2, notes)
+    for done, (title, samples, line, shown) in enumerate(chosen):
+        found, why = read_map(samples, line)
+        if why is not None:
+            notes.append(f"{title} has no map: {why}")
+        used += len(json.dumps(found))
+        if used > space:
+            left = len(chosen) - done
+            notes.append(f"the maps of {left} of {len(chosen)} trajectories are left out: all would take more than {space / 1e6:.1f} MB")
+            break
+        shown["map"] = found
+    return [shown for *_, shown in chosen], notes
+
+
+def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list[tuple[str, Path, dict, dict]], int]:
+    """(title, folder, line, what is shown of it) of the newest trajectories that fit, without maps; and the bytes they take."""
+    steps = sorted(_steps(folder / "samples"), reverse=True)
     text_of = Texts(folder / "checkpoints", notes)
+    chosen, used, left, seen, full = [], 0, 0, 0, ""
     for step, samples in steps:
-        if len(found) >= most or left["space"]:
+        if full:
             break
         seen += 1
-        title = f"samples/{samples.name}/trajectories.jsonl"
-        for number, line in json_lines(samples / "trajectories.jsonl", notes, title):
-            if len(found) >= most or left["space"]:
-                left["space" if left["space"] else "number"] += 1
-                continue
+        file = f"samples/{samples.name}/trajectories.jsonl"
+        for number, line in json_lines(samples / "trajectories.jsonl", notes, file):
+            title = f"line {number} of {file}"
             if (why := wrong_in(line)) is not None:
-                notes.append(f"line {number} of {title} is no trajectory ({why}) and is left out")
+                notes.append(f"{title} is no trajectory ({why}) and is left out")
                 continue
-            shown = trajectory(step, line, text_of)
-            shown["map"], why = read_map(samples, line)
-            if why is not None:
-                notes.append(f"line {number} of {title} has no map: {why}")
-            size, all_of_it = (len(json.dumps(part)) for part in ({**shown, "map": None}, shown))
-            if used + size > space:
-                left["space"] += 1
-                continue
-            if used + all_of_it > space:
-                shown["map"], mapless = None, mapless + 1
-            used += size if shown["map"] is None else all_of_it
-            found.append(shown)
-    if sum(left.values()):
-        why = f"only {most} are shown" if left["number"] else f"they would take more than {space / 1e6:.1f} MB"
-        notes.append(f"{sum(left.values())} more trajectories of the last step shown are left out: {why}")
-    if len(steps) > seen:
-        notes.append(f"samples of {len(steps) - seen} older steps are left out: {len(found)} trajectories of the newest {seen} are shown")
-    if mapless:
-        notes.append(f"{mapless} of {len(found)} trajectories have no map: all would take more than {space / 1e6:.1f} MB")
-    return found, notes
+            if len(chosen) == most:
+                full = f"{most} are shown"
+            if not full:
+                shown = trajectory(step, line, text_of)
+                size = len(json.dumps(shown))
+                full = f"their text would take more than {space / 1e6:.1f} MB" if used + size > space else ""
+            if full:
+                left += 1
+            else:
+                chosen.append((title, samples, line, shown))
+                used += size
+        full = full or (f"{most} are shown" if len(chosen) == most else "")
+    gone = [f"{left} of step {steps[seen - 1][0]}"] if left else []
+    gone += [f"those of {len(steps) - seen} older steps"] if len(steps) > seen else []
+    if gone:
+        notes.append(f"trajectories are left out, {' and '.join(gone)}: {full}")
+    return chosen, used
 
 
 def _steps(samples: Path) -> list[tuple[int, Path]]:
@@ -130,6 +139,7 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
         "weight": response("weight", _number),
         "clipped": response("clipped", lambda value: int(value) if value in (0, 1) else None),
         "beacons": beacons,
+        "map": None,
     }
 
 

@@ -1,31 +1,7 @@
 """Is a run healthy, and what to change if not: sentences made from its curves, each with its figure and number.
 
-A rule compares one number with two limits; beyond the first one should look, beyond the second something is wrong. "Now" is the mean of
-a curve's last fifth, "start" of its first. A rule whose metrics a run does not have says nothing.
-
-    rule         number                                                     look        bad
-    reject       rejected trajectories now                                  > 0.30      > 0.60
-    rewarded     rejected of rewarded / of unrewarded ones now              > 1.5       (from 5 in 100 on)
-    alpha        alpha_5 now (blind where entropy < 0.02 nats)              < 0.86      < 0.40
-    xi_low       5th percentile of xi now                                   < 0.80      < 0.50
-    xi_high      95th percentile of xi now                                  > 1.25      > 2
-    ess          effective sample size of the weights now                   < 0.50      < 0.20
-    loops        responses now that end by repeating themselves             > 0.02      > 0.10
-    truncated    responses now that were cut by length                      > 0.10      > 0.50
-    collapse     entropy now / at the start                                 < 0.30      < 0.10
-    explosion    entropy now / at the start (from 0.5 nats more on)         > 2         > 4
-    clip         clipped tokens now                                         > 0.05      > 0.20
-    norm         gradient norm now / at the start                           > 5         > 50
-    skipped      optimizer steps skipped for non-finite numbers, per step   > 0         > 0.05
-    empty        optimizer steps without anything to learn, per step        > 0.10      > 0.50
-    flat         groups without variance now                                > 0.50      > 0.80
-    reward       its change, in standard errors                             < 2         < -2
-    gap          growth of held-out accuracy, dense - sparse                > 0.05      > 0.15
-    held_out     fall of held-out accuracy, dense                           > 0.03      > 0.10
-    memory       KV bytes saved against dense rows now                      < 0.20      < 0
-    rollout      share of a step's time that is rollout, now                > 0.80      > 0.95
-    ungraded     completions the grader failed on, of all                   > 0         > 0.05
-    student      a student's KL now / at the start                          > 1         > 1.2
+A rule compares one number with two limits (`LIMITS`, the table of them all); beyond the first one should look, beyond the second
+something is wrong. "Now" is the mean of a curve's last fifth, "start" of its first. A rule whose metrics a run does not have says nothing.
 """
 
 from __future__ import annotations
@@ -43,29 +19,29 @@ from .read import Curve
 
 Curves = Mapping[str, Curve]
 
-LIMITS = {  # (look, bad): beyond, upwards where bad is larger
-    "reject": (0.30, 0.60),
-    "rewarded": (1.5, math.inf),
-    "alpha": (0.86, 0.40),
-    "xi_low": (0.80, 0.50),
-    "xi_high": (1.25, 2.0),
-    "ess": (0.50, 0.20),
-    "loops": (0.02, 0.10),
-    "truncated": (0.10, 0.50),
-    "collapse": (0.30, 0.10),
-    "explosion": (2.0, 4.0),
-    "clip": (0.05, 0.20),
-    "norm": (5.0, 50.0),
-    "skipped": (0.0, 0.05),
-    "empty": (0.10, 0.50),
-    "flat": (0.50, 0.80),
-    "reward": (2.0, -2.0),
-    "gap": (0.05, 0.15),
-    "held_out": (0.03, 0.10),
-    "memory": (0.20, 0.0),
-    "rollout": (0.80, 0.95),
-    "ungraded": (0.0, 0.05),
-    "student": (1.0, 1.2),
+LIMITS = {  # rule: (look, bad), beyond which; downwards where bad is the smaller
+    "reject": (0.30, 0.60),  # rejected trajectories now
+    "rewarded": (1.5, math.inf),  # rejected of rewarded / of unrewarded ones now, where at least FEW_REWARDED are
+    "alpha": (0.86, 0.40),  # alpha_5 now; blind where entropy is below BLIND
+    "xi_low": (0.80, 0.50),  # 5th percentile of xi now
+    "xi_high": (1.25, 2.0),  # 95th percentile of xi now
+    "ess": (0.50, 0.20),  # effective sample size of the weights now
+    "loops": (0.02, 0.10),  # responses now that end by repeating themselves
+    "truncated": (0.10, 0.50),  # responses now that were cut by length
+    "collapse": (0.30, 0.10),  # entropy now / at the start, where it fell
+    "explosion": (2.0, 4.0),  # entropy now / at the start, where it grew by NATS
+    "clip": (0.05, 0.20),  # clipped tokens now
+    "norm": (5.0, 50.0),  # gradient norm now / at the start
+    "skipped": (0.0, 0.05),  # updates skipped for non-finite numbers, per step
+    "empty": (0.10, 0.50),  # updates without anything to learn from, per step
+    "flat": (0.50, 0.80),  # groups without variance now
+    "reward": (2.0, -2.0),  # change of reward, start to now, in standard errors
+    "gap": (0.05, 0.15),  # growth of held-out accuracy, dense - sparse
+    "held_out": (0.03, 0.10),  # fall of held-out accuracy, dense
+    "memory": (0.20, 0.0),  # KV bytes saved against dense rows now
+    "rollout": (0.80, 0.95),  # share of a step's time that is rollout, now
+    "ungraded": (0.0, 0.05),  # completions the grader failed on, of all
+    "student": (1.0, 1.2),  # a student's KL now / at the start
 }
 BLIND = 0.02  # nats of entropy below which alpha_5 is near 1 whatever the cache does
 FEW_REWARDED = 0.05  # rejected share of rewarded ones that is not worth a sentence
@@ -177,9 +153,7 @@ def alpha(curves: Curves) -> list[Sentence]:
         return []
     said = f"alpha_5, the overlap of the dense and the sampler's distribution, is {value:.2f}"
     if entropy is not None and entropy < BLIND and level("alpha", value) == "good":
-        text = (
-            f"{said}, but it is blind here: entropy is {entropy:.3f} nats, so both are sure of themselves; read rejection and xi instead."
-        )
+        text = f"{said}, but it is blind here: entropy is {entropy:.3f} nats, and both are sure of themselves; read rejection and xi."
         return [Sentence("look", text, figure, value)]
     remedy = "raise rollout.budget, or try another rollout.compressor"
     return judged(
@@ -198,10 +172,10 @@ def xi(curves: Curves) -> list[Sentence]:
     low, high = now(curves, "gap/xi/p05"), now(curves, "gap/xi/p95")
     found = []
     if low is not None:
-        text = f"A twentieth of the tokens has xi below {low:.2f}: the learner finds them less likely than the sampler did; raise rollout.budget."
+        text = f"A twentieth of the tokens has xi below {low:.2f}: less likely to the learner than to the sampler; raise rollout.budget."
         found += judged("xi_low", low, "gap/xi/p05", ("", text, text))
     if high is not None:
-        text = f"A twentieth of the tokens has xi above {high:.2f}: their weights are large and capped at 2 by most methods; raise rollout.budget."
+        text = f"A twentieth of the tokens has xi above {high:.2f}: more likely to the learner than to the sampler; raise rollout.budget."
         found += judged("xi_high", high, "gap/xi/p95", ("", text, text))
     if low is not None and high is not None and not found:
         found.append(Sentence("good", f"xi of nine tokens in ten lies between {low:.2f} and {high:.2f}, near 1.", "gap/xi/p05", low))
@@ -283,7 +257,7 @@ def empty(curves: Curves) -> list[Sentence]:
     if figure not in curves or not len(curves[figure].finite):
         return []
     count, steps = total(curves, figure), len(curves[figure].finite)
-    text = f"{count:,.0f} updates in {steps:,} steps had nothing to learn from: all was rejected, or no group had variance; raise rollout.group_size."
+    text = f"{count:,.0f} updates in {steps:,} steps were empty: all was rejected, or no group had variance; raise rollout.group_size."
     return judged("empty", count, figure, ("", text, text), judge=count / steps)
 
 
@@ -303,7 +277,7 @@ def flat(curves: Curves) -> list[Sentence]:
 def reward(curves: Curves) -> list[Sentence]:
     figure = "reward/mean"
     early, late = fifth(curves, figure, 0), fifth(curves, figure, -1)
-    if min(len(early), len(late)) < 2:
+    if len(early) < 3:  # too few for an error
         return []
     change = float(late.mean() - early.mean())
     error = math.sqrt(early.var(ddof=1) / len(early) + late.var(ddof=1) / len(late))
@@ -337,7 +311,7 @@ def held_out(curves: Curves) -> list[Sentence]:
         apart = apart[np.isfinite(apart)]
         if len(apart) >= 2:
             first, last = _thirds(apart)
-            said = f"Held-out accuracy is {last:+.3f} higher on the dense cache than on the small one, {first:+.3f} at the start"
+            said = f"Held-out accuracy, dense less small cache, is {last:+.3f} ({first:+.3f} at the start)"
             text = f"{said}: the gap widens; to deploy on the small cache use learn.method: shadow, to deploy dense raise rollout.budget."
             found += judged("gap", last, "eval/sparse/accuracy", (f"{said}.", text, text), judge=last - first)
     return found
@@ -384,9 +358,7 @@ def ungraded(curves: Curves) -> list[Sentence]:
         return []
     count = sum(total(curves, name) for name in names)
     kinds = ", ".join(f"{name.split('/')[1].replace('_', ' ')} {total(curves, name):,.0f}" for name in names)
-    text = (
-        f"{count:,.0f} of {asked:,.0f} completions could not be graded ({kinds}) and count as wrong; mend the task's grader or its answers."
-    )
+    text = f"{count:,.0f} of {asked:,.0f} completions could not be graded ({kinds}) and count as wrong; mend the grader or its answers."
     return judged("ungraded", count, names[0], ("", text, text), judge=count / asked)
 
 
