@@ -144,6 +144,7 @@ def test_the_command_of_a_recipe_far_from_ours_names_its_file(tmp_path):
         "tiny-sums", [("rollout.stop", json.dumps(["$(touch x)", "-x", "é"])), ("run.project", json.dumps("'; rm x")), ("task.seed", "-1")]
     )
     words = shlex.split(command(hostile.to_dict(), True, "-"))
+    assert "--task.seed=-1" in words  # -1 alone would look like an option
     assert load_recipe(words[2], overrides(words[3:-2])) == hostile
 
 

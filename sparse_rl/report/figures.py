@@ -79,11 +79,14 @@ def png(runs: Sequence[Run]) -> bytes:
             axis.yaxis.set_major_formatter(lambda value, _: size(value))
             axis.set_ylim(bottom=0)
         axis.set_xlabel("step")
+        if not any(name in run.curves for run in runs for name in lines):
+            axis.text(0.5, 0.5, "not in these runs", ha="center", va="center", transform=axis.transAxes, color="0.4")
     split_of_time(axes.flat[len(LINES)], runs)
     for axis in axes.flat[len(LINES) + 1 :]:
         axis.axis("off")
     handles = [pyplot.Line2D([], [], color=colour(number)) for number in range(len(runs))]
-    axes.flat[len(LINES) + 1].legend(handles, [label(run) for run in runs], frameon=False, fontsize=9, loc="upper left")
+    names = axes.flat[len(LINES) + 1].legend(handles, [label(run) for run in runs], frameon=False, fontsize=9, loc="upper left")
+    names.set_in_layout(False)  # a long list takes no room from the curves
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)
     pyplot.close(figure)

@@ -170,7 +170,7 @@ def read_map(samples: Path, line: dict) -> tuple[dict[str, Any] | None, str | No
         about = os.stat(path)
         shown = encoded(path, about.st_mtime_ns, about.st_size)
     except (SparseRLError, OSError) as error:
-        return None, str(error).rstrip(".")
+        return None, str(error).replace(f"{samples}/", "").rstrip(".")
     if shown["tokens"] != len(line["tokens"]):
         return None, f"its trace has {shown['tokens']} tokens, but there are {len(line['tokens'])}"
     if shown["data"] is None:
