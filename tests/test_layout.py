@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "metrics": {"checkpoint"},
     "statistics": set(),
     "held_out": {"compressors", "learn", "models", "records", "rollout", "tasks"},
+    "report": {"cache", "checkpoint", "config", "plan"},
     "evaluation": {"checkpoint", "compressors", "learn", "metrics", "models", "plan", "records", "rollout", "statistics", "tasks"},
 }
 

@@ -1,0 +1,1 @@
+"""A report of runs: their folders read as they are, made into one document for the page, into pictures, or into Markdown."""

@@ -1,0 +1,71 @@
+"""Runs as one document of plain values, which the page shows, and how it is put into the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import SparseRLError
+from .bins import binned, points_for
+from .read import Run, is_evaluation, read_runs
+from .recipe import command, differences, flat
+from .trajectories import SPACE, read_samples
+from .verdict import verdict
+
+VERSION = 1
+LARGEST = 14_000_000  # bytes of a document: curves first, trajectories in what is left
+_PLACE = re.compile(r'(<script type="application/json" id="data">).*?(</script>)', re.DOTALL)
+
+
+def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> dict[str, Any]:
+    """The runs that paths name, as the page has them. `live`: seconds between its questions; runs may then vanish meanwhile."""
+    runs, notes = read_runs(paths, gone=live is not None)
+    most = points_for(sum(len(run.curves) for run in runs))
+    shown = [described(run, most) for run in runs]
+    whole = {
+        "version": VERSION,
+        "live": None if live is None else {"every": live},
+        "runs": shown,
+        "differences": differences([run.recipe for run in runs]) if len(runs) > 1 else [],
+        "notes": notes,
+    }
+    space = (LARGEST - len(dumped(whole))) // max(len(runs), 1)
+    for run, entry in zip(runs, shown):
+        entry["trajectories"], more = read_samples(run.folder, space=min(max(space, 0), SPACE))
+        entry["notes"] += more
+    return whole
+
+
+def described(run: Run, most: int) -> dict[str, Any]:
+    """All about a run but its trajectories. `most`: points of a curve."""
+    clock = binned(run.clock(), most, regular=False)
+    return {
+        "name": run.name,
+        "method": run.method,
+        "command": command(run.recipe, run.complete, run.name) if run.recipe else "",
+        "steps": run.steps,
+        "seconds": clock["high" if "high" in clock else "mean"][-1] if clock["step"] else 0.0,
+        "notes": list(run.notes),
+        "clock": {"step": clock["step"], "seconds": clock.get("high", clock["mean"])},  # at the bin's last step
+        "curves": {name: binned(curve, most, regular=not is_evaluation(name)) for name, curve in run.curves.items()},
+        "verdict": verdict(run.curves),
+        "recipe": flat(run.recipe),
+        "trajectories": [],
+    }
+
+
+def dumped(value: Any) -> str:
+    """JSON in ASCII, without NaN, and without what could end a script."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # U+2028 and the like are escaped already
+
+
+def embed(template: str, document: dict[str, Any]) -> str:
+    """The page with a document in its place for data."""
+    text = dumped(document)
+    page, count = _PLACE.subn(lambda found: found[1] + text + found[2], template)
+    if count != 1:
+        raise SparseRLError(f'the page has {count} places for data; it needs one <script type="application/json" id="data"></script>.')
+    return page

@@ -1,0 +1,201 @@
+"""A report without a page: the main figures as one picture, and a summary in Markdown for a README or a tracker."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import SparseRLError
+from ..plan import size
+from .bins import binned, points_for
+from .read import Curve, Run, is_evaluation
+from .recipe import command, differences
+from .verdict import verdict
+
+DENSE = "cache/bytes/dense"  # what dense rows would take: not a metric, made of two
+LINES = {  # panel -> its curves and their styles
+    "reward": {"reward/mean": "-"},
+    "held-out accuracy (dashed: small cache)": {"eval/dense/accuracy": "-", "eval/sparse/accuracy": "--"},
+    "rejected trajectories": {"reject/trajectories/frac": "-"},
+    "xi (shaded: 5th to 95th percentile)": {"gap/xi/p50": "-"},
+    "alpha_5 (dotted: 0.86)": {"gap/alpha/p05": "-"},
+    "entropy, nats": {"old/entropy/mean": "-"},
+    "response length, tokens": {"rollout/length/mean": "-"},
+    "KV bytes (dashed: dense)": {"cache/bytes/allocated": "-", DENSE: "--"},
+    "tokens per second": {"rollout/tokens_per_s": "-"},
+}
+XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha_5 (dotted: 0.86)"
+STAGES = ("rollout", "grade", "score", "diagnose", "students", "update")
+COLUMNS = {  # heading -> its curve, and how its numbers are written
+    "reward": ("reward/mean", "{:.3f}"),
+    "dense accuracy": ("eval/dense/accuracy", "{:.3f}"),
+    "sparse accuracy": ("eval/sparse/accuracy", "{:.3f}"),
+    "rejected": ("reject/trajectories/frac", "{:.1%}"),
+    "alpha_5": ("gap/alpha/p05", "{:.3f}"),
+    "KV saved": ("cache/bytes_saved/frac", "{:.1%}"),
+    "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
+}
+WITH_BEST = ("reward", "dense accuracy", "sparse accuracy")
+
+
+def dense_bytes(run: Run) -> Curve | None:
+    """Bytes that dense rows would have taken: allocated / (1 - saved)."""
+    taken, saved = run.curves.get("cache/bytes/allocated"), run.curves.get("cache/bytes_saved/frac")
+    if taken is None or saved is None or len(taken.step) != len(saved.step):
+        return None
+    return Curve(taken.step, taken.value / np.where(saved.value < 1, 1 - saved.value, np.nan))
+
+
+# ------------------------------------------------------------------------------------------------------------ PNG
+
+
+def png(runs: Sequence[Run]) -> bytes:
+    """The main figures of runs, overlaid."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SparseRLError("pictures need matplotlib; pip install 'sparse-rl[plot]', or use --format md.") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 4, figsize=(17, 10), layout="constrained")
+    most = points_for(sum(len(run.curves) for run in runs))
+    for axis, (title, lines) in zip(axes.flat, LINES.items()):
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+        for number, run in enumerate(runs):
+            known = run.curves if (dense := dense_bytes(run)) is None else {**run.curves, DENSE: dense}
+            for name, style in lines.items():
+                if name in known:
+                    draw(axis, name, known[name], most, colour(number), style)
+            if title == XI:
+                shade(axis, run, most, colour(number))
+        if title == ALPHA:
+            axis.axhline(0.86, color="0.4", linestyle=":")
+        if DENSE in lines:
+            axis.yaxis.set_major_formatter(lambda value, _: size(value))
+            axis.set_ylim(bottom=0)
+        axis.set_xlabel("step")
+        if not any(name in run.curves for run in runs for name in lines):
+            axis.text(0.5, 0.5, "not in these runs", ha="center", va="center", transform=axis.transAxes, color="0.4")
+    split_of_time(axes.flat[len(LINES)], runs)
+    for axis in axes.flat[len(LINES) + 1 :]:
+        axis.axis("off")
+    handles = [pyplot.Line2D([], [], color=colour(number)) for number in range(len(runs))]
+    names = axes.flat[len(LINES) + 1].legend(handles, [label(run) for run in runs], frameon=False, fontsize=9, loc="upper left")
+    names.set_in_layout(False)  # a long list takes no room from the curves
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    pyplot.close(figure)
+    return file.getvalue()
+
+
+def draw(axis, name: str, curve: Curve, most: int, color: str, style: str) -> None:
+    """A curve with its extremes as a shade; gaps stay open."""
+    points = binned(curve, most, regular=not is_evaluation(name))
+    mean = numbers(points["mean"])
+    few = len(mean) < 15
+    axis.plot(points["step"], mean, style, color=color, marker="o" if few else None, markersize=3, linewidth=1.2)
+    if "low" in points:
+        axis.fill_between(points["step"], numbers(points["low"]), numbers(points["high"]), color=color, alpha=0.15, linewidth=0)
+
+
+def shade(axis, run: Run, most: int, color: str) -> None:
+    if "gap/xi/p05" in run.curves and "gap/xi/p95" in run.curves:
+        low, high = (binned(run.curves[f"gap/xi/{name}"], most) for name in ("p05", "p95"))
+        axis.fill_between(low["step"], numbers(low["mean"]), numbers(high["mean"]), color=color, alpha=0.2, linewidth=0)
+
+
+def split_of_time(axis, runs: Sequence[Run]) -> None:
+    """Mean seconds of a step by stage, a bar for each run."""
+    axis.set_title("seconds of a step", fontsize=10)
+    left = np.zeros(len(runs))
+    for number, stage in enumerate(STAGES):
+        found = [run.curves[f"time/{stage}"].finite if f"time/{stage}" in run.curves else np.zeros(0) for run in runs]
+        seconds = np.array([values.mean() if len(values) else 0.0 for values in found])
+        if seconds.any():
+            axis.barh(range(len(runs)), seconds, left=left, color=str(0.15 + 0.75 * number / len(STAGES)), label=stage)
+            left += seconds
+    axis.set_yticks(range(len(runs)), [label(run) for run in runs], fontsize=8)
+    axis.invert_yaxis()
+    if left.any():
+        axis.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+
+
+def colour(number: int) -> tuple[float, ...]:
+    """Twenty that differ."""
+    import matplotlib
+
+    return matplotlib.colormaps["tab20"]((2 * number + number // 10) % 20)  # strong ones first
+
+
+def numbers(values: Sequence[float | None]) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+def label(run: Run) -> str:
+    """A run's name as text that matplotlib takes for nothing else; the end of a long one."""
+    name = visible(run.name).replace("$", r"\$")
+    return " " + (name if len(name) <= 40 else "..." + name[-37:])  # a leading _ would hide it
+
+
+# ------------------------------------------------------------------------------------------------------------ Markdown
+
+
+def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
+    """Verdicts, a table of runs, what their recipes differ in, and the commands to run them again."""
+    parts = ["# Report", *([bullets([escaped(note) for note in notes])] if notes else []), table_of_runs(runs)]
+    for run in runs:
+        said = [f"**{s['level']}**: {escaped(s['text'])} (`{visible(s['figure'])}`)" for s in verdict(run.curves)]
+        said += [f"note: {escaped(note)}" for note in run.notes]
+        parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
+    if len(runs) > 1:
+        rows = [[escaped(row["key"]), *(escaped("" if v is None else str(v)) for v in row["values"])] for row in differences_of(runs)]
+        parts += ["## Recipes", table(["key", *(escaped(run.name) for run in runs)], rows) if rows else "The recipes are the same."]
+    commands = [command(run.recipe, run.complete, run.name) for run in runs if run.recipe]
+    if commands:
+        text = "\n".join(visible(line, keep="\n") for line in commands)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        parts += ["## Commands", f"{fence}sh\n{text}\n{fence}"]
+    return "\n\n".join(parts) + "\n"
+
+
+def differences_of(runs: Sequence[Run]) -> list[dict]:
+    return differences([run.recipe for run in runs])
+
+
+def table_of_runs(runs: Sequence[Run]) -> str:
+    """The last value of each column, and the best of some in brackets."""
+    rows = []
+    for run in runs:
+        clock = run.clock()
+        cells = [escaped(run.name), escaped(run.method), f"{run.steps:,}", f"{clock.value[-1]:,.0f} s" if len(clock.value) else ""]
+        for heading, (name, form) in COLUMNS.items():
+            values = run.curves[name].finite if name in run.curves else ()
+            best = f" ({form.format(max(values))})" if heading in WITH_BEST and len(values) else ""
+            cells.append(form.format(values[-1]) + best if len(values) else "")
+        rows.append(cells)
+    headings = [f"{heading}, last (best)" if heading in WITH_BEST else heading for heading in COLUMNS]
+    return table(["run", "method", "steps", "time", *headings], rows)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~$!&])", r"\\\1", visible(text)).strip()
+
+
+def visible(text: str, keep: str = "") -> str:
+    """What cannot be seen (control and bidi characters, lone surrogates) as a replacement sign; white space as a space."""
+    return "".join(c if c in keep or c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

@@ -1,0 +1,103 @@
+"""Recipes in a report: flat, compared with one another, and as the command that runs them again."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import RECIPES, load_recipe, make_recipe, parse_value
+
+_DEPTH = 4  # of lists and keys inside a value
+
+
+def plain(value: Any, depth: int = _DEPTH) -> Any:
+    """A value of a YAML file as JSON can hold it: what it cannot becomes text."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**53 else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, depth - 1) for k, v in value.items()} if depth else "..."
+    if isinstance(value, (list, tuple)):
+        return [plain(v, depth - 1) for v in value] if depth else "..."
+    return str(value)
+
+
+def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """section.key (and .key inside it) -> value; empty keys are left out."""
+    found = {}
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(f"{path}.{name}", inner)
+        else:
+            found[path] = value
+
+    for section, keys in sections.items():
+        walk(section, plain(keys))
+    return found
+
+
+def differences(recipes: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Keys in which recipes differ, with a value of each: None where one has no such key. Runs without a recipe do not count."""
+    every = [flat(recipe) for recipe in recipes]
+    known = [recipe for recipe in every if recipe]
+    keys = dict.fromkeys(key for recipe in known for key in recipe)
+    return [
+        {"key": key, "values": [recipe.get(key) for recipe in every]}
+        for key in keys
+        if any((key in recipe) != (key in known[0]) or recipe.get(key) != known[0].get(key) for recipe in known[1:])
+    ]
+
+
+def command(recipe: Mapping[str, Mapping[str, Any]], complete: bool, folder: str) -> str:
+    """What a shell runs to make a run again: the nearest recipe we ship and what differs from it; else the run's own recipe."""
+    nearest = min(shipped().items(), key=lambda item: len(_changes(item[1], recipe))) if complete else None
+    if nearest is not None:
+        name, base = nearest
+        changes = _changes(base, recipe)
+        overrides = [(key, _yaml(value)) for key, value in changes.items()]
+        if not {"model.name", "task.name"} <= changes.keys() and _makes(base, overrides, recipe):
+            options = [part for key, value in overrides for part in ((f"--{key}={value}",) if value[:1] == "-" else (f"--{key}", value))]
+            return shlex.join(["sparse-rl", "train", name, *options, "--out", folder])
+    return shlex.join(["sparse-rl", "train", f"{folder}/recipe.yaml", "--out", f"{folder}-again"])
+
+
+@functools.cache
+def shipped() -> dict[str, dict[str, dict[str, Any]]]:
+    """Recipes by name, every key spelled out."""
+    return {file.stem: load_recipe(file).to_dict() for file in sorted(RECIPES.glob("*.yaml")) if not file.stem.endswith("-warmup")}
+
+
+def _changes(base: Mapping, recipe: Mapping) -> dict[str, Any]:
+    """section.key -> value, where a recipe differs from another."""
+    return {f"{s}.{k}": v for s, keys in recipe.items() for k, v in keys.items() if k not in base[s] or base[s][k] != v}
+
+
+def _makes(base: Mapping, overrides: Sequence[tuple[str, str]], recipe: Mapping) -> bool:
+    """Whether these options make this very recipe of the other: a task's own options may be there that cannot be taken away."""
+    try:
+        return make_recipe(base, overrides).to_dict() == recipe
+    except ValueError:  # SparseRLError: a key that cannot be written as an option
+        return False
+
+
+def _yaml(value: Any) -> str:
+    """A value as an option has it."""
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True).removesuffix("...\n").strip()
+    return str(value) if isinstance(value, str) and _reads_as(str(value), value) else text
+
+
+def _reads_as(text: str, value: Any) -> bool:
+    try:
+        return parse_value(text) == value
+    except ValueError:
+        return False

@@ -1,0 +1,219 @@
+"""Sampled completions of a run as the page shows them: text, evidence of every token, and the map of what was evicted when.
+
+    samples/step-000010/trajectories.jsonl, traces/     as sparse_rl.records writes them; older runs lack some of a line's keys
+
+The newest steps come first, as many as there is space for. T tokens as fed, of which R belong to the response; L layers, H KV heads.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cache.trace import Trace
+from ..checkpoint import find_checkpoints
+from ..errors import SparseRLError
+from .read import json_lines
+
+BEACON = "\u25c6"
+MOST = 64  # trajectories of a run
+SPACE = 12_000_000  # bytes of their JSON
+
+
+def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[list[dict[str, Any]], list[str]]:
+    """Trajectories of the newest steps, as the page has them; what was left out becomes notes. Maps take what their text leaves."""
+    notes: list[str] = []
+    chosen, used = _newest(folder, most, space // 2, notes)
+    for done, (title, samples, line, shown) in enumerate(chosen):
+        found, why = read_map(samples, line)
+        if why is not None:
+            notes.append(f"{title} has no map: {why}")
+        used += len(json.dumps(found))
+        if used > space:
+            left = len(chosen) - done
+            notes.append(f"the maps of {left} of {len(chosen)} trajectories are left out: all would take more than {space / 1e6:.1f} MB")
+            break
+        shown["map"] = found
+    return [shown for *_, shown in chosen], notes
+
+
+def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list[tuple[str, Path, dict, dict]], int]:
+    """(title, folder, line, what is shown of it) of the newest trajectories that fit, without maps; and the bytes they take."""
+    steps = sorted(_steps(folder / "samples"), reverse=True)
+    text_of = Texts(folder / "checkpoints", notes)
+    chosen, used, left, seen, full = [], 0, 0, 0, ""
+    for step, samples in steps:
+        if full:
+            break
+        seen += 1
+        file = f"samples/{samples.name}/trajectories.jsonl"
+        for number, line in json_lines(samples / "trajectories.jsonl", notes, file):
+            title = f"line {number} of {file}"
+            if (why := wrong_in(line)) is not None:
+                notes.append(f"{title} is no trajectory ({why}) and is left out")
+                continue
+            if len(chosen) == most:
+                full = f"{most} are shown"
+            if not full:
+                shown = trajectory(step, line, text_of)
+                size = len(json.dumps(shown))
+                full = f"their text would take more than {space / 1e6:.1f} MB" if used + size > space else ""
+            if full:
+                left += 1
+            else:
+                chosen.append((title, samples, line, shown))
+                used += size
+        full = full or (f"{most} are shown" if len(chosen) == most else "")
+    gone = [f"{left} of step {steps[seen - 1][0]}"] if left else []
+    gone += [f"those of {len(steps) - seen} older steps"] if len(steps) > seen else []
+    if gone:
+        notes.append(f"trajectories are left out, {' and '.join(gone)}: {full}")
+    return chosen, used
+
+
+def _steps(samples: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of a run's samples; none where there are none, or where they are being removed."""
+    try:
+        folders = list(samples.iterdir())
+    except OSError:
+        return []
+    numbers = [(folder.name.removeprefix("step-"), folder) for folder in folders if folder.name.startswith("step-")]
+    return [(int(number), folder) for number, folder in numbers if number.isascii() and number.isdigit()]
+
+
+def wrong_in(line: dict) -> str | None:
+    """What about a line makes it no trajectory; all else may be missing."""
+    tokens, prompt = line.get("tokens"), line.get("num_prompt_tokens")
+    if not isinstance(tokens, list) or not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        return "tokens is no list of token ids"
+    if type(prompt) is not int or not 0 <= prompt <= len(tokens):
+        return f"num_prompt_tokens is {str(prompt)[:20]}, but there are {len(tokens)} tokens"
+    return None
+
+
+def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
+    """A line of trajectories.jsonl as the page has it, without its map; None where the line lacks something."""
+    tokens, first = line["tokens"], line["num_prompt_tokens"]
+    beacon = line.get("beacon_id")
+    beacons = [i for i, token in enumerate(tokens) if type(beacon) is int and token == beacon]
+    pieces = line.get("pieces")
+    if not (isinstance(pieces, list) and len(pieces) == len(tokens) and all(isinstance(piece, str) for piece in pieces)):
+        pieces = text_of(tokens)
+    pieces = [*pieces]
+    for i in beacons:
+        pieces[i] = BEACON
+
+    def response(name: str, value_of: Callable[[Any], Any]) -> list | None:
+        """[T] -> [R], None for beacons; None where the line does not have it."""
+        values = line.get(name)
+        if not isinstance(values, list) or len(values) != len(tokens):
+            return None
+        every = [value_of(value) for value in values]
+        for i in beacons:
+            every[i] = None
+        return every[first:]
+
+    nothing = [None] * (len(tokens) - first)
+    return {
+        "step": step,
+        "prompt_index": _whole(line.get("prompt_index")),
+        "sample_index": _whole(line.get("sample_index")),
+        "reward": _number(line.get("reward")),
+        "verdict": _text(line.get("verdict")),
+        "accepted": line["accepted"] if isinstance(line.get("accepted"), bool) else None,
+        "advantage": _number(line.get("advantage")),
+        "finish": _text(line.get("finish_reason")),
+        "pieces": pieces,
+        "num_prompt": first,
+        "sampler": response("sampler_logprobs", _number) or nothing,
+        "old": response("old_logprobs", _number) or nothing,
+        "rank": response("rank", _whole),
+        "weight": response("weight", _number),
+        "clipped": response("clipped", lambda value: int(value) if value in (0, 1) else None),
+        "beacons": beacons,
+        "map": None,
+    }
+
+
+def _number(value: Any) -> float | None:
+    """Five digits behind the point: gaps are differences."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        return None
+    return round(float(value), 5) + 0.0  # no -0.0
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and abs(value) < 2**53 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def read_map(samples: Path, line: dict) -> tuple[dict[str, Any] | None, str | None]:
+    """The map of a line's trace, or why there is none."""
+    name = line.get("trace")
+    if not isinstance(name, str) or "\0" in name:
+        return None, "the line names no trace"
+    path = samples / name
+    if not path.resolve().is_relative_to(samples.resolve()):
+        return None, f"its trace {name!r} lies outside of its folder"
+    try:
+        about = os.stat(path)
+        shown = encoded(path, about.st_mtime_ns, about.st_size)
+    except (SparseRLError, OSError) as error:
+        return None, str(error).replace(f"{samples}/", "").rstrip(".")
+    if shown["tokens"] != len(line["tokens"]):
+        return None, f"its trace has {shown['tokens']} tokens, but there are {len(line['tokens'])}"
+    if shown["data"] is None:
+        return None, f"{shown['tokens']} tokens are too many for one"
+    return shown, None
+
+
+@functools.lru_cache(maxsize=256)  # a page that is watched asks for the same ones every second
+def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """A trace file as the page has it: raw deflate of uint16, little endian, [L, H, T]. A file that changed is read again."""
+    evicted_at = Trace.load(path).evicted_at.numpy()
+    layers, heads, tokens = evicted_at.shape
+    if evicted_at.dtype != np.uint16:
+        return {"layers": layers, "heads": heads, "tokens": tokens, "data": None}
+    squeeze = zlib.compressobj(6, zlib.DEFLATED, -15)
+    data = squeeze.compress(np.ascontiguousarray(evicted_at, dtype="<u2").tobytes()) + squeeze.flush()
+    return {"layers": layers, "heads": heads, "tokens": tokens, "data": base64.b64encode(data).decode()}
+
+
+class Texts:
+    """Text of token ids in runs that did not keep it: by the tokenizer of the newest checkpoint, else as numbers."""
+
+    def __init__(self, checkpoints: Path, notes: list[str]):
+        self.checkpoints, self.notes = checkpoints, notes
+        self.known: dict[int, str] = {}
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        found = find_checkpoints(self.checkpoints)
+        if not found:
+            self.notes.append("there is no checkpoint whose tokenizer could say the text of tokens: their ids are shown")
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(found[-1][1], local_files_only=True)
+        except Exception as error:  # a damaged folder fails in whatever way its files lead to
+            why = " ".join(str(error).split())[:200]
+            self.notes.append(f"the tokenizer of {found[-1][1].name} cannot be loaded ({why}): ids of tokens are shown")
+            return None
+
+    def __call__(self, tokens: Sequence[int]) -> list[str]:
+        for token in set(tokens) - self.known.keys():
+            text = self.tokenizer.decode([token]) if self.tokenizer is not None else ""
+            self.known[token] = text or f"\u27e8{token}\u27e9"
+        return [self.known[token] for token in tokens]
