@@ -1,1 +1,30 @@
-"""A report of runs: their folders read as they are, made into one document for the page, into pictures, or into Markdown."""
+"""A report of runs: their folders read as they are, made into one page, one picture, or Markdown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+FORMATS = ("html", "png", "md")
+
+
+def write(runs: Sequence[str | os.PathLike], out: Path, kind: str = "html") -> Path:
+    """Write the report of these runs, whole or not at all."""
+    from ..checkpoint import writing
+    from . import figures
+    from .document import document
+    from .page import page
+    from .read import read_runs
+
+    if kind == "html":
+        content = page(document(runs)).encode()
+    else:
+        found, notes = read_runs(runs)
+        content = figures.png(found) if kind == "png" else figures.markdown(found, notes).encode()
+    partial = out.with_name(f".{out.name}.partial")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        os.replace(partial, out)
+    return out

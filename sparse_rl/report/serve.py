@@ -1,0 +1,110 @@
+"""The page while runs write: served on loopback, made anew when their files have changed.
+
+Two addresses exist, the page and its data; no path is ever taken for a file's. Requests under another name than loopback's are refused, so
+that no page of the web can read a run through a name of its own that points here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from ..errors import SparseRLError, stoppable
+from .document import document, dumped
+from .page import page
+
+LOOPBACK = "127.0.0.1"
+EVERY = 2.0  # seconds between two looks of the page
+_FILES = ("metrics.jsonl", "timing.jsonl", "recipe.yaml", "samples")
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, paths: Sequence[Path], port: int = 0):
+        self.paths, self.lock = list(paths), threading.Lock()
+        self.made: tuple[tuple, dict] | None = None  # (what the files looked like, the document)
+        try:
+            super().__init__((LOOPBACK, port), Handler)
+        except OSError as error:
+            raise SparseRLError(f"port {port} cannot be served on ({error.strerror}); choose another with --port, or 0 for any.") from error
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def data(self) -> dict:
+        """The document as it is now; one request at a time makes it."""
+        with self.lock:
+            looks = tuple(look(path) for path in self.paths)
+            if self.made is None or self.made[0] != looks:
+                self.made = (looks, document(self.paths, live=EVERY))
+            return self.made[1]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        hosts = {f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")}
+        if self.headers.get("Host") not in hosts:
+            self.answer(403, "text/plain", b"this page is served to this machine alone")
+            return
+        answers: dict[str, tuple[str, Callable[[], bytes]]] = {
+            "/": ("text/html", lambda: page(self.server.data()).encode()),
+            "/data.json": ("application/json", lambda: dumped(self.server.data()).encode()),
+        }
+        if self.path not in answers:
+            self.answer(404, "text/plain", b"there is nothing here; the page is at /")
+            return
+        kind, make = answers[self.path]
+        try:
+            self.answer(200, kind, make())
+        except SparseRLError as error:  # all runs are gone, say: they may come back
+            self.answer(503, "text/plain", str(error).encode())
+
+    def answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        """Nothing: the page asks every few seconds."""
+
+
+def look(path: Path) -> tuple:
+    """When a run, or the runs of a folder, were written last. Whatever vanishes meanwhile is not there."""
+    found = []
+    for folder in [path, *sorted(_children(path))]:
+        for name in _FILES:
+            try:
+                status = (folder / name).stat()
+            except OSError:
+                continue
+            found.append((str(folder / name), status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return [child for child in path.iterdir() if child.is_dir()]
+    except OSError:
+        return []
+
+
+def serve(paths: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
+    """Until Ctrl-C or SIGTERM."""
+    document(paths)  # a folder that is no run is said before anything is served
+    with Server(paths, port) as server, stoppable():
+        say(f"{server.address} (Ctrl-C ends it)")
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            say("stopped")
