@@ -10,13 +10,14 @@ import numpy as np
 
 NEVER = 65535
 MAIN = (
-    "reward/mean", "eval/dense/accuracy", "eval/sparse/accuracy", "reject/trajectories/frac", "gap/xi/p05", "gap/xi/p50", "gap/xi/p95", "gap/alpha/p05",
-    "old/kl/mean", "update/kl/mean", "update/clip/frac", "old/entropy/mean", "rollout/length/mean", "cache/bytes/allocated", "cache/bytes_saved/frac",
-    "rollout/tokens_per_s", "time/step", "time/rollout", "time/update", "student/c8/kl", "rollout/loops/frac", "gap/ess/frac",
+    "reward/mean", "eval/dense/accuracy", "eval/sparse/accuracy", "reject/trajectories/frac", "gap/xi/p05", "gap/xi/p50", "gap/xi/p95",
+    "gap/alpha/p05", "old/kl/mean", "update/kl/mean", "update/clip/frac", "old/entropy/mean", "rollout/length/mean",
+    "cache/bytes/allocated", "cache/bytes_saved/frac", "rollout/tokens_per_s", "time/step", "time/rollout", "time/update",
+    "student/c8/kl", "rollout/loops/frac", "gap/ess/frac",
 )  # fmt: skip
 TYPICAL = {
-    "cache/bytes/allocated": 3e6, "rollout/tokens_per_s": 4500.0, "rollout/length/mean": 40.0, "time/step": 1.5, "time/rollout": 0.8,
-    "time/update": 0.5, "gap/xi/p05": 0.8, "gap/xi/p50": 1.0, "gap/xi/p95": 1.2,
+    "cache/bytes/allocated": 3e6, "cache/bytes_saved/frac": 0.6, "rollout/tokens_per_s": 4500.0, "rollout/length/mean": 40.0,
+    "time/step": 1.5, "time/rollout": 0.8, "time/update": 0.5, "gap/xi/p05": 0.8, "gap/xi/p50": 1.0, "gap/xi/p95": 1.2,
 }  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def curve(steps: list[int], values: list[float | None], spread: float = 0.0) -> 
     plain = {"step": steps, "mean": values}
     if not spread:
         return plain
-    return plain | {side: [None if v is None else v + sign * spread for v in values] for side, sign in (("low", -1), ("high", 1))}
+    return plain | {side: [None if v is None else round(v + sign * spread, 5) for v in values] for side, sign in (("low", -1), ("high", 1))}
 
 
 def curves(points: int, seed: int, names=MAIN, spread: float = 0.0) -> dict:
@@ -69,7 +70,7 @@ def packed(gone: np.ndarray) -> dict:
 
 
 def evictions(layers: int, heads: int, tokens: int, budget: int, seed: int = 0) -> np.ndarray:
-    """When each token goes: the last few stay, the first never goes, in between every head has its own taste. -> uint16 [layers, heads, tokens]"""
+    """When each token goes: the first never, the others after a while, each head in its own way. -> uint16 [layers, heads, tokens]"""
     rng = np.random.default_rng(seed)
     index = np.arange(tokens)
     kept = (budget * rng.lognormal(-0.5, 0.9, (layers, heads, tokens))).astype(int) + 4
@@ -85,7 +86,9 @@ def seen(gone: np.ndarray, query: int) -> np.ndarray:
     return (index <= query) & (query < gone)
 
 
-def trajectory(tokens: int = 60, prompt: int = 8, seed: int = 0, gone: np.ndarray | None = None, beacons: tuple[int, ...] = (), **changes) -> dict:
+def trajectory(
+    tokens: int = 60, prompt: int = 8, seed: int = 0, gone: np.ndarray | None = None, beacons: tuple[int, ...] = (), **changes
+) -> dict:
     rng = np.random.default_rng(seed)
     words = [" the", " sum", " of", " 17", " and", " 25", " is", " 42", ",", "\n", " so", " we", " carry", " one", "."]
     pieces = [words[k] for k in rng.integers(0, len(words), tokens)]
@@ -98,7 +101,8 @@ def trajectory(tokens: int = 60, prompt: int = 8, seed: int = 0, gone: np.ndarra
         sampler[b - prompt] = old[b - prompt] = None
     weight = [None if s is None else round(min(2.0, math.exp(o - s)), 5) for s, o in zip(sampler, old)]
     return {
-        "step": 10, "prompt_index": 0, "sample_index": 0, "reward": 0.0, "verdict": "wrong", "accepted": True, "advantage": -0.35, "finish": "stop",
-        "pieces": pieces, "num_prompt": prompt, "sampler": sampler, "old": old, "rank": rng.integers(0, 50, n).tolist(), "weight": weight,
+        "step": 10, "prompt_index": 0, "sample_index": 0, "reward": 0.0, "verdict": "wrong", "accepted": True,
+        "advantage": -0.35, "finish": "stop", "pieces": pieces, "num_prompt": prompt,
+        "sampler": sampler, "old": old, "rank": rng.integers(0, 50, n).tolist(), "weight": weight,
         "clipped": rng.integers(0, 2, n).tolist(), "beacons": list(beacons), "map": None if gone is None else packed(gone), **changes,
     }  # fmt: skip

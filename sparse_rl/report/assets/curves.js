@@ -132,6 +132,10 @@ class Chart {
       g.setLineDash([]);
       g.textAlign = "right";
       g.textBaseline = "bottom";
+      g.strokeStyle = colour("card");
+      g.lineWidth = 4;
+      g.strokeText(line.label, X(r.x1) - 2, Y(line.y) - 2);
+      g.lineWidth = 1;
       g.fillText(line.label, X(r.x1) - 2, Y(line.y) - 2);
     }
     if (this.cursor !== null) {
@@ -148,7 +152,7 @@ class Chart {
     g.textAlign = "right";
     g.textBaseline = "middle";
     const unit = this.figure.format === bytes ? 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(1, r.y1)) / 10)) : 1;
-    for (const y of niceTicks(r.y0 / unit, r.y1 / unit, 4)) {
+    for (const y of niceTicks(r.y0 / unit, r.y1 / unit, 5)) {
       path(g, [[MARGIN.left, this.Y(y * unit)], [width - MARGIN.right, this.Y(y * unit)]]);
       g.fillText(unit > 1 || this.figure.format === bytes ? bytes(y * unit) : this.figure.format === percent ? percent(y) : short(y), MARGIN.left - 6, this.Y(y * unit));
     }
@@ -156,7 +160,7 @@ class Chart {
     g.textBaseline = "top";
     const clock = state.axis === "seconds";
     const [scale, name] = clock && r.x1 > 7200 ? [3600, "h"] : clock && r.x1 > 180 ? [60, "min"] : [1, clock ? "s" : ""];
-    for (const x of niceTicks(r.x0 / scale, r.x1 / scale, Math.max(2, Math.floor(width / 90)))) {
+    for (const x of niceTicks(r.x0 / scale, r.x1 / scale, Math.max(2, Math.floor(width / 65)))) {
       if (!clock && x !== Math.round(x)) continue;
       g.fillText(`${short(x)}${name && ` ${name}`}`, Math.min(this.X(x * scale), width - 16), height - MARGIN.bottom + 6);
     }

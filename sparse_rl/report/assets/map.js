@@ -35,11 +35,12 @@ async function openMap(t) {
   if (wish.head >= heads) wish.head = -1;
   fill($("m-layer"), [[-1, `all ${layers}`], ...Array.from({ length: layers }, (_, i) => [i, String(i)])], wish.layer);
   fill($("m-head"), [[-1, `all ${heads}`], ...Array.from({ length: heads }, (_, i) => [i, String(i)])], wish.head);
-  if (wish.key !== view.key) Object.assign(wish, { key: view.key, query: tokens - 1 });
+  if (wish.key !== view.key) Object.assign(wish, { key: view.key, query: tokens - 1, grey: false });
+  $("m-grey").checked = wish.grey;
   wish.query = Math.min(wish.query, tokens - 1);
   $("m-query").max = tokens - 1;
   $("m-query").value = wish.query;
-  $("m-note").textContent = "Every row is a head, every column a token. The strip above the rows is the share of these heads that still see the token from the position below.";
+  $("m-note").textContent = "Every row is a head, every column a token. Drag the position to grey out, here and in the text, what the sampler no longer sees from there; the strip is the share of these heads that still see a token.";
   $("m-body").hidden = false;
   chooseRows();
 }
@@ -66,7 +67,7 @@ const seenBy = (row, k, q) => k <= q && q < atlas.gone[row * atlas.tokens + k];
 const shareOf = (k, q) => atlas.rows.reduce((n, row) => n + seenBy(row, k, q), 0) / atlas.rows.length;
 
 // Tokens shown: all, or a part around the position.
-function window_() {
+function part() {
   const wide = Math.max(Math.min(16, atlas.tokens), Math.ceil(atlas.tokens / state.map.zoom));
   const from = Math.max(0, Math.min(atlas.tokens - wide, state.map.query - (wide >> 1)));
   return [from, from + wide];
@@ -112,8 +113,8 @@ const pixels = document.createElement("canvas");
 function drawMap() {
   if (!atlas.gone) return;
   const { rows, gone, tokens } = atlas;
-  const q = state.map.query;
-  const [from, to] = window_();
+  const { query: q, grey: greyed } = state.map;
+  const [from, to] = part();
   const tall = Math.max(1, Math.min(18, Math.floor(400 / rows.length)));
   const top = PLACE.marks + PLACE.strip + PLACE.space;
   const [g, width, height] = sharp($("m-canvas"), top + tall * rows.length + PLACE.bottom);
@@ -132,19 +133,17 @@ function drawMap() {
       const a = edge(from, to, columns, c);
       const b = Math.min(edge(from, to, columns, c + 1), q + 1);
       const o = 4 * ((r + 1) * columns + c);
-      if (a >= b) { put(o, later[0], later[1], later[2]); continue; }
+      if (a >= b && greyed) { put(o, later[0], later[1], later[2]); continue; }
       let n = 0;
       for (let k = start + a; k < start + b; k++) if (gone[k] > q) n++;
-      const share = n / (b - a);
-      total[c] += share;
+      total[c] += n / Math.max(1, b - a);
+      const share = greyed ? n / (b - a) : 1;
       const i = 3 * cells[r * columns + c];
       put(o, grey[0] + (table[i] - grey[0]) * share, grey[1] + (table[i + 1] - grey[1]) * share, grey[2] + (table[i + 2] - grey[2]) * share);
     }
   }
   for (let c = 0; c < columns; c++) {
-    const share = edge(from, to, columns, c) > q ? null : total[c] / rows.length;
-    const [low, high] = [later, ink];
-    put(4 * c, ...(share === null ? later : low.map((x, i) => x + (high[i] - x) * share)));
+    put(4 * c, ...later.map((x, i) => x + ((ink[i] - x) * total[c]) / rows.length));
   }
   pixels.width = columns;
   pixels.height = rows.length + 1;
@@ -187,7 +186,7 @@ function decorate(g, width, height) {
   }
   const line = (x, name) => { g.strokeStyle = colour(name); path(g, [[x, 1], [x, height - PLACE.bottom + 3]]); };
   g.lineWidth = 1.5;
-  line(columnX(state.map.query + 1), "accent");
+  if (state.map.grey) line(columnX(state.map.query + 1), "accent");
   if (t.num_prompt > from && t.num_prompt < to) { g.setLineDash([2, 3]); line(columnX(t.num_prompt), "dim"); g.setLineDash([]); }
   if (atlas.at) {
     g.strokeStyle = colour("ink");
@@ -288,7 +287,7 @@ function listenMap() {
     waiting = true;
     requestAnimationFrame(() => { waiting = false; drawMap(); });
   });
-  $("m-grey").addEventListener("change", () => { state.map.grey = $("m-grey").checked; greyText(); });
+  $("m-grey").addEventListener("change", () => { state.map.grey = $("m-grey").checked; drawMap(); });
   for (const [id, name] of [["m-layer", "layer"], ["m-head", "head"]]) $(id).addEventListener("change", () => { state.map[name] = Number($(id).value); atlas.at = null; chooseRows(); });
   $("m-colour").addEventListener("change", () => { state.map.colour = $("m-colour").value; drawMap(); });
   $("m-zoom").addEventListener("change", () => { state.map.zoom = Number($("m-zoom").value); drawMap(); });

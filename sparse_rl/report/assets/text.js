@@ -15,16 +15,10 @@ function el(tag, props = {}, ...children) {
   return node;
 }
 
-// Characters that are not seen, or that change the order of others, as symbols: NUL is ␀, U+202E is ⟨U+202E⟩.
+// Characters that are not seen, or that change the order of others, as symbols: U+202E is ⟨U+202E⟩.
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0]/gu;
-function visible(text) {
-  return String(text).replace(UNSEEN, (character) => {
-    const code = character.codePointAt(0);
-    if (code < 32) return String.fromCodePoint(0x2400 + code);
-    if (code === 127) return "\u2421";
-    return `\u27e8U+${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
-  });
-}
+const MARKS = { "\n": "\u21b5", "\t": "\u21e5" };
+const visible = (text) => String(text).replace(UNSEEN, (c) => MARKS[c] ?? `\u27e8U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}\u27e9`);
 const said = (text, kind = "") => el("span", { class: `said ${kind}` }, visible(text));
 
 const finite = (x) => typeof x === "number" && Number.isFinite(x);
@@ -39,8 +33,9 @@ function bytes(x) {
 function seconds(x) {
   if (!finite(x)) return "\u2013";
   if (x < 100) return `${num(x, 3)} s`;
-  const [h, m, s] = [Math.floor(x / 3600), Math.floor(x / 60) % 60, Math.round(x % 60)];
-  return h ? `${h} h ${m} min` : `${m} min ${s === 60 ? 59 : s} s`;
+  const whole = Math.round(x);
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  return h ? `${h} h ${m} min` : `${m} min${s ? ` ${s} s` : ""}`;
 }
 const percent = (x) => (finite(x) ? `${num(100 * x, 3)} %` : "\u2013");
 function short(x) {

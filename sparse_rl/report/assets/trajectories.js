@@ -91,7 +91,7 @@ function showHead({ run, t }) {
   $("worst").disabled = worstOf(t) === null;
 }
 
-const pieceText = (piece) => (piece ? visible(piece).replaceAll("\u240a", "\u240a\n") : "\u27e8\u27e9");
+const pieceText = (piece) => (piece ? piece.split("\n").map(visible).join("\u21b5\n") : "\u27e8\u27e9");
 
 async function build(t, turn) {
   const box = $("tokens");
@@ -152,7 +152,7 @@ function pick(i, tell = true) {
 function listenTokens() {
   const box = $("tokens");
   const over = (event) => event.target.index !== undefined && tellToken(event.target.index, event.clientX, event.clientY);
-  box.addEventListener("pointerover", over);
+  box.addEventListener("pointermove", over); // not pointerover: that also comes when the page scrolls under a pointer at rest
   box.addEventListener("pointerleave", noTip);
   box.addEventListener("blur", noTip);
   box.addEventListener("click", (event) => event.target.index !== undefined && pick(event.target.index));
@@ -168,7 +168,7 @@ function listenTokens() {
     const turn = view.turn;
     await view.built;
     if (turn !== view.turn) return;
-    box.scrollIntoView({ block: "nearest" });
+    box.scrollIntoView({ block: "nearest", behavior: "instant" });
     box.focus({ preventScroll: true });
     pick(view.t.num_prompt + worstOf(view.t));
   });
