@@ -322,7 +322,7 @@ def test_a_map_that_cannot_be_read_is_said_so(show):
     broken = trajectory(gone=evictions(1, 1, 60, 9))
     broken["map"]["tokens"] = 61
     tab = show(document(run("a", trajectories=[broken])))
-    tab.wait_for_function("document.getElementById('m-note').textContent.includes('120 bytes where 122 belong')")
+    tab.wait_for_function("() => document.getElementById('m-note').textContent.includes('120 bytes where 122 belong')")
     assert tab.locator("#m-canvas").is_hidden() and tab.locator("#tokens .t").count() == 60
 
 
@@ -331,19 +331,15 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.h
 
 def test_hostile_text_is_text(show):
     t = trajectory(tokens=10, prompt=2, verdict=HOSTILE, finish=HOSTILE, gone=evictions(1, 1, 10, 4), pieces=[HOSTILE] * 10)
-    names = {
-        HOSTILE: curve([1, 2], [0.5, 0.75]),
-        f"student/{HOSTILE}/kl": curve([1, 2], [1.0, 2.0]),
-        "reward/mean": curve([1, 2], [0.5, 0.75]),
-    }
-    names |= {"time/step": curve([1, 2], [2.0, 2.0]), f"time/{HOSTILE}": curve([1, 2], [1.0, 1.0])}
-    verdict = [
-        {"level": "bad", "text": HOSTILE, "figure": HOSTILE, "value": 1.0},
-        {"level": HOSTILE, "text": "", "figure": "", "value": None},
-    ]
-    a = run(HOSTILE, method=HOSTILE, command=HOSTILE, notes=[HOSTILE], curves=names, verdict=verdict, trajectories=[t])
+    names = (HOSTILE, f"student/{HOSTILE}/kl", f"time/{HOSTILE}", "time/step", "reward/mean")
+    planted = {name: curve([1, 2], [0.5, 0.75]) for name in names}
+    verdict = [{"level": "bad", "text": HOSTILE, "figure": HOSTILE, "value": 1.0}]
+    verdict += [{"level": HOSTILE, "text": "", "figure": "", "value": None}]
+    a = run(HOSTILE, method=HOSTILE, command=HOSTILE, notes=[HOSTILE], curves=planted, verdict=verdict, trajectories=[t])
     tab = show(document(a, run("b"), notes=[HOSTILE], differences=[{"key": HOSTILE, "values": [HOSTILE, {HOSTILE: 1}]}]))
-    shown = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u27e8U+202E\u27e9gnp\u27e8U+0000\u27e9\u27e8U+2066\u27e9\u27e8U+D800\u27e9"
+    shown = HOSTILE
+    for character in "\u202e\x00\u2066\ud800":
+        shown = shown.replace(character, f"\u27e8U+{ord(character):04X}\u27e9")
     tab.click(".figure >> nth=0")
     hover(tab, canvas(tab, "Reward"), 0)
     canvas(tab, "Students")
@@ -353,17 +349,15 @@ def test_hostile_text_is_text(show):
         assert shown in tab.locator(place).text_content(), place
     assert tab.evaluate("window.hacked") is None
     assert tab.locator("img, main script, body > script:not([id]) ~ *").count() == 0
-    assert not re.search(
-        "[\x00\u202e\u2066]", tab.locator("body > :not(script)").evaluate_all("all => all.map(n => n.textContent).join('')")
-    )
+    everything = tab.locator("body > :not(script)").evaluate_all("all => all.map(n => n.textContent).join('')")
+    assert not re.search("[\x00\u202e\u2066]", everything)
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_phone_width_and_dark(show, dark):
     long = "runs/" + "a-name-without-an-end" * 6
-    a = run(
-        long, trajectories=[trajectory(tokens=200, gone=evictions(4, 4, 200, 40), verdict="x" * 80)], notes=["n" * 200], command="c" * 400
-    )
+    t = trajectory(tokens=200, gone=evictions(4, 4, 200, 40), verdict="x" * 80)
+    a = run(long, trajectories=[t], notes=["n" * 200], command="c" * 400)
     tab = show(document(a, run("b"), differences=[{"key": "k" * 80, "values": ["v" * 200, None]}]), width=360, dark=dark, has_touch=True)
     tab.wait_for_selector("#m-canvas", state="visible")
     assert tab.evaluate("document.documentElement.scrollWidth") == 360
@@ -382,17 +376,10 @@ def test_phone_width_and_dark(show, dark):
 
 
 def test_empty_and_old_runs_are_shown(show):
-    bare = {
-        "name": "bare",
-        "method": None,
-        "command": None,
-        "steps": 0,
-        "seconds": 0.0,
-        "notes": ["no metrics.jsonl"],
-        "clock": {"step": [], "seconds": []},
-    }
+    nothing = {"clock": {"step": [], "seconds": []}, "curves": {}, "verdict": [], "recipe": {}, "trajectories": []}
+    bare = run("bare", points=0, method=None, command=None, notes=["no metrics.jsonl"]) | nothing
     old = trajectory(rank=None, weight=None, clipped=None)
-    tab = show(document(bare | {"curves": {}, "verdict": [], "recipe": {}, "trajectories": []}, run("old", trajectories=[old])))
+    tab = show(document(bare, run("old", trajectories=[old])))
     assert "no metrics.jsonl" in tab.inner_text("#verdicts") and "no traces" in tab.inner_text("#m-note")
     tab.click("#worst")
     assert dict(told(tab)[1])["rank"] == "\u2013"

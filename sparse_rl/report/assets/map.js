@@ -93,10 +93,11 @@ function shades(from, to, columns) {
   const kept = state.map.colour === "kept";
   const scale = new Float32Array(tokens + 1).map((_, n) => (kept ? Math.log2(1 + n) / Math.log2(1 + tokens) : n / tokens));
   const cells = new Uint8Array(rows.length * columns);
+  const edges = edgesOf(from, to, columns);
   for (let r = 0; r < rows.length; r++) {
     for (let c = 0; c < columns; c++) {
-      const [a, b] = [edge(from, to, columns, c), edge(from, to, columns, c + 1)];
-      let [sum, never] = [0, 0];
+      const a = edges[c], b = edges[c + 1];
+      let sum = 0, never = 0;
       for (let k = a; k < b; k++) {
         const g = gone[rows[r] * tokens + k];
         if (g === NEVER) { never++; sum += kept ? scale[tokens - k] : 1; } else sum += scale[Math.max(0, Math.min(tokens, kept ? g - k : g))];
@@ -107,7 +108,8 @@ function shades(from, to, columns) {
   Object.assign(atlas, { cells, cellsFor: key });
   return cells;
 }
-const edge = (from, to, columns, c) => from + Math.floor(((to - from) * c) / columns);
+// Where the tokens of each column begin. -> [columns + 1]
+const edgesOf = (from, to, columns) => Int32Array.from({ length: columns + 1 }, (_, c) => from + Math.floor(((to - from) * c) / columns));
 
 const pixels = document.createElement("canvas");
 function drawMap() {
@@ -123,28 +125,23 @@ function drawMap() {
   const cells = shades(from, to, columns);
   const table = ramp();
   const [grey, later, ink] = [rgb("unseen"), rgb("later"), rgb("ink")];
+  const edges = edgesOf(from, to, columns);
   const image = new ImageData(columns, rows.length + 1); // the strip is row 0
-  const out = image.data;
-  const total = new Float32Array(columns);
-  const put = (o, r, gr, b) => { out[o] = r; out[o + 1] = gr; out[o + 2] = b; out[o + 3] = 255; };
+  const out = new Uint32Array(image.data.buffer); // a pixel: alpha, blue, green, red from the top byte down
+  const mixed = (x, y, i, share) => (255 << 24) | ((x[2] + (y[i + 2] - x[2]) * share) << 16) | ((x[1] + (y[i + 1] - x[1]) * share) << 8) | (x[0] + (y[i] - x[0]) * share);
+  const total = new Float64Array(columns);
   for (let r = 0; r < rows.length; r++) {
     const start = rows[r] * tokens;
     for (let c = 0; c < columns; c++) {
-      const a = edge(from, to, columns, c);
-      const b = Math.min(edge(from, to, columns, c + 1), q + 1);
-      const o = 4 * ((r + 1) * columns + c);
-      if (a >= b && greyed) { put(o, later[0], later[1], later[2]); continue; }
+      const a = edges[c], b = Math.min(edges[c + 1], q + 1);
       let n = 0;
       for (let k = start + a; k < start + b; k++) if (gone[k] > q) n++;
       total[c] += n / Math.max(1, b - a);
-      const share = greyed ? n / (b - a) : 1;
-      const i = 3 * cells[r * columns + c];
-      put(o, grey[0] + (table[i] - grey[0]) * share, grey[1] + (table[i + 1] - grey[1]) * share, grey[2] + (table[i + 2] - grey[2]) * share);
+      const at = (r + 1) * columns + c;
+      out[at] = greyed && a >= b ? mixed(later, later, 0, 0) : mixed(grey, table, 3 * cells[r * columns + c], greyed ? n / (b - a) : 1);
     }
   }
-  for (let c = 0; c < columns; c++) {
-    put(4 * c, ...later.map((x, i) => x + ((ink[i] - x) * total[c]) / rows.length));
-  }
+  for (let c = 0; c < columns; c++) out[c] = mixed(later, ink, 0, total[c] / rows.length);
   pixels.width = columns;
   pixels.height = rows.length + 1;
   pixels.getContext("2d").putImageData(image, 0, 0);

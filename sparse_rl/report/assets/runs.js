@@ -20,7 +20,7 @@ function showChips() {
   $("subject").textContent = state.doc.runs.length === 1 ? visible(state.doc.runs[0].name) : `${state.doc.runs.length} runs`;
   keepFocus($("chips"), () => $("chips").replaceChildren(...state.doc.runs.map((run) => el("button", {
     type: "button", class: "chip", "data-key": run.id, "aria-pressed": String(!state.hidden.has(run.id)), title: "press to hide or show", click: () => toggleRun(run.id),
-  }, chip(run), said(run.name), el("small", {}, `${run.steps ?? 0} steps`)))));
+  }, chip(run), said(run.name), ...(state.doc.runs.length > 6 ? [] : [el("small", {}, `${run.steps ?? 0} steps`)])))));
   $("chips").hidden = !state.doc.runs.length;
 }
 
@@ -38,7 +38,7 @@ function showVerdicts() {
   keepFocus($("verdicts"), () => $("verdicts").replaceChildren(...shownRuns().map((run) => {
     const verdict = [...(run.verdict ?? [])].sort((a, b) => rank.indexOf(a.level) - rank.indexOf(b.level));
     const counts = rank.map((level) => [level, verdict.filter((v) => v.level === level).length]).filter(([, n]) => n);
-    const box = el("details", { class: "verdict", open: state.open.get(run.id) ?? (!many || counts[0]?.[0] === "bad") },
+    const box = el("details", { class: "verdict", open: state.open.get(run.id) ?? !many },
       el("summary", { "data-key": `verdict ${run.id}` }, chip(run), said(run.name), el("small", {}, visible([run.method, `${run.steps ?? 0} steps`, run.seconds ? seconds(run.seconds) : null].filter(Boolean).join(" \u00b7 "))),
         el("span", { class: "counts" }, ...counts.map(([level, n]) => el("span", { class: `level ${level}` }, `${LEVELS[level][0]} ${n} ${level}`)))),
       el("ul", {}, ...verdict.map((v) => sentence(run, v)), ...(verdict.length ? [] : [el("li", { class: "hint" }, "No verdict: the run has too little to judge.")])));
