@@ -210,6 +210,26 @@ def test_verdicts_say_their_level_in_words_and_lead_to_their_figure(show):
     assert tab.evaluate("document.activeElement.querySelector('h3').textContent").startswith("rollout/loops/frac")
 
 
+def test_the_table_compares_and_hands_out_commands(show):
+    a, b = run("a", seed=1), run("b", seed=2, command="sparse-rl train --name 'two words' \u202e")
+    tab = show(
+        document(a, b, differences=[{"key": "rollout.budget", "values": [38, None]}, {"key": "loss.reject", "values": [True, [1, 2]]}])
+    )
+    rows = {
+        cells[0]: cells[1:] for cells in tab.locator("tbody tr").evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
+    }
+    assert rows["rollout.budget"] == ["38", "null"] and rows["loss.reject"] == ["true", "[1,2]"] and "run.seed" not in rows
+    for label, name in (("reward", "reward/mean"), ("dense accuracy", "eval/dense/accuracy"), ("sparse accuracy", "eval/sparse/accuracy")):
+        means = [r["curves"][name]["mean"] for r in (a, b)]
+        found = [[number(x) for x in cell.split("/")] for cell in rows[f"{label}, last / best"]]
+        assert found == [[float(f"{m[-1]:.4g}"), float(f"{max(m):.4g}")] for m in means]
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.click(".copy >> nth=1")
+    tab.wait_for_selector(".copy:has-text('Copied')")
+    assert tab.evaluate("() => navigator.clipboard.readText()") == b["command"]  # as it is, not as it is shown
+    assert "\u27e8U+202E\u27e9" in rows["to reproduce"][1]
+
+
 def test_other_metrics_are_found_and_drawn(show):
     a = run("a")
     tab = show(document(a))

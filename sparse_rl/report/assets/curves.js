@@ -80,7 +80,7 @@ class Chart {
     const { title, names, keys = [], about } = this.figure;
     const legend = keys.map(([dash, label]) => el("span", { class: `key ${dash ? "dashed" : ""}` }, label));
     this.extra = el("span", { class: "extra" });
-    return [el("h3", {}, title, this.extra), el("p", { class: "names" }, said(names.join(", "), "mono"), ...legend), ...(about ? [el("p", { class: "hint" }, about)] : [])];
+    return [el("h3", {}, title, this.extra), el("p", { class: "names" }, names[0] === title ? "" : said(names.join(", "), "mono"), ...legend), ...(about ? [el("p", { class: "hint" }, about)] : [])];
   }
 
   traces() {
@@ -225,7 +225,7 @@ class Chart {
     const [at, heading, rows] = found;
     this.cursor = at;
     this.draw();
-    tip(clientX, clientY, heading, rows);
+    tip(clientX, clientY, heading, rows, state.smooth && this.drawn[0].smooth ? "\u223c smoothed" : "");
   }
 
   hide() {

@@ -46,8 +46,8 @@ async function follow() {
       const text = await answer.text();
       if (text !== before) {
         adopt(JSON.parse(text));
-        before = text;
         show();
+        before = text;
       }
       live(`\u25cf live \u00b7 ${new Date().toLocaleTimeString()}`, false);
     } catch (error) {

@@ -43,7 +43,7 @@ function showVerdicts() {
         el("span", { class: "counts" }, ...counts.map(([level, n]) => el("span", { class: `level ${level}` }, `${LEVELS[level][0]} ${n} ${level}`)))),
       el("ul", {}, ...verdict.map((v) => sentence(run, v)), ...(verdict.length ? [] : [el("li", { class: "hint" }, "No verdict: the run has too little to judge.")])));
     if (run.notes?.length) box.append(noteList(run.notes));
-    box.addEventListener("toggle", () => state.open.set(run.id, box.open));
+    box.firstChild.addEventListener("click", () => state.open.set(run.id, !box.open));
     return box;
   }), ...(state.doc.runs.length ? [] : [el("p", { class: "hint" }, "No run here yet.")])));
 }
