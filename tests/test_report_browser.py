@@ -197,6 +197,14 @@ def test_a_hidden_run_vanishes_everywhere(show):
     assert tab.locator(".verdict").count() == 2
 
 
+def test_runs_of_one_name_are_kept_apart(show):
+    a, b = run("a", seed=1), run("a", seed=2)
+    tab = show(document(a, b))
+    tab.click(".chip >> nth=0")
+    _, rows = hover(tab, canvas(tab, "Reward"), 0)
+    assert [number(value) for _, value in rows] == [b["curves"]["reward/mean"]["mean"][0]]
+
+
 def test_verdicts_say_their_level_in_words_and_lead_to_their_figure(show):
     tab = show(document(run("a")))
     assert [text.split() for text in tab.locator(".verdict li .level").all_inner_texts()] == [
@@ -336,6 +344,31 @@ def test_the_map_tells_and_greys_what_was_planted(show):
     assert chart.evaluate("c => c.toDataURL()") != before
     tab.uncheck("#m-grey")
     assert not tab.locator("#tokens .v0").count()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_picture_of_the_map_is_grey_where_nothing_is_seen(show, dark):
+    gone = evictions(3, 2, 50, 12, seed=2)
+    tab = show(document(run("a", trajectories=[trajectory(tokens=50, gone=gone)])), dark=dark)
+    tab.wait_for_selector("#m-canvas", state="visible")
+    slide(tab, "#m-query", 30)
+    unseen, later = tab.evaluate("() => [rgb('unseen'), rgb('later')]")
+    pixels = tab.locator("#m-canvas").evaluate(
+        """(c, [left, right, top]) => { const w = c.clientWidth - left - right;
+        const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        const at = (x, y) => [...all.slice(4 * (Math.floor(y) * c.width + Math.floor(x))).slice(0, 3)];
+        return Array.from({length: 6}, (_, r) => Array.from({length: 50}, (_, k) =>
+            at(left + (k + 0.3) * w / 50, top + (r + 0.5) * atlas.tall))) }""",
+        [MAP_LEFT, MAP_RIGHT, MAP_TOP],
+    )
+    shown = np.array(pixels)  # [rows, tokens, 3]
+    sees = seen(gone, 30).reshape(6, 50)
+    assert (shown[:, 31:] == later).all()
+    assert ((shown[:, :31] == unseen).all(-1) == ~sees[:, :31]).all()
+    tab.uncheck("#m-grey")
+    before = tab.locator("#m-canvas").evaluate("c => c.toDataURL()")
+    tab.select_option("#m-colour", "evicted")
+    assert tab.locator("#m-canvas").evaluate("c => c.toDataURL()") != before
 
 
 def test_a_map_that_cannot_be_read_is_said_so(show):
