@@ -22,6 +22,7 @@ from .config import RECIPES, Recipe, load_recipe
 from .errors import SparseRLError
 from .metrics import read_lines
 from .plan import size
+from .report import write
 from .run import train
 
 METHODS = ("naive", "none", "sparse-rl")
@@ -56,10 +57,12 @@ def run(out: Path) -> None:
     )
     try:
         picture = draw(rows, out / "demo.png")
-        console.print(f"\nCurves: {picture}\nRuns: {', '.join(str(out / method) for method in METHODS)}")
-        console.print(f"{time.perf_counter() - start:.0f} s in all")
+        console.print(f"\nCurves: {picture}")
     except ImportError:
         console.print("\nNo picture: matplotlib is not installed (pip install 'sparse-rl[plot]').")
+    page = write([out / method for method in METHODS], out / "report.html")
+    console.print(f"Report, with every sampled token and what each head still saw: {page}")
+    console.print(f"{time.perf_counter() - start:.0f} s in all")
 
 
 def summary(folder: Path) -> dict:

@@ -26,7 +26,6 @@ MAY_IMPORT = {
     "config": {"learn", "adapt"},
     "control": {"adapt", "compressors", "config", "rollout"},
     "live": set(),
-    "report": set(),
     "checkpoint": {"beacon", "models"},
     "metrics": {"checkpoint"},
     "statistics": set(),

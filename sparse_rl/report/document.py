@@ -1,14 +1,12 @@
-"""Runs as one document of plain values, which the page shows, and how it is put into the page."""
+"""Runs as one document of plain values, which the page shows."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SparseRLError
 from .bins import binned, points_for
 from .read import Run, is_evaluation, read_runs
 from .recipe import command, differences, flat
@@ -17,7 +15,6 @@ from .verdict import verdict
 
 VERSION = 1
 LARGEST = 14_000_000  # bytes of a document: curves first, trajectories in what is left
-_PLACE = re.compile(r'(<script type="application/json" id="data">).*?(</script>)', re.DOTALL)
 
 
 def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> dict[str, Any]:
@@ -60,12 +57,3 @@ def described(run: Run, most: int) -> dict[str, Any]:
 def dumped(value: Any) -> str:
     """JSON in ASCII, without NaN, and without what could end a script."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # U+2028 and the like are escaped already
-
-
-def embed(template: str, document: dict[str, Any]) -> str:
-    """The page with a document in its place for data."""
-    text = dumped(document)
-    page, count = _PLACE.subn(lambda found: found[1] + text + found[2], template)
-    if count != 1:
-        raise SparseRLError(f'the page has {count} places for data; it needs one <script type="application/json" id="data"></script>.')
-    return page

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from pathlib import Path
+
+from .document import dumped
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("text", "curves", "figures", "runs", "trajectories", "map", "report")  # in this order, as one script
@@ -16,8 +17,7 @@ def page(document: dict) -> str:
     """The page of a document. No text of it can end the script that holds it, and nothing but our own script and style may run."""
     script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     style = (ASSETS / "report.css").read_text(encoding="utf-8")
-    data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # ASCII: U+2028 and lone halves are escaped
-    parts = {"policy": policy(script, style, live=document["live"] is not None), "style": style, "script": script, "data": data}
+    parts = {"policy": policy(script, style, live=document["live"] is not None), "style": style, "script": script, "data": dumped(document)}
     template = (ASSETS / "report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # one pass: text of the data is not looked at again
 

@@ -1,0 +1,142 @@
+"""`sparse-rl report`: one file of runs, and the page served while they write."""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from sparse_rl import SparseRLError
+from sparse_rl.cli import app
+from sparse_rl.config import load_recipe
+from sparse_rl.metrics import read_lines
+from sparse_rl.report import write
+from sparse_rl.report.serve import Server
+from sparse_rl.run import train
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    keys = {"run.steps": 3, "run.samples": 2, "rollout.prompts": 2, "rollout.group_size": 4, "rollout.rows": 8, "eval.prompts": 4}
+    train(load_recipe("tiny-sums", [(key, str(value)) for key, value in keys.items()]), folder, show=False)
+    return folder
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+@pytest.fixture
+def served(run_folder, tmp_path):
+    copy = tmp_path / "runs" / "first"
+    shutil.copytree(run_folder, copy)
+    with Server([tmp_path / "runs"]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+
+        def ask(path: str, **headers) -> tuple[int, str]:
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+        yield ask, copy, server
+        server.shutdown()
+        thread.join()
+
+
+def test_the_page_has_what_the_run_wrote(run_folder, tmp_path):
+    done = report(run_folder, "-o", tmp_path / "r.html")
+    assert done.exit_code == 0 and done.stdout.strip() == str(tmp_path / "r.html"), done.exception
+    (run,) = data_of((tmp_path / "r.html").read_text())["runs"]
+    reward = {line["step"]: line["reward/mean"] for line in read_lines(run_folder / "metrics.jsonl") if "reward/mean" in line}
+    curve = run["curves"]["reward/mean"]
+    assert dict(zip(curve["step"], curve["mean"])) == pytest.approx(reward, rel=1e-5) and run["steps"] == 3
+    assert [t["step"] for t in run["trajectories"]] and all(t["map"] for t in run["trajectories"])
+    samples = [json.loads(line) for line in (run_folder / "samples" / "step-000003" / "trajectories.jsonl").open()]
+    shown = next(t for t in run["trajectories"] if t["step"] == 3 and t["prompt_index"] == samples[0]["prompt_index"])
+    first = samples[0]["num_prompt_tokens"]
+    assert shown["pieces"] == samples[0]["pieces"] and shown["rank"] == samples[0]["rank"][first:]
+    assert shown["weight"] == pytest.approx(samples[0]["weight"][first:], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind, begins", [("png", b"\x89PNG"), ("md", b"# ")])
+def test_other_formats(run_folder, tmp_path, kind, begins):
+    done = report(run_folder, run_folder.parent, "--format", kind, "-o", tmp_path / "x" / f"r.{kind}")
+    assert done.exit_code == 0 and (tmp_path / "x" / f"r.{kind}").read_bytes().startswith(begins), done.exception
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["nowhere"], "nowhere"), (["--format", "pdf", "nowhere"], "there is no format 'pdf'"), (["--live", "nowhere"], "nowhere")],
+)
+def test_mistakes_get_a_sentence(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = report(*arguments)
+    assert isinstance(done.exception, SparseRLError) and message in str(done.exception) and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_told(run_folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SparseRLError, match="file"):
+        write([run_folder], tmp_path / "file" / "r.html")
+
+
+def test_the_live_page_follows_its_runs(served):
+    ask, run, _ = served
+    status, page = ask("/")
+    assert status == 200 and data_of(page)["live"] == {"every": 2.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 0.25}) + "\n" + '{"step": 5, "rew')  # and a line that is being written
+    (shown,) = json.loads(ask("/data.json")[1])["runs"]
+    assert shown["curves"]["reward/mean"]["mean"][-1] == 0.25 and shown["steps"] == 4
+    shutil.copytree(run, run.parent / "second")
+    assert len(json.loads(ask("/data.json")[1])["runs"]) == 2
+    shutil.rmtree(run)
+    assert [r["name"].split("/")[-1] for r in json.loads(ask("/data.json")[1])["runs"]] == ["second"]
+    shutil.rmtree(run.parent)
+    status, gone = ask("/data.json")
+    assert status == 503 or json.loads(gone)["runs"] == []
+    assert ask("/nothing")[0] == 404  # it still answers
+
+
+@pytest.mark.parametrize("path", ["/recipe.yaml", "/../../etc/passwd", "/%2e%2e/recipe.yaml", "/data.json?x", "/samples/", "/data.json/.."])
+def test_nothing_else_is_served(served, path):
+    ask, _, _ = served
+    status, text = ask(path)
+    assert status == 404 and "root:" not in text and "rollout" not in text
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "127.0.0.1", "0.0.0.0:{port}"])
+def test_other_names_are_refused(served, host):
+    ask, _, server = served
+    assert server.server_address[0] == "127.0.0.1"
+    assert ask("/", Host=host.format(port=server.server_port))[0] == 403
+    assert ask("/data.json", Host=f"localhost:{server.server_port}")[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_live_command_stops_cleanly(run_folder, number):
+    command = [sys.executable, "-c", "from sparse_rl.cli import main; main()", "report", str(run_folder), "--live"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    address = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
+    connection = http.client.HTTPConnection("127.0.0.1", int(address[1]))
+    connection.request("GET", "/data.json")
+    assert connection.getresponse().status == 200
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, rest, errors) == (0, "stopped\n", "")
