@@ -32,7 +32,7 @@ _PLAIN_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{[^{}]
 _WORD = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z'.-]*(?![A-Za-z])"
 _POWER = r"(?:\^\s*(?:[23]|\{-?[123]\}))?"
 _UNIT = re.compile(
-    rf"(?<=[^\s~_^{{(,+*/=-])({_GAP}(?:\\[dt]?frac\{{{_PLAIN_TEXT}\}}\{{{_PLAIN_TEXT}{_POWER}\}}|{_PLAIN_TEXT}{_POWER}|(?<=[\d}})\s~]){_WORD}{_POWER})"
+    rf"(?<=[^\s~_^{{(,;:+*/=-])({_GAP}(?:\\[dt]?frac\{{{_PLAIN_TEXT}\}}\{{{_PLAIN_TEXT}{_POWER}\}}|{_PLAIN_TEXT}{_POWER}|(?<=[\d}})\s~;:,]){_WORD}{_POWER})"
     rf"(?:{_GAP}(?:/|\\cdot(?![a-z]))?{_GAP}(?:{_PLAIN_TEXT}|{_WORD}){_POWER})*)\Z"
 )
 _DERIVATIVE = re.compile(
