@@ -518,6 +518,123 @@ TABLE = [  # form of which benchmark, gold, completion, grade
     ("minerva", r"m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta", box(r"(\gamma - 1) m_p c^2 \sin^2\theta"), W),
     ("minerva", "SRAC=LRAC", box("SRMC=LRMC"), W),
     ("minerva", "I(0)", box("I(1)"), W),
+    # tiny numbers: a percentage only where there is a sign
+    ("minerva", "4.6e-24", box("4.6e-22"), W),
+    ("minerva", "2.88e-19", box(r"2.88 \times 10^{-17}"), W),
+    ("minerva", "1.325e-27", box("1.325e-29"), W),
+    ("minerva", "1.325e-27", box("1.3250e-27"), R),
+    ("minerva", "x=4.6e-24", box("x=4.6e-22"), W),
+    ("minerva", "(4.6e-24,1)", box("(4.6e-22,1)"), W),
+    ("minerva", "0.004", box("0.4"), W),
+    ("minerva", "0.4", box("0.004"), W),
+    ("minerva", "0.004", box(r"0.4\%"), R),
+    ("minerva", r"0.4\%", box("0.004"), R),
+    ("minerva", r"0.4\%", box("0.00004"), W),
+    # derivatives are symbols
+    ("minerva", r"m \frac{d v}{d t}+b v=f", box(r"m\frac{dv}{dt}+bv=f"), R),
+    ("minerva", r"m \frac{d v}{d t}+b v=f", box(r"f = bv + m\dot{v}"), R),
+    ("minerva", r"m\dot{v}+b v=f", box("m dv/dt + bv = f"), R),
+    ("minerva", r"m \frac{d v}{d t}+b v=f", box("bv=f"), W),
+    ("minerva", "bv=f", box(r"m \frac{d v}{d t}+b v=f"), W),
+    ("minerva", r"m \frac{d v}{d t}+b v=f", box(r"3m\frac{dv}{dt}+bv=f"), W),
+    ("minerva", r"m \frac{d v}{d t}+b v=f", box(r"m\frac{d^2v}{dt^2}+bv=f"), W),
+    ("minerva", r"m \frac{d v}{d t}+b v=f", box(r"m\ddot{v}+bv=f"), W),
+    ("minerva", r"\frac{d x}{d t}=k x-a", box("kx-a=0"), W),
+    ("minerva", "kx-a=0", box(r"\frac{d x}{d t}=k x-a"), W),
+    ("minerva", r"\frac{d x}{d t}=k x-a", box("kx-a"), R),
+    ("minerva", r"I \frac{d \omega}{d t}+2 B \omega=T", box(r"7I\frac{d\omega}{dt}+2B\omega=T"), W),
+    ("minerva", r"I \frac{d \omega}{d t}+2 B \omega=T", box(r"I\frac{d}{dt}\omega = T - 2B\omega"), R),
+    ("minerva", r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{0.007 c^{2} M_{\odot}^{6}} M^{6}", box(r"\frac{dM}{dt}=\frac{L}{c^2}M"), W),
+    ("minerva", r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{c^{2}} M^{6}", box(r"\frac{dM}{dt}=\frac{10^5 L_{\odot}}{c^2}M^7"), W),
+    ("minerva", r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{c^{2}} M^{6}", box(r"\frac{dM}{dt}=\frac{10^5 M^6 L_{\odot}}{c^2}"), R),
+    ("minerva", "y'=2y", box("y=2y"), W),
+    ("minerva", "2x", box(r"\frac{d}{dx}(x^2)"), R),
+    # words that change the value are no unit
+    ("gsm8k", "2", box(r"2\text{ hours } 30\text{ min}"), W),
+    ("gsm8k", "2", box("2 hours 30 min"), W),
+    ("gsm8k", "2", box(r"2\text{ hours}"), R),
+    ("gsm8k", "5", box(r"5\text{ feet } 3\text{ inches}"), W),
+    ("gsm8k", "5", box(r"5\text{ million}"), W),
+    ("gsm8k", "5", box("5 million dollars"), W),
+    ("gsm8k", "5000000", box(r"5\text{ million dollars}"), R),
+    ("gsm8k", "5000000", box("5 million"), R),
+    ("gsm8k", "3", box(r"3\text{ and a half}"), W),
+    ("gsm8k", "3", box("3 and a half hours"), W),
+    ("gsm8k", "3", box(r"3\text{ or more}"), W),
+    ("gsm8k", "3", box(r"3\text{ more apples}"), R),
+    ("gsm8k", "18", box(r"\$18\text{K}"), W),
+    ("gsm8k", "18", box(r"\$18K"), W),
+    ("gsm8k", "18000", box(r"\$18\text{K}"), R),
+    ("gsm8k", "18", box(r"18\text{ dollars and } 50\text{ cents}"), W),
+    ("gsm8k", "18", box("18 dollars and fifty cents"), W),
+    ("gsm8k", "6", box(r"6\text{ dozen}"), W),
+    ("gsm8k", "72", box(r"6\text{ dozen eggs}"), R),
+    ("gsm8k", "18", box("18 squared"), W),
+    ("gsm8k", "18", box("18 sin t"), W),
+    ("gsm8k", "18", box("18 pi"), W),
+    ("gsm8k", "18", box("18xy"), W),
+    # units in words
+    ("gsm8k", "18", box("18 dollars"), R),
+    ("gsm8k", "18", box("19 dollars"), W),
+    ("gsm8k", "18", box("18 eggs"), R),
+    ("gsm8k", "18", box("18 people"), R),
+    ("gsm8k", "18", box("18 USD"), R),
+    ("gsm8k", "18", box(r"\text{18 dollars}"), R),
+    ("gsm8k", "18", box(r"\text{81 dollars}"), W),
+    ("gsm8k", "18", box("18 km/h"), R),
+    ("gsm8k", "18", box("18 m/s"), R),
+    ("gsm8k", "18", box("18 m/s^2"), R),
+    ("gsm8k", "18", box("1.8 m/s"), W),
+    ("gsm8k", "18", box(r"18~\text{eggs/day}"), R),
+    ("gsm8k", "18", box(r"18\,\frac{\text{m}}{\text{s}}"), R),
+    ("gsm8k", "18", box("18 dollars per hour"), R),
+    ("gsm8k", "5", box(r"5\text{ ten-dollar bills}"), R),
+    ("math500", r"2\mathbf{a}", box("2"), W),
+    ("math500", "3i", box("3"), W),
+    ("math500", "3", box(r"3\mathrm{i}"), W),
+    # signs and numbers that are written otherwise
+    ("math500", "60", box("60°"), R),
+    ("math500", r"60^\circ", box("60°"), R),
+    ("math500", r"60^\circ", box("61°"), W),
+    ("math500", r"\frac{3}{2}", box("1 1/2"), R),
+    ("math500", "3/2", box(r"1\frac{1}{2}"), R),
+    ("math500", r"-\frac{3}{2}", box("-1 1/2"), R),
+    ("math500", r"\frac{3}{2}", box("1 1/3"), W),
+    ("math500", r"\frac{11}{2}", box("1 1/2"), W),
+    ("gsm8k", "70000", box(r"70\,000"), R),
+    ("gsm8k", "70", box(r"70\,000"), W),
+    ("gsm8k", "7000", box(r"70\,00"), W),
+    ("math500", r"3\sqrt5", box("3√5"), R),
+    ("math500", r"3\sqrt{15}", box("3√15"), R),
+    ("math500", r"3\sqrt5", box("5√3"), W),
+    ("math500", r"\frac43", box(r"1.\overline{3}"), R),
+    ("math500", r"\frac{37}{30}", box(r"1.2\overline{3}"), R),
+    ("math500", "1.3", box(r"1.\overline{3}"), W),
+    ("math500", r"\sqrt2", box("2^{0.5}"), R),
+    ("math500", r"\sqrt2", box("2^{0.6}"), W),
+    ("math500", r"(-\infty,0)\cup(1,\infty)", box(r"x<0 \text{ or } x>1"), R),
+    ("math500", r"(-\infty,0]\cup[1,2)", box(r"x \le 0 \text{ or } 2 > x \ge 1"), R),
+    ("math500", r"x<0 \text{ or } x>1", box(r"(-\infty,0)\cup(1,\infty)"), R),
+    ("math500", r"(-\infty,0)\cup(1,\infty)", box(r"x \le 0 \text{ or } 1 < x"), W),
+    ("math500", r"(-\infty,0)\cup(1,\infty)", box(r"x<0 \text{ and } x>1"), W),
+    ("math500", r"(-\infty,0)\cup(1,\infty)", box("x<0"), W),
+    ("gaokao2023en", "ABD", box("A, B, and D"), R),
+    ("gaokao2023en", "ABD", box(r"\text{A, B, and D}"), R),
+    ("gaokao2023en", "ABD", box("A, B, and C"), W),
+    ("gaokao2023en", "ABD", box("A and D"), W),
+    # a base is a part of the number; a reference has one where the question says so
+    ("math500", "20", box("20_8"), W),
+    ("math500", "20", box("20_{8}"), W),
+    ("aime24", "020", box("20_8"), W),
+    ("math500", "20_8", box(r"20\text{ (base 8)}"), R),
+    ("math500", "20 base eight", box("20_8"), R),
+    ("math500", "20_8", box("20 base 9"), W),
+    ("math500", "20_8", box("16"), W),
+    # what a list repeats counts twice, in an answer too
+    ("olympiadbench", "1,3", box("1,3,1"), W),
+    ("olympiadbench", "1,3,1", box("1,3"), W),
+    ("olympiadbench", "1,3", box("3, 1"), R),
+    ("olympiadbench", "1", box("1, 1"), W),
     # a reference that cannot be read is told, and only an equal string is right
     ("gaokao2023en", STRING_ONLY[0], box(r"\{x \mid x=3k, k\in\mathbb{Z}\}"), B),
     ("gaokao2023en", STRING_ONLY[0], box(STRING_ONLY[0].replace(" ", "")), R),
@@ -542,4 +659,29 @@ def test_what_hangs_is_a_timeout_here_too(tmp_path):
     prompts = [Prompt("", "$69$", 0), Prompt("", "-2,-2", 1), Prompt("", "$69$,$84$", 2)]
     grades = task.grade(prompts, [box("10^{10^{10}}"), box("10^{10^{10}}, 10^{10^{10}}"), box("84, 69")])
     assert grades == [Grade(0.0, "timeout"), Grade(0.0, "timeout"), R]
+    task.close()
+
+
+BOMBS = [
+    "9^{9^{9}}",
+    "1000000!",
+    "{" * 400 + "9" + "}" * 400,
+    r"\frac{1}{" * 100 + "2" + "}" * 100,
+    "9" * 10**5,
+    r"\sum_{k=1}^{10^9} \frac{1}{k}",
+    r"\binom{10^9}{5 \cdot 10^8}",
+    "9" * 900 + "^{" + "9" * 90 + "}",
+]
+
+
+def test_no_answer_stops_the_grading(tmp_path):
+    """What is too large to be worked out costs its deadline at most, is never right, and the next answer is graded as ever."""
+    task = make("math500", folder=files(tmp_path), deadline=2, workers=2)
+    texts = [text for bomb in BOMBS for text in (box(bomb), box("9.0"))]
+    grades = task.grade([Prompt("", "9" if "9.0" in text else "7", i) for i, text in enumerate(texts)], texts)
+    assert {grade.reward for grade in grades[::2]} == {0.0} and {grade.verdict for grade in grades[::2]} <= {"timeout", "wrong", "error"}
+    assert grades[1::2] == [R] * len(BOMBS)
+    grades = task.grade([Prompt("", bomb, i) for i, bomb in enumerate(BOMBS)], [box("7")] * len(BOMBS))  # as references
+    assert {grade.reward for grade in grades} == {0.0} and {grade.verdict for grade in grades} <= {"timeout", "wrong", "error", "bad gold"}
+    assert task.grade([Prompt("", "9", 0)], [box("9.0")]) == [R]
     task.close()

@@ -22,21 +22,17 @@ from itertools import accumulate
 from typing import Any
 
 from ..errors import SparseRLError
+from .notation import TEXT, WORD_STYLE, legible, tidy, without_unit
 
 LONGEST = 1000  # characters of an answer that is read; the longest reference in the usual data has about 200
 SMALL = 0.01  # below it 6 decimals are too coarse
 
-_WORD_STYLE = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox)\s*"
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*)")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", flags=re.DOTALL)
-_ENDING = re.compile(r"(?<!\\right)(?:\\[,;:! ]|[.,;:\s])+\Z")
-_TEXT = re.compile(_WORD_STYLE + r"\{([^{}]*)\}")
-_BARE_UNIT = re.compile(r"(?:(?<=[\d}])\s*([mcdk]m)|(?:\\[;,:]|~)\s*(m))\s*(\^\s*(?:[23]|\{[23]\}))\Z")  # 20 cm^2, 576\pi\;m^2
 _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _LIST = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\.|.", flags=re.DOTALL)
 _TIME = re.compile(r"(0?[1-9]|1[0-2])(?::([0-5]\d))?\s*(?:([ap])\.?\s*m\.?)?", flags=re.IGNORECASE)
-_GREATER = re.compile(r">|\\gt(?![a-z])|\\g(?:eqslant|eq|e)(?![a-z])|≥")
 
 
 def last_boxed(text: str) -> str | None:
@@ -53,22 +49,6 @@ def last_boxed(text: str) -> str | None:
         elif token[0].endswith("{") and token[0] != r"\{":
             opened.append((len(token[0]) > 1, token.end()))
     return text[slice(*last)] if last else None
-
-
-def tidy(expression: str) -> str:
-    r"""The expression without what does not change its value: dollar signs, `\text` around all of it, full stops."""
-    expression = re.sub(r"(?<=[\w}])\$\s*([A-Za-z]{3,})\W*\Z", r"$\\text{ \1}", expression)  # $145$ dollars:
-    expression = expression.replace("\\$", "").replace("$", "").replace("\n", " ").strip()
-    expression = re.sub(r"\A(?:\\q?quad\s*)+", "", expression)
-    expression = re.sub(r",\s*\\!\s*", "", expression).replace("\\!", "")  # 29,\!322
-    expression = _ENDING.sub("", expression)
-    if wholly := _TEXT.fullmatch(expression):
-        expression = _ENDING.sub("", wholly[1].strip())
-    expression = re.sub(r"^(\\approx|≈|=)\s*", "", expression)
-    expression = re.sub(r"(\d)\.(?!\d)", r"\1", expression)  # 1./3
-    expression = re.sub(r"\\([dt]?frac)\s*(\\[a-zA-Z]+)\s*(\d)", r"\\\1{\2}{\3}", expression)  # \frac\pi2
-    expression = re.sub(r"(?<![\w}])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}", expression)  # 4.5e33
-    return _BARE_UNIT.sub(r"\\text{ \1\2}\3", expression)
 
 
 def verdict(gold: str, answer: str) -> str:
@@ -101,13 +81,16 @@ def how_graded(gold: str) -> str:
 def _same(expected: str, given: str) -> bool:
     """Whether two expressions have the same value. Lists of answers have no order, tuples do, and what a list repeats counts twice."""
     ours, theirs = parts(expected), parts(given)
-    if len(ours) > 1 and _repeats(ours):
+    ordered = len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1  # a tuple or an interval
+    if not ordered and (_repeats(ours) or _repeats(theirs)):
         theirs = theirs if len(theirs) > 1 else parts(_inside(given, "()") or given)
         return len(ours) == len(theirs) and _one_to_one(ours, theirs)
     bases = _BASE.fullmatch(expected), _BASE.fullmatch(given)
     if all(bases):
         return bases[0].groups() == bases[1].groups()
-    if len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1:  # a tuple or an interval
+    if bases[1] and expected.isdecimal():
+        return False
+    if ordered:
         if len(parts(_inside(given.replace("\\{", "{").replace("\\}", "}"), "{}") or "")) > 1:
             return False  # a set is none
         given = f"({given})" if len(theirs) > 1 else given
@@ -116,23 +99,37 @@ def _same(expected: str, given: str) -> bool:
 
 def _equal(expected: str, given: str) -> bool:
     verify = _math_verify().verify
-    letter = re.search(r"(?<![A-Za-z\\])[A-Za-z]\Z", expected) is not None  # in a reference no unit
+    letter = re.search(r"(?<![A-Za-z\\~;,:])[A-Za-z](?:\^\s*\{?\d\}?)?\Z", expected) is not None  # in a reference no unit
     golds, values = readings(expected, units=not letter), readings(given)
     if percent := re.fullmatch(r"(.*\d)\s*\\?%", expected):
         golds += readings(percent[1])  # the sign is left out like a unit
+    scales = (1, 0.01, 100) if "%" in expected + given else (1,)
     return any(
-        verify([gold], [value], timeout_seconds=None, allow_set_relation_comp=True) and _close(gold, value)
+        verify([gold], [value], timeout_seconds=None, allow_set_relation_comp=True) and _close(gold, value, scales)
         for gold in golds
         for value in values
     )
 
 
-def _close(gold: Any, value: Any) -> bool:
-    """Whether small numbers agree in what 6 decimals do not show; percentages may be written as numbers."""
-    if not all(getattr(number, "is_number", False) and number.is_real for number in (gold, value)):
-        return True
+def _close(gold: Any, value: Any, scales: tuple[float, ...]) -> bool:
+    """Whether small numbers agree, up to a scale, in what 6 decimals do not show; so do those of equations, tuples and sets of numbers."""
+    if not (_is_real(gold) and _is_real(value)):
+        ours, theirs = (_members(thing) for thing in (gold, value))
+        return len(ours) != len(theirs) or all(_close(a, b, scales) for a, b in zip(ours, theirs, strict=True))
     size = abs(gold.evalf())  # not a float: 2^{2016} has none
-    return bool(size >= SMALL) or any(bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in (1, 0.01, 100))
+    return bool(size >= SMALL) or any(bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in scales)
+
+
+def _is_real(value: Any) -> bool:
+    return bool(getattr(value, "is_number", False) and value.is_real)
+
+
+def _members(thing: Any) -> list:
+    import sympy
+
+    if isinstance(thing, sympy.FiniteSet):
+        return sorted(thing, key=lambda number: number.evalf()) if all(map(_is_real, thing)) else []
+    return list(thing.args) if isinstance(thing, (sympy.Tuple, sympy.Interval, sympy.Eq)) else []
 
 
 def _one_to_one(ours: list[str], theirs: list[str]) -> bool:
@@ -174,7 +171,7 @@ def _inside(expression: str, *brackets: str) -> str | None:
 
 def time_of_day(expression: str) -> tuple[int, int, str | None] | None:
     """Hour, minute and half of the day of `1:58 am`, `5 p.m.` or, without a half, `1:58`."""
-    found = _TIME.fullmatch(_TEXT.sub(r"\1", expression).replace("\\ ", " ").replace("~", " ").strip())
+    found = _TIME.fullmatch(TEXT.sub(r"\1", expression).replace("\\ ", " ").replace("~", " ").strip())
     return (int(found[1]), int(found[2] or 0), found[3] and found[3].lower()) if found else None
 
 
@@ -189,9 +186,8 @@ def readings(expression: str, units: bool = True) -> tuple:
     """The expression as sympy objects: with a unit at its end removed, if allowed, and as it stands. Empty where it cannot be read."""
     math_verify = _math_verify()
     found = []
-    ends_in_letters = re.search(r"[A-Za-z}]\s*\Z", expression)
-    for removed in (True, False) if units and ends_in_letters else (units,):
-        for value in math_verify.parse(f"${legible(expression)}$", [_reader(removed)], fallback_mode="no_fallback", parsing_timeout=None):
+    for written in dict.fromkeys((without_unit(expression) if units else expression, expression)):
+        for value in math_verify.parse(f"${legible(written)}$", [_reader()], fallback_mode="no_fallback", parsing_timeout=None):
             if value not in found and not _undefined(value):
                 found.append(value)
     return tuple(found)
@@ -204,35 +200,11 @@ def _undefined(value: Any) -> bool:
     return value.has(sympy.zoo, sympy.nan) if hasattr(value, "has") else False
 
 
-def legible(expression: str) -> str:
-    r"""The expression in words that math-verify knows; what is written here in two ways means one thing."""
-    expression = re.sub(r"\b(?:np|math)\.(?=[a-z])", r"\\", expression)  # np.arcsin(x)
-    expression = re.sub(r"_\{\\(max|min|odot|oplus)\s*\}", r"_{\1}", expression)
-    expression = re.sub(r"(?<![A-Za-z\\])E_(?:\{(\w+)\}|(\w))", r"W_{E\1\2}", expression)  # an energy; E alone is Euler's number to it
-    expression = re.sub(r"\\gamma(?![A-Za-z])", r"\\varrho", expression)  # a variable; to it Euler's constant, and \gamma^2-1 infinite
-    expression = re.sub(r"\bC_(?:\{(\d+)\}|(\d))\^(?:\{(\d+)\}|(\d))", r"\\binom{\1\2}{\3\4}", expression)
-    expression = re.sub(r"(\\[dt]?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\[dt]?binom)", r"\1 \\cdot ", expression)  # to it a sum
-    expression = re.sub(r"\A[A-Za-z]\s*(?=\([^()\[\]]*\]\Z)", "", expression)  # t(0,4]
-    if found := re.fullmatch(r"\\\{\s*\w\s*(?:\||:|\\mid(?![a-z]))([^,;|]*(?:[<>]|\\[lg]e)[^,;|]*)\\\}", expression):
-        expression = found[1]  # {x | -2 <= x < 1}: the condition
-    return _forwards(expression)
-
-
-def _forwards(expression: str) -> str:
-    """A chain `b > a > c` as `c < a < b`."""
-    links = _GREATER.findall(expression)
-    if len(links) < 2 or re.search(r"<|\\l(?:e|eq|eqslant|t)(?![a-z])|≤", expression):
-        return expression
-    signs = ["<" if link in (">", r"\gt") else r"\leq " for link in reversed(links)]
-    terms = [term.strip() for term in reversed(_GREATER.split(expression))]
-    return "".join(f"{term} {sign} " for term, sign in zip(terms, [*signs, ""], strict=True)).strip()
-
-
 @lru_cache
-def _reader(units: bool):
+def _reader():
     from latex2sympy2_extended import NormalizationConfig
 
-    style = NormalizationConfig(basic_latex=True, units=units, malformed_operators=True, nits=True, boxed="none", equations=False)
+    style = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
     return _math_verify().LatexExtractionConfig(boxed_match_priority=-1, normalization_config=style)
 
 
@@ -248,7 +220,7 @@ def _math_verify():
 
 def _bare(expression: str) -> str:
     r"""Without `\text` and without spaces, other than between digits."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _TEXT.sub(r"\1", expression))
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", TEXT.sub(r"\1", expression))
 
 
 def _only_letters(expression: str) -> bool:
@@ -258,7 +230,7 @@ def _only_letters(expression: str) -> bool:
 
 def _no_algebra(expression: str) -> bool:
     """Whether only letters, digits and the punctuation of words are there: `n!`, `-x` and `x/y` are not, `(two~lines!)` is."""
-    plain = re.sub(r"\\[ ,;:]|[~{}\"'`,.()]", " ", re.sub(_WORD_STYLE, "", expression))
+    plain = re.sub(r"\\[ ,;:]|[~{}\"'`,.()]", " ", re.sub(WORD_STYLE, "", expression))
     plain = re.sub(r"(?<=[A-Za-z]{2})(!|-(?=[A-Za-z]{2}))", " ", plain)
     return re.fullmatch(r"[A-Za-z0-9\s]*", plain) is not None
 
@@ -272,4 +244,5 @@ def _is_words(gold: str, expected: str) -> bool:
 
 def _letters(expression: str) -> str:
     """What is left of words when case, spacing and punctuation do not matter."""
-    return re.sub(r"[^a-z0-9]", "", re.sub(_WORD_STYLE, "", expression).lower())
+    plain = re.sub(r"\band\s+(?=[({]*[A-Z]\b)", "", re.sub(WORD_STYLE, "", expression))  # A, B, and D
+    return re.sub(r"[^a-z0-9]", "", plain.lower())
