@@ -4,13 +4,14 @@ r"""Is this boxed answer the reference answer? Strings first, then mathematics.
 2. Tidied strings that are equal are right; so are words that differ in case, spacing or punctuation only, and times of day.
 3. Otherwise math-verify reads both and compares their values: fractions, sets, intervals, matrices, percentages, units left out.
 
-Where a string ends in something like a unit (`3t` may be three tonnes), it is read both with and without it, and one agreement is enough;
-but a letter at the end of a reference (`6m`) is algebra. A reference that is neither words nor readable is a "bad gold": then only an equal
-string can be right; `how_graded` says which of the three it is.
+Where a string ends in something like a unit (`3t` may be three tonnes; notation.py), it is read both with and without it, and one agreement
+is enough; but a letter at the end of a reference (`6m`) is algebra. A reference that is neither words nor readable is a "bad gold": then
+only an equal string can be right; `how_graded` says which of the three it is.
 
 math-verify alone would take any order for that of a tuple, `-2` for `-2,-2`, 52 in base 9 for 52 in base 8, and 5e-24 for 4.6e-24: these
-are checked here. Omits answers longer than 1,000 characters, which are wrong unread; which unit it is; the case of letters (`R` is `r`);
-tolerance: numbers must agree to 6 decimals, small ones also to 3 digits.
+are checked here. A reference with a base agrees with an answer without one, since its question asks for the base; not the other way round.
+Omits answers longer than 1,000 characters, which are wrong unread; which unit it is; the case of letters (`R` is `r`); tolerance: numbers
+must agree to 6 decimals, small ones also to 3 digits.
 """
 
 from __future__ import annotations

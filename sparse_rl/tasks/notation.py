@@ -12,33 +12,62 @@ WORD_STYLE = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mb
 TEXT = re.compile(WORD_STYLE + r"\{([^{}]*)\}")
 
 _ENDING = re.compile(r"(?<!\\right)(?:\\[,;:! ]|[.,;:\s])+\Z")
-_SYMBOLS = {"√": r"\sqrt ", "π": r"\pi ", "−": "-", "×": r"\times ", "·": r"\cdot ", "∞": r"\infty ", "∪": r"\cup ", "°": r"^\circ "}
+_SYMBOLS = {
+    "√": r"\sqrt ",
+    "π": r"\pi ",
+    "\u2212": "-",
+    "\u00d7": r"\times ",
+    "·": r"\cdot ",
+    "∞": r"\infty ",
+    "\u222a": r"\cup ",
+    "°": r"^\circ ",
+}
 _GREATER = re.compile(r">|\\gt(?![a-z])|\\g(?:eqslant|eq|e)(?![a-z])|≥")
 _SIGN = re.compile(r"(\\[lg](?:t|eqslant|eq|e)(?![a-z])|[<>]=?|[≤≥])")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b")
 
 _SCALES = {"hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}", "dozen": "12"}
-_DIGITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+_NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+)
+_NUMBERS += ("fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
 _CHANGING = re.compile(  # the value; `ten-dollar bills` are bills
-    rf"\b(?:{'|'.join((*_DIGITS, *_SCALES))}|seventeen|eighteen|nineteen|twenty|thirty|fo?u?rty|fifty|sixty|seventy|eighty|ninety"
-    r"|half|halves|double|twice|triple|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|or|least|most|plus|minus|times|percent|base|mod"
+    rf"\b(?:{'|'.join((*_NUMBERS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety|half|halves|double|twice|triple|thirds"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|or|least|most|plus|minus|times|percent|base|mod"
     r"|sin|cos|tan|cot|sec|log|exp|sqrt|alpha|beta|gamma|delta|theta|lambda|omega|infinity|e|i)\b(?!-)|\d|\A\W*(?:squared|cubed|factorial)\b"
 )
-_SHORT = set("m s h g t l d c mm cm dm km nm mg kg gm ml ft in yd mi hr lb oz sq cu cc hz ev kw kj pa am pm rs st nd rd th".split())
-_SHORT |= set("mph kph kmh hrs yrs lbs pts sqft".split())
-_SMALL_WORDS = {"a", "an", "of", "to", "at", "on", "by"}  # within a phrase
+_SHORT = re.compile(  # units that are too short, or have no vowel, to be known as words
+    r"[mshgtldc]|(?i:[mcdkn]m|[mk]?g|gm|m[li]|ft|in|yd|hrs?|lbs?|oz|sq|sqft|cu|cc|hz|ev|k[wj]|pa|[ap]m|rs|st|nd|rd|th|[mk]ph|kmh|yrs|pts)"
+)
+_SMALL_WORD = re.compile("an?|of|to|at|on|by")  # within a phrase
 _GAP = r"(?:\s|~|\\[,;: ])*"
 _PLAIN_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{[^{}]*\}"
-_WORD = r"(?<![A-Za-z\\])[A-Za-z][A-Za-z'.-]*(?![A-Za-z])"
+_WORD = r"(?<![A-Za-z\\'.-])[A-Za-z]+(?![A-Za-z])(?:['.-][A-Za-z]+(?![A-Za-z]))*\.?"  # in one way only, like _UNIT: else a search may hang
 _POWER = r"(?:\^\s*(?:[23]|\{-?[123]\}))?"
 _UNIT = re.compile(
     rf"(?<=[^\s~_^{{(,;:+*/=-])({_GAP}(?:\\[dt]?frac\{{{_PLAIN_TEXT}\}}\{{{_PLAIN_TEXT}{_POWER}\}}|{_PLAIN_TEXT}{_POWER}|(?<=[\d}})\s~;:,]){_WORD}{_POWER})"
-    rf"(?:{_GAP}(?:/|\\cdot(?![a-z]))?{_GAP}(?:{_PLAIN_TEXT}|{_WORD}){_POWER})*)\Z"
+    rf"(?:{_GAP}(?:(?:/|\\cdot(?![a-z])){_GAP})?(?:{_PLAIN_TEXT}|{_WORD}){_POWER})*)\Z"
 )
+_SCALE = re.compile(rf"(?<=[\d}}]){_GAP}(?:\\text\s*\{{\s*)?\b({'|'.join(_SCALES)})\b(?!-)\s*(\}})?")
 _DERIVATIVE = re.compile(
     r"\\[dt]?frac\s*\{\s*(?:d|\\partial)\s*(?:\^\s*\{?(\d)\}?)?\s*(\\?[A-Za-z]+(?:_(?:\w|\{\s*\w+\s*\}))?)\s*\}"
     r"\s*\{\s*(?:d|\\partial)\s*(\\?[A-Za-z]+)\s*(?:\^\s*\{?\d\}?)?\s*\}"
 )
+_PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+|\^\s*\{?\s*\\prime\s*\}?)(?!\s*\()")
 _DOTS = re.compile(r"\\(d?)dot(?![a-z])\s*(?:\{\s*(\\?[A-Za-z]+)\s*\}|\s(\\?[A-Za-z])|(\\[A-Za-z]+))(_(?:\w|\{\s*\w+\s*\}))?")
 
 
@@ -49,13 +78,13 @@ def tidy(expression: str) -> str:
     expression = expression.replace("\\$", "").replace("$", "").replace("\n", " ").strip()
     expression = re.sub(r"\A(?:\\q?quad\s*)+", "", expression)
     expression = re.sub(r",\s*\\!\s*", "", expression).replace("\\!", "")  # 29,\!322
-    expression = re.sub(r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)", lambda found: re.sub(r"\D", "", found[0]), expression)  # 70\,000
+    expression = re.sub(r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)", lambda x: re.sub(r"\D", "", x[0]), expression)  # 70\,000
     expression = _ENDING.sub("", expression)
     if wholly := TEXT.fullmatch(expression):
         expression = _ENDING.sub("", wholly[1].strip())
+    expression = re.sub(r"√\s*(?:(\d+)|\(([^()]*)\))", r"\\sqrt{\1\2}", expression)
     for symbol, command in _SYMBOLS.items():
         expression = expression.replace(symbol, command)
-    expression = re.sub(r"\\sqrt \s*(?:(\d+)|\(([^()]*)\))", r"\\sqrt{\1\2}", expression) if r"\sqrt " in expression else expression
     expression = re.sub(r"(\^\s*(?:\\circ|\{\\circ\}))\s*(?:[CF]|\\(?:text|mathrm)\{[CF]\})?\s*\Z", r"\1", expression)
     expression = re.sub(r"^(\\approx|≈|=)\s*", "", expression)
     expression = re.sub(r"(\d)\.(?!\d|\\(?:overline|bar)\b)", r"\1", expression)  # 1./3
@@ -84,31 +113,31 @@ def _mixed(found: re.Match) -> str:
 
 def _with_base(expression: str) -> str:
     """A base in words as an index: `20 base 8`, `20 (base eight)`."""
-    numbers = "|".join(_DIGITS)
+    numbers = "|".join(_NUMBERS)
     plain = TEXT.sub(r"\1", expression)
     if found := re.fullmatch(rf"([0-9A-Fa-f]+)(?:\s*\(?\s*(?:in\s+)?base[\s-]*|_\{{?\s*)(\d+|{numbers})\s*[)}}]?", plain):
-        return f"{found[1]}_{{{_DIGITS.index(found[2]) if found[2] in _DIGITS else found[2]}}}"
+        return f"{found[1]}_{{{_NUMBERS.index(found[2]) if found[2] in _NUMBERS else found[2]}}}"
     return expression
 
 
 def without_unit(expression: str) -> str:
     """The expression without the unit at its end: words that leave the value as it is. `5 million years` is a product."""
-    scale = rf"(?<=[\d}}]){_GAP}(?:\\text\s*\{{\s*)?\b({'|'.join(_SCALES)})\b(?!-)\s*(\}})?"
-    if found := re.search(scale, expression):
-        opened = "{" in found[0] and not found[2]  # \text{ million years}: the rest stays in it
-        expression = expression[: found.start()] + rf"\times {_SCALES[found[1]]}" + (r"\text{" if opened else " ") + expression[found.end() :]
-        expression = expression.strip()
+    if found := _SCALE.search(expression):
+        rest = r"\text{" if "{" in found[0] and not found[2] else " "  # \text{ million years}: the years stay in it
+        expression = (expression[: found.start()] + rf"\times {_SCALES[found[1]]}" + rest + expression[found.end() :]).strip()
     found = _UNIT.search(expression)
-    if found is None or _CHANGING.search(re.sub(r"\^\s*(?:\d|\{-?\d\})", "", TEXT.sub(r" \1 ", found[1])).lower()):
+    if found is None or _CHANGING.search(re.sub(_POWER, "", TEXT.sub(r" \1 ", found[1])).lower()):
         return expression
-    bare = re.findall(_WORD, TEXT.sub(" ", found[1]))
     spaced = re.match(r"\s|~|\\", found[1]) is not None
-    known = [(word if len(word) == 1 else word.lower().strip(".")) in _SHORT for word in bare]
-    words = [
-        is_known or (i > 0 and word in _SMALL_WORDS) or ((spaced or i > 0) and len(word) >= 3 and re.search("[aeiouyAEIOUY]", word))
-        for i, (word, is_known) in enumerate(zip(bare, known, strict=True))
-    ]
-    return expression[: found.start()].strip() if all(words) else expression
+    bare = re.findall(_WORD, TEXT.sub(" ", found[1]))
+    return expression[: found.start()].strip() if all(_is_unit(word, i > 0, spaced) for i, word in enumerate(bare)) else expression
+
+
+def _is_unit(word: str, follows: bool, spaced: bool) -> bool:
+    r"""Whether a word outside of `\text` is part of a unit and no product of letters: `18 eggs` are eggs, `18xy` is a product."""
+    if _SHORT.fullmatch(word.strip(".")) or (follows and _SMALL_WORD.fullmatch(word)):
+        return True
+    return (spaced or follows) and len(word) >= 3 and re.search("[aeiouy]", word.lower()) is not None
 
 
 def legible(expression: str) -> str:
@@ -136,7 +165,7 @@ def _derivatives(expression: str) -> str:
     expression = re.sub(r"(?<![A-Za-z\\])d([A-Za-z](?:_\w)?)/d([a-z])(?![A-Za-z])", r"\\frac{d \1}{d \2}", expression)
     expression = re.sub(r"\\(?:mathrm|text)\{d\}", "d ", expression)
     expression = re.sub(r"(\\[dt]?frac\s*\{\s*d\s*)(\}\s*\{\s*d\s*[a-z]\s*\})\s*(\\?[A-Za-z]+(?:_\w)?)(?![\w^(\[])", r"\1 \3\2", expression)
-    expression = re.sub(r"(?<![A-Za-z\\])([A-Za-z])('+|\^\s*\{?\s*\\prime\s*\}?)(?!\s*\()", lambda x: symbol(x[2].count("'") * "i" or "i", x[1], ""), expression)
+    expression = _PRIMES.sub(lambda found: symbol("i" * max(1, found[2].count("'")), found[1], ""), expression)
     expression = _DERIVATIVE.sub(lambda found: symbol(*found.groups("")), expression)
     return _DOTS.sub(lambda x: symbol("2" if x[1] else "", (x[2] or x[3] or x[4]) + (x[5] or ""), "t"), expression)
 
