@@ -80,18 +80,56 @@ def test_other_formats(run_folder, tmp_path, kind, begins):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["nowhere"], "nowhere"), (["--format", "pdf", "nowhere"], "there is no format 'pdf'"), (["--live", "nowhere"], "nowhere")],
+    [
+        (["nowhere"], "nowhere"),
+        (["--format", "pdf", "nowhere"], "there is no format 'pdf'"),
+        (["--live", "nowhere"], "nowhere"),
+        (["--live", "RUN", "--port", 70000], "--port is 70000; it must be between 0"),
+        (["--live", "RUN", "--port", -1], "--port is -1; it must be between 0"),
+    ],
 )
-def test_mistakes_get_a_sentence(arguments, message, tmp_path, monkeypatch):
+def test_mistakes_get_a_sentence(arguments, message, run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = report(*arguments)
+    done = report(*(run_folder if argument == "RUN" else argument for argument in arguments))
     assert isinstance(done.exception, SparseRLError) and message in str(done.exception) and not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written_is_told(run_folder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SparseRLError, match="file"):
-        write([run_folder], tmp_path / "file" / "r.html")
+    (tmp_path / "folder").mkdir()
+    for out in (tmp_path / "file" / "r.html", tmp_path / "folder"):
+        with pytest.raises(SparseRLError, match=r"cannot be written \(.*\); choose another file with --out\."):
+            write([run_folder], out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]  # nothing is left behind
+
+
+def test_links_out_of_a_run_are_not_followed(run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "secret")
+    shutil.copytree(run_folder, tmp_path / "run")
+    for name in ("recipe.yaml", "timing.jsonl", "samples"):
+        shutil.rmtree(tmp_path / "run" / name) if name == "samples" else (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name).symlink_to(tmp_path / "secret" / name)
+    (run,) = data_of(write([tmp_path / "run"], tmp_path / "r.html").read_text())["runs"]
+    assert not run["recipe"] and not run["trajectories"] and "time/step" not in run["curves"] and "reward/mean" in run["curves"]
+    assert sum("out of the run's folder" in note for note in run["notes"]) == 3
+
+
+@pytest.mark.parametrize("recipe", ["learn: {bar: 0x" + "f" * 10_000 + "}", "BOMB"])
+def test_recipes_that_would_take_for_ever_are_cut(run_folder, tmp_path, recipe):
+    shutil.copytree(run_folder, tmp_path / "run")
+    bomb = "a: &a [" + ",".join(["x"] * 90) + "]\n" + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 90)}]\n" for a, b in zip("abcd", "bcde"))
+    (tmp_path / "run" / "recipe.yaml").write_text(bomb + "learn: {x: *e}\n" if recipe == "BOMB" else recipe)
+    assert len(write([tmp_path / "run"], tmp_path / "r.html").read_bytes()) < 2_000_000
+
+
+def test_samples_that_grow_are_seen(served):
+    ask, run, _ = served
+    path = run / "samples" / "step-000003" / "trajectories.jsonl"
+    whole = path.read_text()
+    path.write_text(whole.splitlines()[0] + "\n")
+    before = len(json.loads(ask("/data.json")[1])["runs"][0]["trajectories"])
+    path.write_text(whole)
+    assert len(json.loads(ask("/data.json")[1])["runs"][0]["trajectories"]) == before + 1
 
 
 def test_the_live_page_follows_its_runs(served):

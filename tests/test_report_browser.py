@@ -262,6 +262,28 @@ def test_keyboard_moves_along_a_curve(show):
     assert tab.locator("#tip").is_hidden()
 
 
+def test_binned_runs_keep_their_last_value_and_the_extremes_of_xi(show):
+    steps = list(range(10, 110, 10))
+    planted = {f"gap/xi/{p}": curve(steps, [x] * 10, 0.0625) for p, x in (("p05", 0.5), ("p50", 1.0), ("p95", 1.5))}
+    planted["reward/mean"] = curve(steps, [0.5] * 10, 0.25) | {"last": 0.375}
+    planted["constructor"] = curve(steps, [1.0] * 10)
+    tab = show(document(run("a", curves=planted), run("b", curves={})))
+    _, rows = hover(tab, canvas(tab, "\u03be"), 0.0)
+    assert [float(x) for x in re.findall(r"[\d.]+", rows[0][1])] == [1.0, 0.4375, 1.5625]
+    cells = tab.locator("tbody tr").evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
+    assert ["reward, last / best", "0.375 / 0.75", "\u2013"] in cells  # and run b, which lacks them, takes none from elsewhere
+
+
+def test_trajectories_that_look_alike_can_all_be_opened(show):
+    alike = [trajectory(seed=i, step=10, prompt_index=None, sample_index=None, reward=i / 4) for i in range(3)]
+    tab = show(document(run("a", trajectories=alike)))
+    for i in range(3):
+        tab.locator("#t-list .item").nth(i).click()
+        tab.wait_for_timeout(100)
+        assert f"reward {alike[i]['reward']:g}" in " ".join(tab.locator("#trajectories").inner_text().split("tokens")[0].split()[-40:])
+        assert tab.locator("#t-list [aria-current=true], #t-list .current, #t-list [aria-selected=true]").count() <= 1
+
+
 def test_trajectory_filters_and_order(show):
     kinds = [("right", True), ("wrong", True), ("wrong", False), ("unfinished", False)]
     planted = [trajectory(seed=i, step=10 * (i + 1), verdict=v, accepted=k) for i, (v, k) in enumerate(kinds)]

@@ -124,7 +124,12 @@ def test_trajectories_equal_the_samples(real):
 def test_the_command_makes_the_recipe_again(real):
     run = document([real])["runs"][0]
     program, action, name, *rest = shlex.split(run["command"])
-    assert (program, action, name, rest[-2:]) == ("sparse-rl", "train", "tiny-sums", ["--out", str(real)])
+    assert (program, action, name, rest[-2:]) == (
+        "sparse-rl",
+        "train",
+        "tiny-sums",
+        ["--out", f"{real}-again"],
+    )
     assert {key for key, _ in overrides(rest[:-2])} == {
         "run.steps",
         "run.samples",
@@ -598,7 +603,7 @@ def test_markdown_says_last_and_best(tmp_path):
     assert "a\\_b" in text and "c\\|d" in text
     commands = text.split("```sh\n")[1].split("\n```")[0].splitlines()
     assert commands == [
-        f"sparse-rl train tiny-sums --out {runs[0].folder}",
-        f"sparse-rl train tiny-sums --rollout.budget 44 --out '{runs[1].folder}'",
+        f"sparse-rl train tiny-sums --out {runs[0].folder}-again",
+        f"sparse-rl train tiny-sums --rollout.budget 44 --out '{runs[1].folder}-again'",
     ]
     assert escaped("[x](javascript:1)\n# y") == "\\[x\\](javascript:1) \\# y"

@@ -36,7 +36,8 @@ def binned(curve: Curve, most: int = MOST, regular: bool = True) -> dict[str, li
     mean[here] = np.where(count > 0, np.add.reduceat(share, first), np.nan)
     low[here], high[here] = np.fmin.reduceat(value, first), np.fmax.reduceat(value, first)  # NaN only where nothing else is
     ends[here] = step[np.append(first[1:], len(step)) - 1]
-    return {"step": ends.tolist(), "mean": rounded(mean), "low": rounded(low), "high": rounded(high)}
+    last = rounded(value[finite][-1:])  # what the run ended with, which no mean says
+    return {"step": ends.tolist(), "mean": rounded(mean), "low": rounded(low), "high": rounded(high), "last": last[0] if last else None}
 
 
 def _places(step: np.ndarray, most: int, regular: bool) -> tuple[np.ndarray, np.ndarray]:

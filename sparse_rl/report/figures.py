@@ -106,7 +106,8 @@ def draw(axis, name: str, curve: Curve, most: int, color: str, style: str) -> No
 def shade(axis, run: Run, most: int, color: str) -> None:
     if "gap/xi/p05" in run.curves and "gap/xi/p95" in run.curves:
         low, high = (binned(run.curves[f"gap/xi/{name}"], most) for name in ("p05", "p95"))
-        axis.fill_between(low["step"], numbers(low["mean"]), numbers(high["mean"]), color=color, alpha=0.2, linewidth=0)
+        lowest, highest = low.get("low", low["mean"]), high.get("high", high["mean"])
+        axis.fill_between(low["step"], numbers(lowest), numbers(highest), color=color, alpha=0.2, linewidth=0)
 
 
 def split_of_time(axis, runs: Sequence[Run]) -> None:
@@ -149,7 +150,7 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """Verdicts, a table of runs, what their recipes differ in, and the commands to run them again."""
     parts = ["# Report", *([bullets([escaped(note) for note in notes])] if notes else []), table_of_runs(runs)]
     for run in runs:
-        said = [f"**{s['level']}**: {escaped(s['text'])} (`{visible(s['figure'])}`)" for s in verdict(run.curves)]
+        said = [f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves)]
         said += [f"note: {escaped(note)}" for note in run.notes]
         parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
     if len(runs) > 1:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..config import make_recipe
 from ..errors import SparseRLError
-from .recipe import plain
+from .recipe import LONGEST, plain
 
 MARKS = ("recipe.yaml", "metrics.jsonl")  # a folder with one of them is a run
 EXPECTED = {  # what every step of a run writes
@@ -89,6 +89,11 @@ def find_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[l
     return list(found.values()), notes
 
 
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path, links followed, is inside a folder."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def is_run(path: Path) -> bool:
     return any((path / mark).is_file() for mark in MARKS)
 
@@ -121,9 +126,13 @@ def read_run(folder: str | os.PathLike) -> Run:
     if not is_run(folder):
         raise SparseRLError(f"{folder} is no run: it has neither a recipe.yaml nor a metrics.jsonl.")
     notes: list[str] = []
-    recipe, complete = read_recipe(folder / "recipe.yaml", notes)
+    outside = [name for name in ("recipe.yaml", *EXPECTED) if not lies_in(folder / name, folder)]
+    notes += [f"{name} is a link out of the run's folder and is not read" for name in outside]
+    recipe, complete = ({}, False) if "recipe.yaml" in outside else read_recipe(folder / "recipe.yaml", notes)
     curves: dict[str, Curve] = {}
     for name, expected in EXPECTED.items():
+        if name in outside:
+            continue
         found, odd = read_curves(folder / name, expected)
         curves |= {curve: points for curve, points in found.items() if curve not in curves}
         notes += odd
@@ -154,7 +163,8 @@ def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]]
     ) as error:  # SparseRLError, and what damaged values lead to
         notes.append(f"recipe.yaml is not one of this version ({_first(error)}) and is shown as it is")
     sections = data.items() if isinstance(data, dict) else ()
-    return {str(name): {str(k): plain(v) for k, v in keys.items()} for name, keys in sections if isinstance(keys, dict)}, False
+    shown = [(str(name), list(keys.items())) for name, keys in sections if isinstance(keys, dict)]
+    return {name: {str(k): plain(v) for k, v in keys[:LONGEST]} for name, keys in shown[:LONGEST]}, False
 
 
 def _first(error: Exception) -> str:

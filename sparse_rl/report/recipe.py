@@ -11,20 +11,23 @@ from typing import Any
 from ..config import RECIPES, load_recipe, make_recipe, parse_value
 
 _DEPTH = 4  # of lists and keys inside a value
+LONGEST = 100  # entries of one of them that are shown
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """A value of a YAML file as JSON can hold it: what it cannot becomes text."""
+    """A value of a YAML file as JSON can hold it: what it cannot becomes text, and what is too large is cut."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return value if abs(value) < 2**53 else str(value)
+        return value if abs(value) < 2**53 else str(value) if abs(value) < 2**256 else "a number too long to show"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(k): plain(v, depth - 1) for k, v in value.items()} if depth else "..."
+        if depth == 0 or len(value) > LONGEST:
+            return "..."
+        return {str(k): plain(v, depth - 1 if len(value) < 10 else 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v, depth - 1) for v in value] if depth else "..."
+        return [plain(v, depth - 1 if len(value) < 10 else 0) for v in value[:LONGEST]] if depth else "..."
     return str(value)
 
 
@@ -65,7 +68,7 @@ def command(recipe: Mapping[str, Mapping[str, Any]], complete: bool, folder: str
         overrides = [(key, _yaml(value)) for key, value in changes.items()]
         if not {"model.name", "task.name"} <= changes.keys() and _makes(base, overrides, recipe):
             options = [part for key, value in overrides for part in ((f"--{key}={value}",) if value[:1] == "-" else (f"--{key}", value))]
-            return shlex.join(["sparse-rl", "train", name, *options, "--out", folder])
+            return shlex.join(["sparse-rl", "train", name, *options, "--out", f"{folder}-again"])
     return shlex.join(["sparse-rl", "train", f"{folder}/recipe.yaml", "--out", f"{folder}-again"])
 
 

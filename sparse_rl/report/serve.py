@@ -6,6 +6,7 @@ that no page of the web can read a run through a name of its own that points her
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,10 +27,17 @@ class Server(ThreadingHTTPServer):
     def __init__(self, paths: Sequence[Path], port: int = 0):
         self.paths, self.lock = list(paths), threading.Lock()
         self.made: tuple[tuple, dict] | None = None  # (what the files looked like, the document)
+        if not 0 <= port < 65536:
+            raise SparseRLError(f"--port is {port}; it must be between 0 (any that is free) and 65535.")
         try:
             super().__init__((LOOPBACK, port), Handler)
         except OSError as error:
             raise SparseRLError(f"port {port} cannot be served on ({error.strerror}); choose another with --port, or 0 for any.") from error
+
+    def handle_error(self, request, client_address) -> None:
+        """A reader that goes away in the middle of an answer is nothing to tell; anything else is."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -83,12 +91,13 @@ def look(path: Path) -> tuple:
     """When a run, or the runs of a folder, were written last. Whatever vanishes meanwhile is not there."""
     found = []
     for folder in [path, *sorted(_children(path))]:
-        for name in _FILES:
+        newest = sorted((folder / "samples").glob("step-*/trajectories.jsonl"))[-1:]
+        for file in [*(folder / name for name in _FILES), *newest]:
             try:
-                status = (folder / name).stat()
+                status = file.stat()
             except OSError:
                 continue
-            found.append((str(folder / name), status.st_mtime_ns, status.st_size))
+            found.append((str(file), status.st_mtime_ns, status.st_size))
     return tuple(found)
 
 

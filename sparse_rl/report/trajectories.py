@@ -21,7 +21,7 @@ import numpy as np
 from ..cache.trace import Trace
 from ..checkpoint import find_checkpoints
 from ..errors import SparseRLError
-from .read import json_lines
+from .read import json_lines, lies_in
 
 BEACON = "\u25c6"
 MOST = 64  # trajectories of a run
@@ -47,7 +47,10 @@ def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[li
 
 def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list[tuple[str, Path, dict, dict]], int]:
     """(title, folder, line, what is shown of it) of the newest trajectories that fit, without maps; and the bytes they take."""
-    steps = sorted(_steps(folder / "samples"), reverse=True)
+    inside = lies_in(folder / "samples", folder)
+    if not inside:
+        notes.append("samples is a link out of the run's folder and is not read")
+    steps = sorted(_steps(folder / "samples"), reverse=True) if inside else []
     text_of = Texts(folder / "checkpoints", notes)
     chosen, used, left, seen, full = [], 0, 0, 0, ""
     for step, samples in steps:
@@ -164,13 +167,13 @@ def read_map(samples: Path, line: dict) -> tuple[dict[str, Any] | None, str | No
     if not isinstance(name, str) or "\0" in name:
         return None, "the line names no trace"
     path = samples / name
-    if not path.resolve().is_relative_to(samples.resolve()):
-        return None, f"its trace {name!r} lies outside of its folder"
     try:
+        if not path.resolve().is_relative_to(samples.resolve()):
+            return None, f"its trace {name!r:.80} lies outside of its folder"
         about = os.stat(path)
         shown = encoded(path, about.st_mtime_ns, about.st_size)
-    except (SparseRLError, OSError) as error:
-        return None, str(error).replace(f"{samples}/", "").rstrip(".")
+    except (SparseRLError, OSError, UnicodeError) as error:
+        return None, f"{error!s:.200}".replace(f"{samples}/", "").rstrip(".")
     if shown["tokens"] != len(line["tokens"]):
         return None, f"its trace has {shown['tokens']} tokens, but there are {len(line['tokens'])}"
     if shown["data"] is None:

@@ -118,7 +118,7 @@ def total(curves: Curves, name: str) -> float:
 def reject(curves: Curves) -> list[Sentence]:
     figure = "reject/trajectories/frac"
     share = now(curves, figure)
-    if share is None:
+    if share is None or not curves[figure].finite.any():  # a method that rejects nothing shows nothing by it
         return []
     said = f"{share:.1%} of the trajectories are rejected"
     remedy = "raise rollout.budget, or replay instead of correcting (learn.method: shadow)"

@@ -3,9 +3,10 @@
 const EMPTY = { step: [], mean: [], low: [], high: [] };
 
 function curve(run, name) {
-  const found = run.curves?.[name];
-  if (!found) return EMPTY;
-  return { step: found.step, mean: found.mean, low: found.low ?? found.mean, high: found.high ?? found.mean, binned: Boolean(found.low) };
+  if (!Object.hasOwn(run.curves ?? {}, name)) return EMPTY;
+  const found = run.curves[name];
+  const last = found.last ?? found.mean.filter(finite).at(-1);
+  return { step: found.step, mean: found.mean, low: found.low ?? found.mean, high: found.high ?? found.mean, binned: Boolean(found.low), last };
 }
 
 // Seconds at a step: those of the run's clock, in between in proportion. null: the run has no clock.
@@ -41,16 +42,18 @@ function smoothed(values, a) {
   });
 }
 
-// A derived curve: f of the means of several, at the steps where all have a value or a gap.
+// A derived curve: f, which grows with each of them, of several, at the steps where all have a value or a gap.
 function derived(run, names, f) {
   const [first, ...rest] = names.map((name) => curve(run, name));
-  const at = rest.map((c) => new Map(c.step.map((s, i) => [s, c.mean[i]])));
-  const mean = first.step.map((s, i) => {
-    const values = [first.mean[i], ...at.map((m) => m.get(s))];
-    const y = values.every(finite) ? f(...values) : null;
-    return finite(y) ? y : null;
-  });
-  return { step: first.step, mean, low: mean, high: mean, binned: false };
+  const of = (which) => {
+    const at = rest.map((c) => new Map(c.step.map((s, i) => [s, c[which][i]])));
+    return first.step.map((s, i) => {
+      const values = [first[which][i], ...at.map((m) => m.get(s))];
+      const y = values.every(finite) ? f(...values) : null;
+      return finite(y) ? y : null;
+    });
+  };
+  return { step: first.step, mean: of("mean"), low: of("low"), high: of("high"), binned: first.binned };
 }
 
 function niceTicks(low, high, count) {
@@ -58,7 +61,8 @@ function niceTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw) * power;
   const ticks = [];
-  for (let k = Math.ceil(low / size - 1e-9); k * size <= high + 1e-9 * size; k++) ticks.push(k * size);
+  const first = Math.ceil(low / size - 1e-9);
+  for (let k = 0; k <= 2 * count && (first + k) * size <= high + 1e-9 * size; k++) ticks.push((first + k) * size);
   return ticks;
 }
 

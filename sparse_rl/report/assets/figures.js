@@ -9,8 +9,8 @@ const pair = (title, first, second, labels, more = {}) => ({
 // p50 inside p05 .. p95 of the same steps; only the line is smoothed.
 function xiBand(run) {
   const [low, middle, high] = ["p05", "p50", "p95"].map((p) => curve(run, `gap/xi/${p}`));
-  const at = (c) => { const m = new Map(c.step.map((s, i) => [s, c.mean[i]])); return middle.step.map((s) => m.get(s) ?? null); };
-  return [{ label: "p50", curve: { ...middle, binned: false }, band: { low: at(low), high: at(high) } }];
+  const at = (c, which) => { const m = new Map(c.step.map((s, i) => [s, c[which][i]])); return middle.step.map((s) => m.get(s) ?? null); };
+  return [{ label: "p50", curve: { ...middle, binned: false }, band: { low: at(low, "low"), high: at(high, "high") } }]; // of a bin: the extremes
 }
 
 const FIGURES = [

@@ -54,12 +54,11 @@ function sentence(run, { level, text, figure, value }) {
   return el("li", {}, el("span", { class: `level ${level in LEVELS ? level : ""}` }, `${mark} ${visible(word)}`), el("span", {}, visible(text), ...link));
 }
 
-const last = (values) => values.filter(finite).at(-1);
 const best = (values) => values.filter(finite).reduce((a, b) => (a === undefined || b > a ? b : a), undefined);
 
 function showTable() {
   const runs = shownRuns();
-  const of = (name) => (run) => { const c = curve(run, name); return c.step.length ? `${num(last(c.mean), 4)} / ${num(best(c.high), 4)}` : "\u2013"; };
+  const of = (name) => (run) => { const c = curve(run, name); return c.step.length ? `${num(c.last, 4)} / ${num(best(c.high), 4)}` : "\u2013"; };
   const facts = [
     ["method", (run) => visible(run.method ?? "\u2013")],
     ["steps", (run) => num(run.steps)],

@@ -19,7 +19,7 @@ function worstOf(t) { // index of the response token with the largest |gap|; nul
 }
 const worstGap = (t) => (worstOf(t) === null ? 0 : Math.abs(gapOf(t, worstOf(t))));
 const shade = (gap) => (gap === null ? "" : ` g${gap < 0 ? "n" : "p"}${LIMITS.filter((limit) => Math.abs(gap) >= limit).length}`);
-const keyOf = (run, t) => JSON.stringify([run.id, t.step, t.prompt_index, t.sample_index]);
+const keyOf = (run, t, i) => JSON.stringify([run.id, t.step, t.prompt_index, t.sample_index, (run.trajectories ?? []).slice(0, i).filter((o) => o.step === t.step && o.prompt_index === t.prompt_index && o.sample_index === t.sample_index).length]);
 
 const ORDER = {
   step: (a, b) => b.t.step - a.t.step || a.t.prompt_index - b.t.prompt_index || a.t.sample_index - b.t.sample_index,
@@ -30,7 +30,7 @@ const ORDER = {
 function found() {
   const { run, kept, verdict, sort } = state.filter;
   return shownRuns().filter((r) => !run || r.id === run)
-    .flatMap((r) => (r.trajectories ?? []).map((t) => ({ run: r, t, key: keyOf(r, t) })))
+    .flatMap((r) => (r.trajectories ?? []).map((t, i) => ({ run: r, t, key: keyOf(r, t, i) })))
     .filter(({ t }) => (!kept || t.accepted === (kept === "accepted")) && (!verdict || t.verdict === verdict))
     .sort(ORDER[sort]);
 }
