@@ -85,7 +85,14 @@ def png(runs: Sequence[Run]) -> bytes:
     for axis in axes.flat[len(LINES) + 1 :]:
         axis.axis("off")
     handles = [pyplot.Line2D([], [], color=colour(number)) for number in range(len(runs))]
-    names = axes.flat[len(LINES) + 1].legend(handles, [label(run) for run in runs], frameon=False, fontsize=9, loc="upper left")
+    names = axes.flat[len(LINES) + 1].legend(
+        handles,
+        [label(run) for run in runs],
+        frameon=False,
+        fontsize=9 if len(runs) <= 12 else 5,
+        ncols=1 + (len(runs) > 24),
+        loc="upper left",
+    )
     names.set_in_layout(False)  # a long list takes no room from the curves
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)

@@ -313,7 +313,8 @@ def held_out(curves: Curves) -> list[Sentence]:
             first, last = _thirds(apart)
             said = f"Held-out accuracy, dense less small cache, is {last:+.3f} ({first:+.3f} at the start)"
             text = f"{said}: the gap widens; to deploy on the small cache use learn.method: shadow, to deploy dense raise rollout.budget."
-            found += judged("gap", last, "eval/sparse/accuracy", (f"{said}.", text, text), judge=last - first)
+            fell = any(sentence.level != "good" for sentence in found)  # where dense accuracy fell, a narrow gap is no good news
+            found += judged("gap", last, "eval/sparse/accuracy", ("" if fell else f"{said}.", text, text), judge=last - first)
     return found
 
 

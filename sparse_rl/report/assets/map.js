@@ -17,7 +17,7 @@ async function openMap(t) {
   const turn = ++atlas.turn;
   Object.assign(atlas, { t: null, gone: null, cells: null, cellsFor: "", at: null });
   $("m-body").hidden = true;
-  $("m-note").textContent = !t ? "" : t.map ? "Reading the map\u2026" : "This run kept no traces of its cache, so there is no map.";
+  $("m-note").textContent = !t ? "" : t.map ? "Reading the map\u2026" : "There is no map of this completion; the run\u2019s notes say why, where there was a trace.";
   greyText();
   if (!t?.map) return;
   let gone;
