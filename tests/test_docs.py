@@ -63,7 +63,9 @@ def test_the_evaluation_on_the_recipes_page_is_printed(tmp_path, monkeypatch):
     page = (ROOT / "docs/recipes.md").read_text()
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^ +sparse-rl eval (.*?)(?: +#.*)?$", page, flags=re.MULTILINE)
-    printed = CliRunner().invoke(app, ["eval", *commands[1].split()]).stdout
+    done = CliRunner().invoke(app, ["eval", *commands[1].split()])
+    assert done.exit_code == 0, done.exception
+    printed = done.stdout
     shown = page[page.index("<!-- eval -->") : page.index("<!-- /eval -->")]
     digits = re.compile(r"[0-9.,]+ *")  # another machine may round, and so sample, differently
     assert digits.sub("#", printed).strip() == digits.sub("#", shown.split("```")[1]).strip()

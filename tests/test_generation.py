@@ -26,7 +26,8 @@ SMALL = dict(budget=16, interval=8, max_new_tokens=40)
 
 
 def fresh(name: str = "llama", **changes):
-    return copy.deepcopy(tiny(name, **changes))
+    """Made anew, not a copy of one that other tests may have left hooks on."""
+    return tiny.__wrapped__(name, **changes)
 
 
 def engines_of(model) -> list[Engine]:
