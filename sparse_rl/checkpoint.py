@@ -104,8 +104,22 @@ def writing(path: Path) -> Iterator[None]:
         why = "the disk is full" if full else first_line(error)
         raise CannotWrite(
             f"{path} could not be written ({why}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB free); nothing half-written was left "
-            "there. Free some space and go on with --resume."
+            "there. Free some space or choose another place, and give the command again; a run goes on with --resume."
         ) from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+            os.replace(partial, path)
+        except OSError:
+            if partial.is_file():
+                partial.unlink()
+            raise
 
 
 def first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from .learn.student import Student
 from .models import ModelShape, encode
 from .records import Trajectory, mean_entries
 from .rollout import Engine, Sampling
-from .tasks import Grade, Prompt, Task
+from .tasks import UNGRADED, Grade, Prompt, Task
 
 
 def accuracy(
@@ -40,7 +40,7 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
         "length": sum(len(t.response_tokens) for t in trajectories) / len(trajectories),
         "truncated": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
         "loops": sum(ends_in_loop(t.response_tokens) for t in trajectories) / len(trajectories),
-        "ungraded": sum(g.verdict in ("timeout", "error", "bad gold") for g in grades) / len(grades),
+        "ungraded": sum(g.verdict in UNGRADED for g in grades) / len(grades),
         "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
     }
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint import writing
+from .checkpoint import replace_file, writing
 from .errors import SparseRLError, nearest
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
@@ -63,11 +62,8 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+    """Write a small file whole or not at all."""
+    replace_file(path, text.encode())
 
 
 def _line(values: Mapping) -> str:

@@ -455,7 +455,7 @@ def test_empty_and_old_runs_are_shown(show):
     bare = run("bare", points=0, method=None, command=None, notes=["no metrics.jsonl"]) | nothing
     old = trajectory(rank=None, weight=None, clipped=None)
     tab = show(document(bare, run("old", trajectories=[old])))
-    assert "no metrics.jsonl" in tab.inner_text("#verdicts") and "no traces" in tab.inner_text("#m-note")
+    assert "no metrics.jsonl" in tab.inner_text("#verdicts") and "no map of this completion" in tab.inner_text("#m-note")
     tab.click("#worst")
     assert dict(told(tab)[1])["rank"] == "\u2013"
     none = show(document())

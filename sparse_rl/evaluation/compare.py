@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..statistics import Difference, interval, paired
-from .results import Item, shares
+from .results import Item, shares, tokens_saved
 from .run import Evaluated
 from .summary import aligned
 
@@ -72,7 +72,7 @@ def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | N
         in_common=in_common,
         better=difference(items_on(bench, first), items) if first else None,
         length=statistics.fmean(item.tokens for item in items),
-        tokens_saved=1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items),
+        tokens_saved=tokens_saved(items),
         tokens_per_second=e.tokens_per_second,
     )
 

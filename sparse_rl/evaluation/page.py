@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint import writing
-from ..metrics import write_text
+from ..checkpoint import replace_file
 from .compare import ALL, Cell, rows_of
 
 STYLE = """
@@ -126,7 +125,6 @@ def write(cells: Sequence[Cell], folder: Path, asked: str) -> list[Path]:
     """compare.png and compare.html"""
     picture = draw(cells)
     image, document = folder / "compare.png", folder / "compare.html"
-    with writing(image):
-        image.write_bytes(picture)
-    write_text(document, page(cells, picture, asked))
+    replace_file(image, picture)
+    replace_file(document, page(cells, picture, asked).encode())
     return [image, document]

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..checkpoint import writing
 from ..errors import SparseRLError
+from ..keys import flat
 from ..metrics import append_line, read_lines, write_text
 from ..tasks import Grade
 
@@ -158,14 +159,6 @@ def read(kind: type[Completion], path: Path) -> list:
         raise SparseRLError(f"{path} cannot be read ({error}); remove the folder, or choose another with --out.") from error
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    found = {}
-    for key, value in values.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: value}
-    return found
-
-
 def _drop_torn_line(path: Path) -> None:
     """What a kill left of a line that was being written: without its end, the next one would be lost with it."""
     if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
@@ -179,3 +172,8 @@ def shares(items: Sequence[Item]) -> dict[tuple[str, int], float]:
     for item in items:
         right.setdefault((item.bench, item.index), []).append(item.right)
     return {problem: sum(found) / len(found) for problem, found in sorted(right.items())}
+
+
+def tokens_saved(items: Sequence[Item]) -> float:
+    """1 - entries in use at the end / tokens: `records.kv_tokens_saved`, of items."""
+    return 1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items)

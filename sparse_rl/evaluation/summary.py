@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from ..plan import size
 from ..statistics import interval, pass_at_k
-from .results import Item, shares
-
-UNGRADED = ("timeout", "error", "bad gold")  # worth 0, but nobody knows
+from .results import Item, shares, tokens_saved
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def summarize(items: Sequence[Item], samples: int, bytes_per_entry: int) -> Summ
         bad_golds=verdicts.count("bad gold"),
         entries=mean(item.entries for item in items),
         peak_entries=max(item.peak_entries for item in items),
-        tokens_saved=1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items),
+        tokens_saved=tokens_saved(items),
         kv_bytes=bytes_per_entry * mean(item.entries for item in items),
         peak_kv_bytes=bytes_per_entry * max(item.peak_entries for item in items),
     )

@@ -11,7 +11,7 @@ FORMATS = ("html", "png", "md")
 
 def write(runs: Sequence[str | os.PathLike], out: Path, kind: str = "html") -> Path:
     """Write the report of these runs, whole or not at all."""
-    from ..errors import SparseRLError
+    from ..checkpoint import replace_file
     from . import figures
     from .document import document
     from .page import page
@@ -22,12 +22,5 @@ def write(runs: Sequence[str | os.PathLike], out: Path, kind: str = "html") -> P
     else:
         found, notes = read_runs(runs)
         content = figures.png(found) if kind == "png" else figures.markdown(found, notes).encode()
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        os.replace(partial, out)
-    except OSError as error:
-        partial.unlink(missing_ok=True) if partial.parent.is_dir() else None
-        raise SparseRLError(f"{out} cannot be written ({error.strerror}); choose another file with --out.") from error
+    replace_file(out, content)
     return out

@@ -9,7 +9,7 @@ from typing import Any
 
 from .bins import binned, points_for
 from .read import Run, is_evaluation, read_runs
-from .recipe import command, differences, flat
+from .recipe import command, differences, settings
 from .trajectories import SPACE, read_samples
 from .verdict import verdict
 
@@ -49,7 +49,7 @@ def described(run: Run, most: int) -> dict[str, Any]:
         "clock": {"step": clock["step"], "seconds": clock.get("high", clock["mean"])},  # at the bin's last step
         "curves": {name: binned(curve, most, regular=not is_evaluation(name)) for name, curve in run.curves.items()},
         "verdict": verdict(run.curves),
-        "recipe": flat(run.recipe),
+        "recipe": settings(run.recipe),
         "trajectories": [],
     }
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import RECIPES, load_recipe, make_recipe, parse_value
+from ..keys import flat
 
 _DEPTH = 4  # of lists and keys inside a value
 LONGEST = 100  # entries of one of them that are shown
@@ -31,25 +32,14 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
     return str(value)
 
 
-def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def settings(recipe: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """section.key (and .key inside it) -> value; empty keys are left out."""
-    found = {}
-
-    def walk(path: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{path}.{name}", inner)
-        else:
-            found[path] = value
-
-    for section, keys in sections.items():
-        walk(section, plain(keys))
-    return found
+    return flat({section: plain(keys) for section, keys in recipe.items()})
 
 
 def differences(recipes: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Keys in which recipes differ, with a value of each: None where one has no such key. Runs without a recipe do not count."""
-    every = [flat(recipe) for recipe in recipes]
+    every = [settings(recipe) for recipe in recipes]
     known = [recipe for recipe in every if recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe)
     return [

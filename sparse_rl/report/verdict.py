@@ -48,6 +48,7 @@ FEW_REWARDED = 0.05  # rejected share of rewarded ones that is not worth a sente
 NATS = 0.5  # by which entropy must grow to explode
 FEWEST = 5  # points from which a start and a now can be told apart
 LEVELS = ("bad", "look", "good")
+Rule = Callable[[Curves], "list[Sentence]"]
 
 
 @dataclass(frozen=True)
@@ -182,30 +183,30 @@ def xi(curves: Curves) -> list[Sentence]:
     return found
 
 
-def ess(curves: Curves) -> list[Sentence]:
-    value = now(curves, "gap/ess/frac")
-    if value is None:
-        return []
-    text = f"The weights are worth {value:.0%} of the tokens sampled (effective sample size); raise rollout.budget."
-    return judged("ess", value, "gap/ess/frac", ("", text, text))
+def of_share(rule: str, figure: str, said: str, then: str, quiet: bool = False) -> Rule:
+    """A rule of one number between 0 and 1: `said`, with `then` behind it where it is not good; `quiet`: nothing where it is."""
+
+    def judge(curves: Curves) -> list[Sentence]:
+        value = now(curves, figure)
+        if value is None:
+            return []
+        text = said.format(value)
+        return judged(rule, value, figure, ("" if quiet else f"{text}.", text + then, text + then))
+
+    return judge
 
 
-def loops(curves: Curves) -> list[Sentence]:
-    value = now(curves, "rollout/loops/frac")
-    if value is None:
-        return []
-    said = f"{value:.1%} of the responses end by repeating themselves"
-    text = f"{said}, which no correction sees, because xi is near 1 inside a loop; raise rollout.budget or protect the prompt."
-    return judged("loops", value, "rollout/loops/frac", (f"{said}.", text, text))
+def of_count(rule: str, figure: str, then: str) -> Rule:
+    """A rule of updates that came to nothing, judged per step; nothing is said where there are few."""
 
+    def judge(curves: Curves) -> list[Sentence]:
+        if figure not in curves or not len(curves[figure].finite):
+            return []
+        count, steps = total(curves, figure), len(curves[figure].finite)
+        text = f"{count:,.0f} updates in {steps:,} steps were {then}"
+        return judged(rule, count, figure, ("", text, text), judge=count / steps)
 
-def truncated(curves: Curves) -> list[Sentence]:
-    value = now(curves, "rollout/truncated/frac")
-    if value is None:
-        return []
-    said = f"{value:.1%} of the responses are cut by length"
-    text = f"{said} and can hardly be rewarded; raise rollout.max_new_tokens."
-    return judged("truncated", value, "rollout/truncated/frac", (f"{said}.", text, text))
+    return judge
 
 
 def entropy(curves: Curves) -> list[Sentence]:
@@ -224,15 +225,6 @@ def entropy(curves: Curves) -> list[Sentence]:
     return judged("explosion", last, figure, (calm, text, text), judge=ratio if last - first >= NATS else 1.0)
 
 
-def clip(curves: Curves) -> list[Sentence]:
-    value = now(curves, "update/clip/frac")
-    if value is None:
-        return []
-    said = f"{value:.2%} of the tokens are clipped"
-    text = f"{said}, where a few per cent are healthy: updates are too large; lower optimizer.lr or learn.minibatches."
-    return judged("clip", value, "update/clip/frac", (f"{said}.", text, text))
-
-
 def norm(curves: Curves) -> list[Sentence]:
     figure = "update/grad_norm"
     ratio = grown(curves, figure)
@@ -241,24 +233,6 @@ def norm(curves: Curves) -> list[Sentence]:
     last = now(curves, figure)
     text = f"The gradient norm is {last:.3g}, {ratio:.3g} times that of the start; lower optimizer.lr or optimizer.max_grad_norm."
     return judged("norm", last, figure, (f"The gradient norm is {last:.3g}.", text, text), judge=ratio)
-
-
-def skipped(curves: Curves) -> list[Sentence]:
-    figure = "update/skipped/count"
-    if figure not in curves or not len(curves[figure].finite):
-        return []
-    count, steps = total(curves, figure), len(curves[figure].finite)
-    text = f"{count:,.0f} updates in {steps:,} steps were skipped for non-finite numbers; lower optimizer.lr, or set model.dtype: float32."
-    return judged("skipped", count, figure, ("", text, text), judge=count / steps)
-
-
-def empty(curves: Curves) -> list[Sentence]:
-    figure = "update/empty/count"
-    if figure not in curves or not len(curves[figure].finite):
-        return []
-    count, steps = total(curves, figure), len(curves[figure].finite)
-    text = f"{count:,.0f} updates in {steps:,} steps were empty: all was rejected, or no group had variance; raise rollout.group_size."
-    return judged("empty", count, figure, ("", text, text), judge=count / steps)
 
 
 def flat(curves: Curves) -> list[Sentence]:
@@ -375,7 +349,45 @@ def students(curves: Curves) -> list[Sentence]:
     return found
 
 
-RULES: tuple[Callable[[Curves], list[Sentence]], ...] = (
-    reward, held_out, reject, rewarded, alpha, xi, ess, loops, truncated, entropy, clip, norm, skipped, empty, flat, memory, rollout,
-    ungraded, students,
-)  # fmt: skip
+RULES: tuple[Rule, ...] = (
+    reward,
+    held_out,
+    reject,
+    rewarded,
+    alpha,
+    xi,
+    of_share(
+        "ess",
+        "gap/ess/frac",
+        "The weights are worth {:.0%} of the tokens sampled (effective sample size)",
+        "; raise rollout.budget.",
+        quiet=True,
+    ),
+    of_share(
+        "loops",
+        "rollout/loops/frac",
+        "{:.1%} of the responses end by repeating themselves",
+        ", which no correction sees, because xi is near 1 inside a loop; raise rollout.budget or protect the prompt.",
+    ),
+    of_share(
+        "truncated",
+        "rollout/truncated/frac",
+        "{:.1%} of the responses are cut by length",
+        " and can hardly be rewarded; raise rollout.max_new_tokens.",
+    ),
+    entropy,
+    of_share(
+        "clip",
+        "update/clip/frac",
+        "{:.2%} of the tokens are clipped",
+        ", where a few per cent are healthy: updates are too large; lower optimizer.lr or learn.minibatches.",
+    ),
+    norm,
+    of_count("skipped", "update/skipped/count", "skipped for non-finite numbers; lower optimizer.lr, or set model.dtype: float32."),
+    of_count("empty", "update/empty/count", "empty: all was rejected, or no group had variance; raise rollout.group_size."),
+    flat,
+    memory,
+    rollout,
+    ungraded,
+    students,
+)

@@ -28,6 +28,7 @@ from ..errors import SparseRLError, nearest
 from .verify import Limits, Pool, pool_for
 
 TASKS: dict[str, type[Task]] = {}
+UNGRADED = ("timeout", "error", "bad gold")  # verdicts of completions that count as wrong, though nobody knows
 FAR = 1_000_000_000  # where the held-out prompts of an endless task without splits begin
 
 
