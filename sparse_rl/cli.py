@@ -176,21 +176,34 @@ def train(
     recipe: RecipePath,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/ and the recipe's name.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    num_processes: Annotated[int, typer.Option(help="Processes on this machine, one for each GPU.")] = 1,
 ) -> None:
     """Train by reinforcement learning. Any key of the recipe can be changed: --rollout.budget 256 --lr 1e-5."""
     from .config import load_recipe
-    from .run import train as start
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
     settings = load_recipe(recipe, overrides(context.args))
+    if num_processes != 1:
+        from .launch import launch
+
+        arguments = ["train", str(recipe), "--out", str(folder), *(["--resume"] if resume else []), *context.args]
+        raise typer.Exit(launch(num_processes, arguments))
+    from .run import train as start
+    from .world import join_world, leave_world
+
+    world = join_world()
     try:
-        trainer = start(settings, folder, resume)
+        trainer = start(settings, folder, resume, world=world)
     except KeyboardInterrupt:
         begun = (folder / "recipe.yaml").exists()
         hint = f"go on with: sparse-rl train {folder} --resume" if begun else "nothing had begun"
-        typer.echo(f"sparse-rl: stopped; {hint}", err=True)
+        if world.first:
+            typer.echo(f"sparse-rl: stopped; {hint}", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"{trainer.step} steps done; the model is in {folder}/checkpoints/step-{trainer.step:06d}, curves in {folder}/metrics.jsonl")
+    if world.first:
+        model = f"{folder}/checkpoints/step-{trainer.step:06d}"
+        typer.echo(f"{trainer.step} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")
+    leave_world(world)
 
 
 @app.command(context_settings=_WITH_OVERRIDES)

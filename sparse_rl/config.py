@@ -39,6 +39,7 @@ class ModelSettings:
     gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
+    shard: bool = key("with several processes, divide weights, gradients and moments of the learner among them (FSDP2)", False)
 
     def __post_init__(self):
         whole(at_least=0, **{"model.lora_rank": self.lora_rank})
@@ -56,8 +57,9 @@ class RolloutSettings:
     budget: int | Adaptive = key("slots a row keeps at an eviction; moved between steps by {min: 32, max: 64, target: {alpha_5: 0.9}}", 512)
     interval: int = key("tokens between evictions; no meaning under prompt-only", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
-    rows: int = key("sequences decoded at a time", 64)
-    prompts: int = key("prompts of a step", 128)
+    rows: int = key("sequences decoded at a time, by each process", 64)
+    ahead: int = key("steps sampled ahead while the learner works: 0, or 1 (asynchronous; a copy of the weights)", 0)
+    prompts: int = key("prompts of a step, of all processes together", 128)
     group_size: int = key("completions of each prompt", 8)
     max_new_tokens: int = key("the longest response", 4096)
     temperature: float = key("of the sampler, and so of every log-prob", 1.0)
@@ -66,6 +68,8 @@ class RolloutSettings:
     def __post_init__(self):
         whole(**{"rollout.budget": self.max_budget})
         whole(**{f"rollout.{n}": getattr(self, n) for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")})
+        if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
+            raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
         for name in self.compressor_options:
             if not isinstance(name, str):
                 raise SparseRLError(f"rollout.compressor_options has a key {name!r}; its keys are names, such as {{window: 8}}.")
@@ -202,6 +206,9 @@ class Recipe:
                 "a run with students has an ordinary model for their teacher: set rollout.compressor to another than beacon, and "
                 f"model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students adapters."
             )
+        if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
+            what = "students learn from it" if self.student.chunks else "its budget is to move with what a step measured"
+            raise SparseRLError(f"rollout.ahead is 1, so the sampler is a step ahead, but {what}; set rollout.ahead to 0.")
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError("loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only.")
 

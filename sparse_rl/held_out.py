@@ -24,10 +24,18 @@ def accuracy(
 
 
 def complete(
-    engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
+    engine: Engine,
+    tokenizer,
+    task: Task,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    members: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[Trajectory], list[Grade]]:
+    """`members`: which of every prompt's samples are wanted; None: all."""
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
-    trajectories = engine.generate(ids, samples, sampling, seed)
+    trajectories = engine.generate(ids, samples, sampling, seed, samples=members)
     texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
     return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
 

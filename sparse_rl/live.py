@@ -24,12 +24,12 @@ _COLUMNS = {  # heading -> (metric, format)
 
 
 class View:
-    """Give it every step's numbers. As a context manager it owns the terminal while it is open."""
+    """Give it every step's numbers. As a context manager it owns the terminal while it is open. `quiet`: nothing is said either."""
 
-    def __init__(self, title: str, steps: int, enabled: bool = True):
+    def __init__(self, title: str, steps: int, enabled: bool = True, quiet: bool = False):
         self.title, self.steps, self.enabled = title, steps, enabled
         self.rows: dict[int, dict] = {}
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, quiet=quiet)
         self.live = Live(console=self.console, refresh_per_second=4) if enabled and sys.stderr.isatty() else None
         self.started: tuple[float, int] | None = None
         self.stage = ""

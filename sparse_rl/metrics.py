@@ -44,6 +44,14 @@ class Log:
             self.trackers.end_training()
 
 
+class NoLog:
+    """Of a process that writes nothing down: the first one does."""
+
+    def write(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def append_line(path: Path, values: Mapping) -> None:
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(_line(values))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -24,23 +24,30 @@ from .metrics import write_text
 from .models import ModelShape, dtype_of, load_config, weight_bytes
 from .plan import TrainingPlan, make_plan, make_training_plan
 from .train import Trainer
+from .world import World
 
 
-def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True) -> Trainer:
-    """Make a run folder, or go on with one, and train to the end."""
-    folder = Path(folder)
-    written = folder / "recipe.yaml"
+def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True, world: World | None = None) -> Trainer:
+    """Make a run folder, or go on with one, and train to the end. With several processes, all of them call this; the first one writes."""
+    folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
-    check_folder(folder, recipe, resume)
-    trainer = Trainer(recipe, folder, show)
-    folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
-        changes = check_folder(folder, recipe, resume)  # again: another process may have been here while the model was loaded
-        require_space(folder, checkpoint_bytes(trainer))
+    world.from_first(lambda: check_folder(folder, recipe, resume))
+    made: list[Trainer] = []
+    world.together(lambda: made.append(Trainer(recipe, folder, show, world)))
+    (trainer,) = made
+    with ExitStack() as held:
+
+        def begin() -> list[str]:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone(folder))
+            require_space(folder, checkpoint_bytes(trainer))
+            return check_folder(folder, recipe, resume)  # again: another process may have been here while the model was loaded
+
+        changes = world.from_first(begin)
         if resume:
             trainer.resume()
-        write_text(written, recipe.to_yaml())
+        world.from_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
         for change in changes:
             trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
         trainer.run()
@@ -115,7 +122,16 @@ def lora_parameters(config, rank: int) -> int:
 
 
 FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}
-REMEDIES = {"optimizer.lr", "student.lr", "rollout.rows", "rollout.budget", "learn.micro_batch_tokens", "model.gradient_checkpointing"}
+REMEDIES = {
+    "optimizer.lr",
+    "student.lr",
+    "rollout.rows",
+    "rollout.budget",
+    "rollout.ahead",
+    "learn.micro_batch_tokens",
+    "model.gradient_checkpointing",
+    "model.shard",
+}
 
 
 def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:

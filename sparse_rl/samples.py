@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,22 +28,39 @@ class Rollout:
     grades: list[Grade]
     scored: Scored
     chosen: Tensor  # int64 [N]
+    alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by place in the step: overlaps of a few trajectories' tokens
+    seconds: float = 0.0  # that sampling took, on the slowest process
+    trace_bytes: int = 0
+    timing: dict[str, float] = dataclasses.field(default_factory=dict)  # of the exchange between processes
 
     @property
     def rewards(self) -> Tensor:
         return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
 
 
-def write_samples(folder: Path, rollout: Rollout, batches: Sequence[Batch], accepted: Tensor, tokenizer, wanted: int) -> None:
-    """Spread over the step's prompts. Lists have an entry for every token as fed; those of the prompt and of beacons mean nothing."""
+def places_to_write(rollout: Rollout, wanted: int) -> list[int]:
+    """Some of the N, spread over the step's prompts."""
+    return list(range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted])
+
+
+def write_samples(
+    folder: Path,
+    rollout: Rollout,
+    batches: Sequence[Batch],
+    accepted: Tensor,
+    tokenizer,
+    evidence: Mapping[int, tuple[Trajectory, Tensor]],
+) -> None:
+    """Some completions of a step. Lists have an entry for every token as fed; those of the prompt and of beacons mean nothing.
+
+    evidence: by place among the N, the trajectory with its whole trace, and which of its tokens were clipped, bool [T].
+    """
     weights = torch.cat([batch.weights * batch.mask for batch in batches])  # [N, T] of what was learned from
-    clipped = torch.cat([batch.clipped for batch in batches])
     advantages = torch.cat([batch.advantages for batch in batches])
     shutil.rmtree(folder, ignore_errors=True)
     with writing(folder), TrajectoryWriter(folder) as writer:
-        for slot in range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted]:
-            i = int(rollout.chosen[slot])
-            t, scored = rollout.trajectories[i], rollout.scored
+        for slot, (t, clipped) in evidence.items():
+            i, scored = int(rollout.chosen[slot]), rollout.scored
             tokens = len(t.tokens)
             writer.write(
                 t,
@@ -57,5 +74,5 @@ def write_samples(folder: Path, rollout: Rollout, batches: Sequence[Batch], acce
                 pieces=[BEACON if token == t.beacon_id else tokenizer.decode([token]) for token in t.tokens.tolist()],
                 rank=scored.ranks[i, :tokens].int().tolist(),
                 weight=weights[slot, :tokens].tolist(),
-                clipped=clipped[slot, :tokens].tolist(),
+                clipped=clipped[:tokens].tolist(),
             )

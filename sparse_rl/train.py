@@ -5,70 +5,67 @@
 
 A run is a folder: recipe.yaml, metrics.jsonl, timing.jsonl, samples/, checkpoints/. A step happens wholly or not at all; a run that
 was killed goes on from its last checkpoint and writes the same metrics as if nothing had happened.
+
+With several processes all of them run this loop. Each samples, grades, scores and learns from its share; in between they exchange what
+they have (world.py), so that every line here sees the whole step. The first one writes.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from . import tasks
+from .ahead import Ahead, InTurn
 from .beacon import beacon_of
 from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint
 from .config import Recipe
-from .control import BudgetControl, compressor_of
-from .errors import CannotWrite, OutOfMemory, SparseRLError, stoppable, uninterrupted
-from .held_out import accuracy, engines_for
+from .errors import CannotWrite, OutOfMemory, SparseRLError, uninterrupted
+from .held_out import described, engines_for
 from .learn.advantage import advantage
-from .learn.batch import Batch, collate, corrected, join, score, weigh
+from .learn.batch import Batch, corrected, weigh
 from .learn.correct import Corrected
 from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
 from .learn.learner import Learner
 from .learn.loss import k3
-from .learn.score import overlap
-from .learn.student import Students
+from .learn.shards import publish, shard
+from .learn.student import Students, copied
 from .live import View
-from .metrics import Clock, Log, average, read_lines
-from .models import encode, evaluating, load_model, with_lora
+from .metrics import Clock, Log, NoLog, average, read_lines
+from .models import load_model, with_lora
 from .plan import is_out_of_memory
-from .records import Trajectory, kv_tokens_saved
-from .rollout import Engine, Sampling
-from .samples import Rollout, write_samples
+from .records import kv_tokens_saved
+from .rollout import Sampling
+from .sampler import Sampler
+from .samples import Rollout, places_to_write, write_samples
+from .share import merge, outlined
 from .streams import stream_key
-from .tasks import Prompt
+from .world import World
 
 
 class Trainer:
-    def __init__(self, recipe: Recipe, folder: Path, show: bool = True):
+    def __init__(self, recipe: Recipe, folder: Path, show: bool = True, world: World | None = None):
         self.recipe, self.folder = recipe, folder
+        self.world = world or World()
         self.method = recipe.learn.how()
         self.how = self.method.correction
-        compressor = compressor_of(recipe.rollout)
         loss = recipe.loss
         self.loss = dataclasses.replace(loss, constant=loss.constant or recipe.rollout.max_new_tokens)
         self.task = tasks.make(recipe.task.name, **recipe.task.options)
         self.held_out = (
             tasks.make(recipe.task.name, **{**recipe.task.options, **recipe.eval.options}).held_out() if recipe.eval.every else None
         )
-        torch.manual_seed(recipe.run.seed)
-        self.model, self.tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
-        self.model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
-        self.reference = self._reference()
-        if recipe.model.lora_rank:
-            if beacon_of(self.model) is not None:
-                raise SparseRLError(f"{recipe.model.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0.")
-            self.model = with_lora(self.model, recipe.model.lora_rank, recipe.model.lora_alpha)
-        if recipe.model.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self.model.enable_input_require_grads() if recipe.model.lora_rank else None
+        self.model, self.tokenizer = self._load()
+        divided = recipe.model.shard and self.world.size > 1
+        sampling_model = copied(self.model) if divided or recipe.rollout.ahead else self.model  # whole, and still while others learn
+        self.sampler = Sampler(recipe, sampling_model, self.tokenizer, self.task, self.world.rank, self.world.size)
+        self.engine, self.sampling, self.budget = self.sampler.engine, self.sampler.sampling, self.sampler.budget
+        self.source = Ahead(self.sampler.step, self.engine, recipe.run.steps) if recipe.rollout.ahead else InTurn(self.sampler.step)
         self.learner = Learner(
             self.model,
             recipe.optimizer,
@@ -79,32 +76,28 @@ class Trainer:
             max_skipped=recipe.run.max_skipped,
             distill=self.method.distill,
             distill_weight=0.1 if recipe.learn.distill_weight is None else recipe.learn.distill_weight,
+            world=self.world,
+            sharded=shard(self.model, self.world.size) if divided else None,
         )
         self.students = Students(
-            self.model,
+            sampling_model,
             recipe.student,
             recipe.optimizer,
             recipe.learn.micro_batch_tokens,
             recipe.rollout.temperature,
             recipe.run.seed,
             recipe.run.max_skipped,
+            self.world,
         )
         self.taught = self.students.versions  # behind the last whole step
-        self.engine = Engine(
-            self.model,
-            compressor=compressor,
-            budget=recipe.rollout.max_budget,
-            interval=recipe.rollout.interval,
-            rows=recipe.rollout.rows,
-        )
-        self.sampling = Sampling(recipe.rollout.max_new_tokens, recipe.rollout.temperature, stop_ids=self._stop_ids(), for_correction=True)
-        self.budget = BudgetControl(recipe.rollout.budget, self.engine)
         self.step = 0  # steps done
         self.updating = False  # some of a step's updates may be done, others not
+        self.done = self.learner.version  # optimizer steps behind the last whole step
         self.saved = -1  # the step of the newest checkpoint
+        self.evaluated = -1  # the step of the last evaluation
         self.told: set[str] = set()  # grader errors shown already
-        self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
-        self.view = View(f"{folder.name} ({recipe.learn.method})", recipe.run.steps, show)
+        self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict()) if self.world.first else NoLog()
+        self.view = View(f"{folder.name} ({recipe.learn.method})", recipe.run.steps, show and self.world.first, quiet=not self.world.first)
 
     # ------------------------------------------------------------------------------------------------------------ the loop
 
@@ -112,10 +105,10 @@ class Trainer:
         recipe = self.recipe
         for line in tasks.notices(self.task, self.held_out):
             self.view.say(f"sparse-rl: {line}")
-        with self.view, stoppable():
+        with self.view, self.world.stoppable():
             try:
                 while True:
-                    if self._due(recipe.eval.every) and not self._evaluated():
+                    if self._due(recipe.eval.every) and self.evaluated != self.step:
                         self.evaluate()
                     if self.step >= recipe.run.steps:
                         break
@@ -129,12 +122,14 @@ class Trainer:
                         chosen = rollout.scored.rows(rollout.chosen)
                         if self.students.every:
                             with clock.stage("students"):
-                                metrics |= self.students.learn(self.model, chosen.sampled, recipe.learn.minibatches, self.step)
+                                metrics |= self.students.learn(self.sampler.model, chosen.sampled, recipe.learn.minibatches, self.step)
                         with clock.stage("update"):
                             batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
                             metrics |= average([] if recipe.student.late else [self.learner.step(batch) for batch in batches])
+                            if not recipe.rollout.ahead:
+                                self.publish()
                             self.students.follow()
-                        self.engine.version, self.taught = self.learner.version, self.students.versions
+                        self.done, self.taught = self.learner.version, self.students.versions
                         self.step, self.updating = self.step + 1, False
                         metrics |= self.budget.logged("rollout/budget")
                         self.budget.after_step(metrics)
@@ -148,6 +143,7 @@ class Trainer:
                     raise self._out_of_memory(error) from error
                 raise
             finally:
+                self.source.close()
                 self.log.close()
                 self.task.close()
             self.save()
@@ -155,47 +151,28 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ its stages
 
     def sample(self, clock: Clock) -> Rollout:
-        """Completions of this step's prompts, graded and scored; rejected ones replaced where the recipe says so."""
-        n, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
-        prompts = [p for p in self.task.sample(self.step * n, n) for _ in range(group)]
-        rollout = self._complete(prompts[::group], group, 0, clock)
-        for turn in range(1, self.recipe.learn.refill + 1):
-            rejected = (~corrected(rollout.scored, self.how).accepted[rollout.chosen]).nonzero()[:, 0]
-            if not len(rejected):
-                break
-            more = self._complete([prompts[i] for i in rejected], 1, turn, clock)
-            more.trajectories = [  # each takes the place it was sampled for
-                dataclasses.replace(t, prompt_index=slot // group, sample_index=slot % group)
-                for t, slot in zip(more.trajectories, rejected.tolist())
-            ]
-            first = len(rollout.trajectories)
-            rollout = Rollout(
-                rollout.prompts + more.prompts,
-                rollout.trajectories + more.trajectories,
-                rollout.texts + more.texts,
-                rollout.grades + more.grades,
-                join(rollout.scored, more.scored),
-                rollout.chosen.clone(),
-            )
-            good = corrected(more.scored, self.how).accepted
-            rollout.chosen[rejected[good]] = first + good.nonzero()[:, 0]
+        """This step's completions of all processes, graded and scored."""
+        mine: list[Rollout] = []
+
+        def work() -> Rollout:
+            mine.append(self.source.take(self.step, clock))
+            return outlined(mine[0]) if self.world.size > 1 else mine[0]
+
+        parts = self.world.together(work)
+        parts[self.world.rank] = mine[0]
+        rollout = merge(parts, self.recipe.rollout.group_size)
+        self.sampler.lengths.note(rollout, repeats=self.task.num_prompts is not None)
+        self._tell(self.task)
+        self.source.go_on(self.step, self.publish)
+        if self.world.size > 1:
+            rollout.timing = {"time/exchange": self.world.waited, "processes/idle/frac": self.world.idle}
         return rollout
 
-    def _complete(self, prompts: list[Prompt], group: int, turn: int, clock: Clock) -> Rollout:
-        recipe = self.recipe
-        with clock.stage("rollout"):
-            ids = self._encode(prompts)
-            trajectories = self.engine.generate(ids, group, self.sampling, stream_key(recipe.run.seed, [self.step, turn]))
-        with clock.stage("grade"):
-            asked = [prompts[t.prompt_index] for t in trajectories]
-            texts = self.tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
-            grades = self.task.grade(asked, texts)
-            self._tell(self.task)
-        with clock.stage("score"):
-            reference = self.reference() if self.reference else None
-            learn, temperature = recipe.learn, recipe.rollout.temperature
-            scored = score(self.model, collate(trajectories), learn.micro_batch_tokens, temperature, reference, self.method.view)
-        return Rollout(asked, trajectories, texts, grades, scored, torch.arange(len(trajectories)))
+    def publish(self) -> None:
+        """The sampler's weights become the learner's."""
+        if self.sampler.model is not self.model:
+            publish(self.model, self.sampler.model)
+        self.engine.version = self.learner.version
 
     def advantages(self, rollout: Rollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
         learn = self.recipe.learn
@@ -227,23 +204,19 @@ class Trainer:
                 metrics["old/kl/mean"] = k3(scored.old_logprobs, scored.reference_logprobs)[mask].double().mean().item()
             if self.recipe.learn.refill:
                 metrics["reject/replaced/count"] = float((rollout.chosen >= len(rollout.chosen)).sum())
-            if self.recipe.run.diagnose:
-                metrics |= self._alpha(trajectories[:: max(1, len(trajectories) // self.recipe.run.diagnose)][: self.recipe.run.diagnose])
+            if rollout.alpha:
+                alpha = torch.cat(list(rollout.alpha.values()))
+                low = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
+                metrics |= {"gap/alpha/p05": low, "gap/alpha/mean": alpha.mean().item()}
         return metrics
-
-    def _alpha(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        with evaluating(self.model):
-            alpha = torch.cat([overlap(self.model, t, self.recipe.rollout.temperature) for t in trajectories]).double().cpu()
-        low = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
-        return {"gap/alpha/p05": low, "gap/alpha/mean": alpha.mean().item()}
 
     def write(self, metrics: dict[str, float], clock: Clock, rollout: Rollout) -> None:
         timing = clock.timing()
-        tokens = sum(len(t.response_tokens) for t in rollout.trajectories)
-        timing["rollout/tokens_per_s"] = tokens / timing["time/rollout"]
+        timing["rollout/tokens_per_s"] = sum(len(t.response_tokens) for t in rollout.trajectories) / rollout.seconds
         timing["cache/bytes/allocated"] = float(self.engine.cache.nbytes + self.engine.scratch.nbytes)
-        timing["trace/bytes/total"] = float(sum(t.trace.nbytes for t in rollout.trajectories))
+        timing["trace/bytes/total"] = float(rollout.trace_bytes)
         timing["cache/bytes_saved/frac"] = self.engine.kv_bytes_saved(rollout.trajectories)
+        timing |= rollout.timing
         if torch.cuda.is_available():
             timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())
         self.log.write(self.step, metrics, timing)
@@ -256,42 +229,75 @@ class Trainer:
         sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
         metrics = self.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
-            for name, engine in engines_for(self.engine, self.students.every, self._encode(prompts), sampling.max_new_tokens).items():
-                seed = stream_key(self.recipe.run.seed, [-2])
-                found = accuracy(engine(), self.tokenizer, self.held_out, prompts, settings.samples, sampling, seed)
+            self.source.settle()
+            self.publish()
+            ids = self.sampler.encode(prompts)
+            for name, engine in engines_for(self.engine, self.students.every, ids, sampling.max_new_tokens).items():
+                parts = self.world.together(
+                    lambda make=engine: self.sampler.complete_held_out(make(), self.held_out, prompts, settings.samples, sampling)
+                )
+                pairs = sorted((pair for part in parts for pair in part), key=lambda p: (p[0].prompt_index, p[0].sample_index))
+                found = described(*map(list, zip(*pairs)))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._tell(self.held_out)
+        self.evaluated = self.step
         self.log.write(self.step, metrics, {"time/eval": clock.seconds["eval"]})
         self.view.show(self.step, metrics)
 
     def keep_samples(self, rollout: Rollout, batches: list[Batch], accepted: Tensor) -> None:
-        wanted = self.recipe.run.samples
-        if wanted and (self._due(10) or self._due(self.recipe.eval.every) or self.step == 1):
-            write_samples(self.folder / "samples" / f"step-{self.step:06d}", rollout, batches, accepted, self.tokenizer, wanted)
+        if not (self.recipe.run.samples and (self._due(10) or self._due(self.recipe.eval.every) or self.step == 1)):
+            return
+        places = places_to_write(rollout, self.recipe.run.samples)
+        owner, clipped = rollout.scored.sampled.owner, torch.cat([batch.clipped for batch in batches])
+        mine = [place for place in places if owner[rollout.chosen[place]] == self.world.rank]
+        evidence = {}  # traces and clipped tokens, from the processes that have them
+        for part in self.world.together(lambda: {p: (rollout.trajectories[rollout.chosen[p]], clipped[p]) for p in mine}):
+            evidence |= part
+        if self.world.first:
+            folder = self.folder / "samples" / f"step-{self.step:06d}"
+            write_samples(folder, rollout, batches, accepted, self.tokenizer, {place: evidence[place] for place in places})
 
-    def save(self) -> None:
+    def save(self, world: World | None = None) -> None:
+        """`world`: who takes part, if not all processes."""
         if self.saved == self.step:
             return
         with uninterrupted():
-            checkpoints = self.folder / "checkpoints"
-            state = {"learner": self.learner.state_dict(), "budget": self.budget.state_dict(), "students": self.students.state_dict()}
+            if self.learner.sharded is not None:
+                self.source.settle()
+                self.publish()
+            elif world is None:
+                self.learner.check_agreement()
+            state = {
+                "learner": self.learner.state_dict(),
+                "budget": self.budget.state_dict(),
+                "students": self.students.state_dict(),
+                "lengths": self.sampler.lengths.state_dict(),
+            }
             students = {student.name: student.to_save() for student in self.students.every}
-            save_checkpoint(checkpoints, self.step, self.model, self.tokenizer, state, self.recipe.run.keep, students)
+            whole = self.model if self.learner.sharded is None else self.sampler.model
+            where, keep = self.folder / "checkpoints", self.recipe.run.keep
+            save_checkpoint(where, self.step, whole, self.tokenizer, state, keep, students, world or self.world)
             self.saved = self.step
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
-        found = find_checkpoints(self.folder / "checkpoints")
+        found = self.world.from_first(lambda: find_checkpoints(self.folder / "checkpoints"))
         if found:
             self.saved, path = found[-1]
-            state = load_state(path)
+            state = load_state(path, {"learner": self.learner.state_dict()})
             self.learner.load_state_dict(state["learner"])
             self.step = state["step"]
             self.learner.skipped %= self.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
-            self.engine.version = self.learner.version
+            self.done = self.learner.version
             self.budget.load_state_dict(state.get("budget"))
+            self.publish()
             self.students.load_state_dict(state.get("students", {}))
             self.taught = self.students.versions
+            self.sampler.lengths.load_state_dict(state.get("lengths"))
+        self.evaluated = self.world.from_first(self._forget_what_came_after)
+
+    def _forget_what_came_after(self) -> int:
+        """The step of the last evaluation that is left."""
         self.log.cut(self.step)
         for folder in (self.folder / "samples").glob("step-*"):
             number = folder.name.removeprefix("step-")
@@ -299,55 +305,43 @@ class Trainer:
                 shutil.rmtree(folder)
         for unfinished in (self.folder / "checkpoints").glob(".*.partial"):
             shutil.rmtree(unfinished)
+        return max((line["step"] for line in read_lines(self.log.files["metrics"]) if "eval/dense/accuracy" in line), default=-1)
 
     # ------------------------------------------------------------------------------------------------------------ helpers
 
+    def _load(self):
+        """The model to train, and its tokenizer."""
+        settings = self.recipe.model
+        torch.manual_seed(self.recipe.run.seed)
+        model, tokenizer = load_model(settings.name, settings.dtype, seed=self.recipe.run.seed)
+        model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
+        if settings.lora_rank:
+            if beacon_of(model) is not None:
+                raise SparseRLError(f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0.")
+            model = with_lora(model, settings.lora_rank, settings.lora_alpha)
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads() if settings.lora_rank else None
+        return model, tokenizer
+
     def _save_after(self, error: BaseException) -> None:
-        """Save before an error ends the run, unless the weights may be between two steps, or writing is what failed."""
-        nothing_moved = (self.learner.version, self.students.versions) == (self.engine.version, self.taught)
+        """Save before an error ends the run, unless the weights may be between two steps, or writing is what failed.
+
+        Other processes may be gone by now. Where the first one has everything, it saves alone; shards are saved only when all stop.
+        """
+        nothing_moved = (self.learner.version, self.students.versions) == (self.done, self.taught)
         untouched = isinstance(error, SparseRLError) and nothing_moved  # refused before an update
         between_steps = self.updating and not untouched
         unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
-        if self.step and not between_steps and not unexpected and not isinstance(error, CannotWrite):
+        if not self.step or between_steps or unexpected or isinstance(error, CannotWrite):
+            return
+        if self.learner.sharded is None:
+            self.save(World() if self.world.first else World(self.world.rank))
+        elif isinstance(error, KeyboardInterrupt):
             self.save()
-
-    def _encode(self, prompts: list[Prompt]) -> list[list[int]]:
-        ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
-        self.budget.check_prompts(ids)
-        return ids
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)
-
-    def _evaluated(self) -> bool:
-        return any(line["step"] == self.step and "eval/dense/accuracy" in line for line in read_lines(self.log.files["metrics"])[-2:])
-
-    def _stop_ids(self) -> tuple[int, ...] | None:
-        """The tokens the recipe names, besides the model's own; None where it names none."""
-        names = self.recipe.rollout.stop
-        if not names:
-            return None
-        ids = [self.tokenizer.convert_tokens_to_ids(name) for name in names]
-        for name, number in zip(names, ids):
-            if number is None or number == self.tokenizer.unk_token_id:
-                raise SparseRLError(f"rollout.stop names {name!r}, which is not a token of this tokenizer.")
-        own = self.model.generation_config.eos_token_id
-        return tuple(dict.fromkeys([*ids, *([own] if isinstance(own, int) else own or [])]))
-
-    def _reference(self):
-        """A function that opens the starting model, for the KL term; None without one."""
-        if self.recipe.loss.beta == 0:
-            return None
-        if self.recipe.model.lora_rank:
-
-            @contextmanager
-            def without_adapters() -> Iterator:
-                with self.model.disable_adapter():
-                    yield self.model
-
-            return without_adapters
-        frozen = copy.deepcopy(self.model).requires_grad_(False)
-        return lambda: nullcontext(frozen)
 
     def _out_of_memory(self, error: Exception) -> OutOfMemory:
         """Memory that ran out while learning; the engine explains its own."""

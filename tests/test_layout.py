@@ -8,7 +8,7 @@ import pytest
 import sparse_rl
 
 PACKAGE = Path(sparse_rl.__file__).parent
-LEAVES = {"errors", "streams", "keys"}  # anyone may import these
+LEAVES = {"errors", "streams", "keys", "world"}  # anyone may import these
 MAY_IMPORT = {
     "cache": set(),
     "beacon": {"cache"},
@@ -26,10 +26,15 @@ MAY_IMPORT = {
     "config": {"learn", "adapt"},
     "control": {"adapt", "compressors", "config", "rollout"},
     "live": set(),
-    "checkpoint": {"beacon", "models"},
+    "checkpoint": {"beacon", "learn", "models"},
     "metrics": {"checkpoint"},
     "statistics": set(),
     "held_out": {"compressors", "learn", "models", "records", "rollout", "tasks"},
+    "samples": {"checkpoint", "learn", "records", "tasks"},
+    "share": {"cache", "learn", "samples", "tasks"},
+    "sampler": {"config", "control", "held_out", "learn", "metrics", "models", "records", "rollout", "samples", "share", "tasks"},
+    "ahead": {"metrics", "rollout", "samples"},
+    "launch": set(),
     "report": {"cache", "checkpoint", "config", "plan"},
     "evaluation": {"checkpoint", "compressors", "learn", "metrics", "models", "plan", "records", "rollout", "statistics", "tasks"},
 }

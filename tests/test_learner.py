@@ -369,7 +369,19 @@ def test_a_positive_advantage_raises_the_log_prob(seed):
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 4:] = True
     ones, none = torch.ones(2, 9), torch.zeros_like(mask)
-    batch = Batch(tokens, torch.tensor([9, 9]), mask, torch.zeros(2, 9), None, torch.tensor([1.0, -1.0]), ones, mask / 10, 10, none)
+    batch = Batch(
+        tokens,
+        torch.tensor([9, 9]),
+        mask,
+        torch.zeros(2, 9),
+        None,
+        torch.tensor([1.0, -1.0]),
+        ones,
+        mask / 10,
+        10,
+        none,
+        torch.zeros(2, dtype=torch.int64),
+    )
 
     def logprobs():
         with torch.no_grad():

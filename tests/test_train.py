@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sparse_rl.sampler
 import sparse_rl.train
 from sparse_rl.checkpoint import find_checkpoints, save_checkpoint
 from sparse_rl.config import make_recipe
@@ -200,7 +201,7 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
 
 
 def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
-    calls, plain = [], sparse_rl.train.score
+    calls, plain = [], sparse_rl.sampler.score
 
     def greedy(*args):
         calls.append(1)
@@ -208,7 +209,7 @@ def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, mo
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(*args)
 
-    monkeypatch.setattr(sparse_rl.train, "score", greedy)
+    monkeypatch.setattr(sparse_rl.sampler, "score", greedy)
     with pytest.raises(SparseRLError, match="out of memory while learning"):
         train(recipe(run={"steps": 8, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
     assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
@@ -285,7 +286,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     args = ["train", folder, "--resume", "--run.steps", "8"]
     done = subprocess.run([sys.executable, "-c", FULL, "full", *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "step-000004 could not be written" in done.stderr and "go on with --resume" in done.stderr
+    assert "step-000004 could not be written" in done.stderr and "goes on with --resume" in done.stderr
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
     assert not list((folder / "checkpoints").glob(".*"))
     again = subprocess.run([sys.executable, "-c", FULL, "room", *map(str, args)], capture_output=True, text=True)
@@ -522,13 +523,13 @@ def test_naive_hides_the_gap_from_the_loss_but_not_from_the_metrics(tmp_path):
 
 
 def test_replacements_are_new_samples(tmp_path, monkeypatch):
-    seeds, generate = [], sparse_rl.train.Engine.generate
+    seeds, generate = [], sparse_rl.sampler.Engine.generate
 
-    def spy(self, prompts, group_size, sampling, seed):
+    def spy(self, prompts, group_size, sampling, seed, samples):
         seeds.append(seed)
-        return generate(self, prompts, group_size, sampling, seed)
+        return generate(self, prompts, group_size, sampling, seed, samples=samples)
 
-    monkeypatch.setattr(sparse_rl.train.Engine, "generate", spy)
+    monkeypatch.setattr(sparse_rl.sampler.Engine, "generate", spy)
     learn = {"correction": {"reject_below": 0.9}, "refill": 3}
     train(recipe(learn=learn, run={"steps": 1, "samples": 16}, eval={"every": 0}), tmp_path / "run", show=False)
     assert len(seeds) == 4 and len(set(seeds)) == 4

@@ -35,6 +35,7 @@ class Sampled:
     lengths: Tensor  # int64 [N]: prompt + response
     mask: Tensor  # bool [N, T]: response tokens
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
+    owner: Tensor  # int64 [N]: the process that sampled each, and so has its whole trace
     traces: tuple[Trace, ...]  # [N]: what each query could see
 
 
@@ -71,6 +72,7 @@ class Batch:
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
     clipped: Tensor  # bool [N, T]: the learner marks the tokens whose gain it clipped
+    owner: Tensor  # int64 [N]: the process that learns from each
     traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
 
 
@@ -83,24 +85,25 @@ def collate(trajectories: Sequence[Trajectory]) -> Sampled:
         mask[i, : len(t.tokens)] = t.response_mask
         tokens[i, : len(t.tokens)] = t.tokens
         logprobs[i, : len(t.tokens)] = t.sampler_logprobs
-    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), tuple(t.trace for t in trajectories))
+    owner = torch.zeros(len(trajectories), dtype=torch.int64)
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner, tuple(t.trace for t in trajectories))
 
 
-def join(first: Scored, second: Scored) -> Scored:
-    """Both, one after the other, padded to the longer."""
-    width = max(first.sampled.tokens.shape[1], second.sampled.tokens.shape[1])
+def join(*parts: Scored) -> Scored:
+    """All of them, one after the other, padded to the longest."""
+    width = max(part.sampled.tokens.shape[1] for part in parts)
 
-    def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is None or a.dim() == 1:
-            return None if a is None else torch.cat([a, b])
-        return torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b)])
+    def every(name: str, records: Sequence) -> Tensor | None:
+        tensors = [getattr(record, name) for record in records]
+        if tensors[0] is None or tensors[0].dim() == 1:
+            return None if tensors[0] is None else torch.cat(tensors)
+        return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
 
-    tensors = [n for n in Sampled.__dataclass_fields__ if n != "traces"]
-    sampled = Sampled(
-        *(both(getattr(first.sampled, n), getattr(second.sampled, n)) for n in tensors), first.sampled.traces + second.sampled.traces
-    )
-    rest = [both(getattr(first, n), getattr(second, n)) for n in ("old_logprobs", "entropies", "ranks", "reference_logprobs")]
-    return Scored(sampled, *rest, view=first.view)
+    sampled = [part.sampled for part in parts]
+    tensors = {name: every(name, sampled) for name in Sampled.__dataclass_fields__ if name != "traces"}
+    whole = Sampled(**tensors, traces=tuple(trace for s in sampled for trace in s.traces))
+    rest = {name: every(name, parts) for name in ("old_logprobs", "entropies", "ranks", "reference_logprobs")}
+    return Scored(whole, **rest, view=parts[0].view)
 
 
 @torch.no_grad()
@@ -179,6 +182,7 @@ def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minib
                 scale=token_scale(fixed.mask, fixed.accepted, loss),
                 response_tokens=int(sampled.mask.sum()),
                 clipped=torch.zeros_like(sampled.mask),
+                owner=sampled.owner,
                 traces=sampled.traces if scored.view == "shadow" else None,
             )
         )

@@ -1,5 +1,8 @@
 """The learner: one optimizer step from one batch, micro-batch by micro-batch, in the weights the engine samples from.
 
+With several processes each goes through its own rows of the batch; gradients and the sums of metrics are added up over all of them. Every
+process knows the whole batch, so all scale and count alike, and all agree without asking.
+
 Trajectories that cannot move the weights (rejected, without an advantage and without a KL term, empty) do not go through the model. A step
 in which nothing is left, or in which a number is not finite, leaves weights and optimizer as they were and is counted.
 """
@@ -11,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import SparseRLError
+from ..world import World
 from .batch import Batch, pack, replay
 from .distill import distillation
 from .loss import Loss, policy_loss
 from .optimizer import MasterAdamW, OptimizerSettings
 from .score import hidden_states, logprobs_of
+from .shards import Sharded
 
 
 class Learner:
@@ -34,8 +39,12 @@ class Learner:
         max_skipped: int = 5,
         distill: str | None = None,
         distill_weight: float = 0.1,
+        world: World | None = None,
+        sharded: Sharded | None = None,
     ):
+        """`sharded`: the model divided among the processes; None: every one has all of it."""
         self.model, self.loss = model, loss
+        self.world, self.sharded = world or World(), sharded
         self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = micro_batch_tokens, temperature, clip_kl, max_skipped
         self.distill, self.distill_weight = distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
@@ -57,10 +66,17 @@ class Learner:
         if not len(active):
             return {"update/empty/count": 1.0}
         sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
+        shares = [self._packed(batch, active[batch.owner[active] == rank]) for rank in range(self.world.size)]
         with learning(self.model):
-            for rows in pack(batch.lengths[active], self.micro_batch_tokens):
-                for name, value in self._backward(batch, active[rows]).items():
+            for rows in shares[self.world.rank]:
+                for name, value in self._backward(batch, rows).items():
                     sums[name] += value
+            if self.sharded is not None:
+                for _ in range(max(map(len, shares)) - len(shares[self.world.rank])):
+                    self._keep_company()
+        sums = self.world.add_numbers(sums)
+        if self.sharded is None:
+            self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
         finite = math.isfinite(sums["loss"])
         warm = min(1.0, (self.version + 1) / max(self.optimizer.how.warmup_steps, 1))
         norm, lr = self.optimizer.step(warm) if finite else (math.nan, math.nan)
@@ -91,8 +107,15 @@ class Learner:
 
         tokens, mask, scale = cut(batch.tokens), cut(batch.mask), cut(batch.scale)
         seen = None if batch.traces is None else replay(self.model, batch, rows)
-        states = hidden_states(self.model, tokens, seen)
-        logprobs = logprobs_of(self.model, states, tokens, mask, self.temperature)
+
+        def forward(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+            states = hidden_states(model, tokens, seen)
+            logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+            if self.distill is None:
+                return logprobs, None
+            return logprobs, distillation(model, tokens, mask, states, self.distill, self.temperature or 1.0)
+
+        logprobs, gap = forward(self.model) if self.sharded is None else self.sharded(forward)
         loss, sums, clipped = policy_loss(
             logprobs,
             cut(batch.old_logprobs),
@@ -105,12 +128,33 @@ class Learner:
             self.clip_kl,
         )
         batch.clipped[rows, :width] = clipped.cpu()
-        if self.distill is not None:
-            gap = distillation(self.model, tokens, mask, states, self.distill, self.temperature or 1.0)
+        if gap is not None:
             loss = loss + self.distill_weight * (scale * gap).sum()
             sums["distill"] = gap.detach().sum()
-        loss.backward()
+        self._accumulate(loss)
         return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}
+
+    def _packed(self, batch: Batch, rows: Tensor) -> list[Tensor]:
+        """Some rows in micro-batches."""
+        return [rows[part] for part in pack(batch.lengths[rows], self.micro_batch_tokens)]
+
+    def _accumulate(self, loss: Tensor) -> None:
+        """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of theirs."""
+        (loss if self.sharded is None else loss * self.world.size).backward()
+
+    def _keep_company(self) -> None:
+        """A micro-batch of nothing, while others have more than this process: shards are gathered and reduced by all of them at once."""
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        asked = torch.tensor([[False, True]], device=self.device)
+
+        def forward(model: nn.Module) -> Tensor:
+            states = hidden_states(model, tokens)
+            logprobs = logprobs_of(model, states, tokens, asked, self.temperature)
+            if self.distill is not None:
+                logprobs = logprobs + distillation(model, tokens, asked, states, self.distill, self.temperature or 1.0)
+            return logprobs
+
+        self._accumulate(self.sharded(forward).sum() * 0.0)
 
     def _skip(self, loss: float, norm: float) -> dict[str, float]:
         self.skipped += 1
@@ -120,6 +164,15 @@ class Learner:
                 f"are those of optimizer step {self.version}. Lower optimizer.lr (now {self.optimizer.how.lr}) or use bfloat16 or float32."
             )
         return {"update/skipped/count": 1.0}
+
+    def check_agreement(self) -> None:
+        """Refuse to go on from weights that differ between processes: each made the same updates, so they must be the same bits."""
+        sums = self.world.together(lambda: [master.detach().double().sum().item() for master in self.optimizer.masters])
+        if any(other != sums[0] for other in sums):
+            raise SparseRLError(
+                f"the weights of the {self.world.size} processes are not the same after {self.version} optimizer steps; they must have the "
+                "same kind of device, torch and model files. Go on from the last checkpoint with --resume."
+            )
 
     def state_dict(self) -> dict:
         return {"optimizer": self.optimizer.state_dict(), "version": self.version, "skipped": self.skipped}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError, whole
 from ..keys import key
+from .shards import full, put
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class MasterAdamW:
         A norm that is not finite means that nothing was updated. Gradients are cleared either way.
         """
         lr = self.how.lr * share
-        norm = nn.utils.clip_grad_norm_(self.masters, self.how.max_grad_norm).item()
+        norm = full(nn.utils.clip_grad_norm_(self.masters, self.how.max_grad_norm)).item()
         if norm == norm and norm != float("inf"):
             for group in self.adamw.param_groups:
                 group["lr"] = lr
@@ -81,14 +82,32 @@ class MasterAdamW:
             if master is not parameter:
                 parameter.copy_(master)
 
-    def state_dict(self) -> dict:
-        return {"adamw": self.adamw.state_dict(), "masters": [m.detach() for m in self.masters]}
+    def gradients(self) -> list[Tensor]:
+        """What was accumulated so far, in fp32; zeros where there was nothing."""
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self.masters]
 
-    def load_state_dict(self, state: dict) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        with torch.no_grad():
-            for master, saved in zip(self.masters, state["masters"], strict=True):
-                master.copy_(saved)
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Masters, moments and steps of all parameters, in their order. Zeros where nothing was updated yet."""
+        states = [self.adamw.state.get(m) or {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)} for m in self.masters]
+        return {
+            "masters": [m.detach() for m in self.masters],
+            "exp_avg": [state["exp_avg"] for state in states],
+            "exp_avg_sq": [state["exp_avg_sq"] for state in states],
+            "step": [torch.tensor(float(state.get("step", 0.0))) for state in states],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        for i, master in enumerate(self.masters):
+            put(state["masters"][i], master)
+            moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            for name, tensor in moments.items():
+                put(state[name][i], tensor)
+            step = state["step"][i].to(master.device if self.adamw.defaults["fused"] else "cpu", copy=True)
+            self.adamw.state[master] = {"step": step, **moments}
         self._publish()
 
 

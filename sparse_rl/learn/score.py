@@ -211,3 +211,8 @@ def _decoder(model: nn.Module) -> nn.Module:
     if decoder is None:
         raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: not supported.")
     return decoder
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder's layers, whatever it calls them."""
+    return next(child for child in _decoder(model).children() if isinstance(child, nn.ModuleList))

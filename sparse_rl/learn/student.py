@@ -25,6 +25,7 @@ from ..errors import SparseRLError, whole
 from ..keys import key
 from ..models import evaluating, with_lora
 from ..streams import stream_key
+from ..world import World
 from .batch import Sampled, pack
 from .distill import divergence
 from .learner import learning
@@ -155,7 +156,9 @@ class Students:
         temperature: float = 1.0,
         seed: int = 0,
         max_skipped: int = 5,
+        world: World | None = None,
     ):
+        self.world = world or World()
         self.micro_batch_tokens, self.temperature, self.seed, self.max_skipped = micro_batch_tokens, temperature, seed, max_skipped
         self.every = [Student(teacher, sizes_of(entry), how, optimizer, seed) for entry in how.chunks]
 
@@ -175,8 +178,9 @@ class Students:
         """(mean KL of a token, gradient norm) of each student."""
         count, sums = int(sampled.mask[rows].sum()), {student.name: 0.0 for student in self.every}
         longer = 1 + 1 / min(min(student.sizes) for student in self.every)  # with beacons
-        for part in pack(sampled.lengths[rows], int(self.micro_batch_tokens / longer)):
-            which = rows[part]
+        mine = rows[sampled.owner[rows] == self.world.rank]
+        for part in pack(sampled.lengths[mine], int(self.micro_batch_tokens / longer)):
+            which = mine[part]
             taught, lengths = seen(teacher, sampled, which), sampled.lengths[which]
             tokens, prompts = sampled.tokens[which, : int(lengths.max())], sampled.mask[which].int().argmax(1)
             for student in self.every:
@@ -186,7 +190,9 @@ class Students:
                     kl = student.kl(fed, taught, self.temperature).sum()
                     (kl / count).backward()
                 sums[student.name] += kl.item()
-        means = {name: total / count for name, total in sums.items()}
+        means = {name: total / count for name, total in self.world.add_numbers(sums).items()}
+        for student in self.every if self.world.size > 1 else ():
+            self.world.add(student.optimizer.gradients())
         return {student.name: (means[student.name], self._update(student, means[student.name])) for student in self.every}
 
     def _update(self, student: Student, kl: float) -> float:

@@ -83,6 +83,7 @@ class Engine:
         self.steps = 0  # decode steps of the last call
         self.waited = 0  # of all rows together: steps in which one was full and waited for the end of a round
         self.calls = 0  # so far; a stream is cut off by the next
+        self.stopped = False  # set from another thread, it ends the call that is running as Ctrl-C would
         self.keeps_state = on_gpu  # captured steps hold the addresses of what rows write down
         if self.compressor.evicts_response:
             capacity = self.compressor.capacity(0, 0)

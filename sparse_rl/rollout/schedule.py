@@ -114,6 +114,8 @@ class Rollout:
         """Hand every trajectory to `deliver` the moment it is known to be finished; pause after every round."""
         self.state.begin(self.sampling.max_new_tokens, self.capacity)
         while self.waiting or self.ready or self.running:
+            if self.engine.stopped:
+                raise KeyboardInterrupt
             if self.admit():
                 self.finish(deliver)  # some end with their first token
             if self.running:
