@@ -196,7 +196,8 @@ def train(
         trainer = start(settings, folder, resume, world=world)
     except KeyboardInterrupt:
         begun = (folder / "recipe.yaml").exists()
-        hint = f"go on with: sparse-rl train {folder} --resume" if begun else "nothing had begun"
+        several = f" --num-processes {world.size}" if world.size > 1 else ""
+        hint = f"go on with: sparse-rl train {folder} --resume{several}" if begun else "nothing had begun"
         if world.first:
             typer.echo(f"sparse-rl: stopped; {hint}", err=True)
         raise typer.Exit(130) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from .errors import SparseRLError, whole
@@ -17,6 +18,8 @@ def launch(processes: int, arguments: list[str]) -> int:
     whole(**{"--num-processes": processes})
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise SparseRLError(f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as many.")
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):  # what they have to say is said below
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -39,6 +42,6 @@ def launch(processes: int, arguments: list[str]) -> int:
         folder = arguments[arguments.index("--out") + 1]
         raise SparseRLError(
             f"process {rank} of {processes} {how}, and the others were ended; what it said is above. "
-            f"Go on from the last checkpoint with: sparse-rl train {folder} --resume --num-processes {processes}"
+            f"Go on with: sparse-rl train {folder} --resume --num-processes {processes}"
         ) from None
     return 0

@@ -82,6 +82,7 @@ class World:
             if other.error is not None:
                 raise Elsewhere(f"process {rank} of {self.size} failed: {other.error}")
         if any(o.stopped for o in outcomes):
+            self.stop = False  # all know; they may meet again to save
             raise KeyboardInterrupt
         return [o.value for o in outcomes]
 
@@ -150,8 +151,7 @@ def lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing more particular
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise Elsewhere(f"another process of this run is gone ({why}); see what it said, and go on with --resume.") from error
+        raise Elsewhere("another process of this run is gone; see what it said, and go on with --resume.") from error
 
 
 def join_world() -> World:

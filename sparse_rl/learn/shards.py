@@ -85,4 +85,4 @@ def load_shards(into: dict[str, Tensor], folder: Path) -> None:
     """Read what any number of processes wrote, into tensors that are whole or divided in any other way."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.load(into, checkpoint_id=folder)
+    dcp.load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
