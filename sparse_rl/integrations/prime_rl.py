@@ -1,4 +1,4 @@
-"""A loss for prime-rl's `[trainer.loss] type = "custom"`, import_path "sparse_rl.integrations.prime_rl.loss". docs/prime-rl.md has the file.
+"""A loss for prime-rl 0.8: `[trainer.loss] type = "custom"` with `import_path = "sparse_rl.integrations.prime_rl.loss"` (docs/prime-rl.md).
 
 prime-rl takes one optimizer step per batch and recomputes no `old` log-probs: the trainer's own stand for them, so r = 1 and xi is
 trainer / inference, staleness included. It calls the loss for one sequence at a time and divides the sum by its count of tokens.

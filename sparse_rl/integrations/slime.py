@@ -36,12 +36,14 @@ def corrected(
     if how.old == "sampler" or args.use_rollout_logprobs:
         raise SparseRLError("the sampler's log-probs as old (naive) are slime's --use-rollout-logprobs, which goes without --use-tis.")
 
+    lengths = list(zip(total_lengths, response_lengths))
+
     def local(rows: Tensor) -> Tensor:  # [N, T] -> this rank's tokens, as pg_loss has them
-        return torch.cat([slice_log_prob_with_cp(row[:size], total, size) for row, total, size in zip(rows, total_lengths, response_lengths)])
+        return torch.cat([slice_log_prob_with_cp(row[:size], total, size) for row, (total, size) in zip(rows, lengths)])
 
     gaps = [
         all_gather_with_cp(old.detach() - sampler, total, size).detach()  # ranks may share a response; rejection needs all of it
-        for old, sampler, total, size in zip(train_log_probs, rollout_log_probs, total_lengths, response_lengths)
+        for old, sampler, (total, size) in zip(train_log_probs, rollout_log_probs, lengths)
     ]
     gap, mask = pad_sequence(gaps, batch_first=True), pad_sequence(loss_masks, batch_first=True).bool()
     done = correct(gap, mask, how)

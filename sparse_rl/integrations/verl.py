@@ -27,11 +27,12 @@ KEY = "algorithm.rollout_correction"
 class PolicyLoss(PolicyLossConfig):
     """verl's own `policy_loss` section with our two settings; used by naming it as the section's `_target_`."""
 
-    loss_mode: str = "sparse-rl"
     preset: str = "sparse-rl"
     correction: dict = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        if self.loss_mode != "sparse-rl":
+            raise SparseRLError(f"policy_loss.loss_mode is {self.loss_mode}, which has no preset; set it to sparse-rl.")
         chosen("verl", self.preset, self.correction)
 
 
@@ -83,17 +84,17 @@ def gap_of(xi: Tensor | None, mask: Tensor, how: Correction) -> Tensor:
             f"and leave {KEY}.bypass_mode=False."
         )
     xi = torch.where(mask, xi.float(), 1.0)
-    if (xi == 0).any():
-        raise SparseRLError(f"{int((xi == 0).sum())} importance weights are 0; set {KEY}.rollout_is_threshold to one number, such as 1e9.")
-    several = mask.sum(1) > 1
-    level = torch.where(mask, xi, xi.new_tensor(0.0)).amax(1) if mask.shape[1] else xi.new_zeros(len(xi))
-    alike = (torch.where(mask, xi, level[:, None]) == level[:, None]).all(1) & (level != 1)
-    if several.any() and alike[several].all():
+    zeros = int((xi == 0).sum())
+    if zeros:
+        raise SparseRLError(f"{zeros} importance weights are 0; set {KEY}.rollout_is_threshold to one number, such as 1e9.")
+    long = mask.sum(1) > 1
+    lowest, highest = (torch.where(mask, xi, beyond)[long] for beyond in (math.inf, 0.0))
+    lowest, highest = lowest.amin(1), highest.amax(1)
+    if len(lowest) and ((lowest == highest) & (lowest != 1)).all():
         raise SparseRLError(f"every trajectory has one importance weight for all its tokens; set {KEY}.rollout_is=token.")
-    top = level.max().item() if len(level) else 1.0
-    needed = math.inf if how.reject_outside else max(how.cap or 0.0, how.mask_outside[1] if how.mask_outside else 0.0)
-    if how.old == "sampler":
-        needed = math.inf
-    if 1 < top < needed and (xi == top).sum() > 1 and xi.new_tensor(float(f"{top:.3g}")).item() == top:
+    top = xi.max().item()
+    needed = math.inf if how.reject_outside or how.old == "sampler" else how.cap or 0.0
+    too_low = top < needed or (how.mask_outside is not None and top <= how.mask_outside[1])
+    if too_low and top > 1 and (xi == top).sum() > 1 and xi.new_tensor(float(f"{top:.3g}")).item() == top:  # several at a round number
         raise SparseRLError(f"importance weights end at {top:g}, where they were cut off; set {KEY}.rollout_is_threshold=1e9.")
     return xi.log()
