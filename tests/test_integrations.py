@@ -517,6 +517,28 @@ def test_prime_rl_settings_are_refused(monkeypatch):
 # all of them
 
 
+def block(page: str, language: str) -> str:
+    return (ROOT / "docs" / page).read_text().split(f"```{language}\n")[1].split("```")[0]
+
+
+def test_the_settings_in_the_documents_are_accepted(monkeypatch):
+    import yaml
+
+    data = batch(2)
+    stated = yaml.safe_load(block("slime.md", "yaml"))
+    variant = (stated.pop("sparse_rl_preset"), stated.pop("sparse_rl_correction"))
+    assert variant == ("sparse-rl", {"reject_below": 1e-3, "cap": 3.0}) and not stated
+    same(slime_loss(monkeypatch, variant, data, "after"), ours(variant, data))
+    loss = pytest.importorskip("tomllib").loads(block("prime-rl.md", "toml"))["trainer"]["loss"]
+    module, _, name = loss["import_path"].rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name)) and loss["type"] == "custom"
+    preset = loss["kwargs"].pop("preset")
+    assert (preset, loss["kwargs"]) == variant
+    for page in ("slime.md", "verl.md", "prime-rl.md"):
+        assert "have no compressed cache, and this does not give them one" in (ROOT / "docs" / page).read_text()
+    assert "--custom-tis-function-path sparse_rl.integrations.slime.corrected" in (ROOT / "docs/slime.md").read_text()
+
+
 def test_no_host_is_needed_to_import_the_package():
     code = "import sys, sparse_rl.integrations, sparse_rl.integrations.slime, sparse_rl.integrations.prime_rl\n"
     code += "assert not {'verl', 'slime', 'prime_rl', 'ray'} & set(sys.modules)"
