@@ -72,6 +72,16 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor, clip: float | None = None) 
     return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
+def surrogate(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, how: Loss
+) -> tuple[Tensor, Tensor]:
+    """Every token's weighted, clipped loss before any mean, and which tokens were clipped. All [N, T]; advantages may be [N, 1]."""
+    r = ratio(logprobs, old_logprobs, mask, how.level)
+    clipped = r.clamp(1 - how.clip_low, 1 + how.clip_high)
+    gain, clipped_gain = r * advantages, clipped * advantages
+    return weights * -torch.minimum(gain, clipped_gain), (clipped_gain < gain) & mask
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -87,11 +97,7 @@ def policy_loss(
 
     logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T]. -> (loss, sums, clipped bool [N, T])
     """
-    r = ratio(logprobs, old_logprobs, mask, how.level)
-    clipped = r.clamp(1 - how.clip_low, 1 + how.clip_high)
-    gain, clipped_gain = r * advantages[:, None], clipped * advantages[:, None]
-    token_loss = weights * -torch.minimum(gain, clipped_gain)
-    cut = (clipped_gain < gain) & mask
+    token_loss, cut = surrogate(logprobs, old_logprobs, advantages[:, None], mask, weights, how)
     sums = {
         "tokens": mask.sum(),
         "clipped": cut.sum(),
