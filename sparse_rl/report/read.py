@@ -6,11 +6,10 @@ steps, so that step 10 may have one of each; their curves have points where ther
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from ..config import make_recipe
 from ..errors import SparseRLError
+from .lines import Reading, Table, contents, read_on
 from .recipe import LONGEST, plain
 
 MARKS = ("recipe.yaml", "metrics.jsonl")  # a folder with one of them is a run
@@ -26,7 +26,6 @@ EXPECTED = {  # what every step of a run writes
     "metrics.jsonl": ("reward/mean", "rollout/length/mean", "old/entropy/mean", "gap/xi/p05", "reject/trajectories/frac"),
     "timing.jsonl": ("time/step", "time/rollout", "rollout/tokens_per_s", "cache/bytes/allocated"),
 }
-_LARGEST = 2**53  # whole numbers that JavaScript knows
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]]
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.safe_load(contents(path).decode("utf-8"))
     except FileNotFoundError:
         notes.append("there is no recipe.yaml: settings are unknown")
         return {}, False
@@ -174,16 +173,14 @@ def _first(error: Exception) -> str:
 def json_lines(path: Path, notes: list[str], title: str) -> Iterable[tuple[int, dict]]:
     """(number, line) of the lines that are objects, one by one; what is left out becomes notes at the end."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        *lines, torn = contents(path).split(b"\n")
     except FileNotFoundError:
         notes.append(f"there is no {title}")
         return
     except OSError as error:
         notes.append(f"{title} cannot be read ({error.strerror or error})")
         return
-    torn, wrong = lines.pop(), []
-    if not lines and not torn:
-        notes.append(f"{title} is empty")
+    wrong = []
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text.decode("utf-8"))
@@ -193,11 +190,18 @@ def json_lines(path: Path, notes: list[str], title: str) -> Iterable[tuple[int, 
             yield number, line
         else:
             wrong.append(number)
+    notes += damage(title, len(lines), bool(torn), wrong)
+
+
+def damage(title: str, lines: int, torn: bool, wrong: Sequence[int]) -> list[str]:
+    """What is to be said of a file's lines: none, the last one cut off, some no objects."""
+    notes = [] if lines or torn else [f"{title} is empty"]
     if torn:
-        notes.append(f"line {len(lines) + 1} of {title} was cut off and is left out")
-    if wrong:
+        notes.append(f"line {lines + 1} of {title} was cut off and is left out")
+    if len(wrong):
         verb = "is no JSON object and is" if len(wrong) == 1 else "are no JSON objects and are"
         notes.append(f"{_lines(wrong)} of {title} {verb} left out")
+    return notes
 
 
 def is_evaluation(name: str) -> bool:
@@ -205,93 +209,94 @@ def is_evaluation(name: str) -> bool:
     return name.startswith("eval/") or name == "time/eval"
 
 
+_read: dict[Path, tuple[tuple, Reading, tuple[dict[str, Curve], list[str]]]] = {}  # file -> how it looked, what was read, what it means
+
+
 def read_curves(path: Path, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
-    """Every number of a file of metrics as a curve, by name; and notes. A file that did not change is not read again."""
+    """Every number of a file of metrics as a curve, by name; and notes. A file that did not change is not read again, one that grew is read on."""
     try:
         about = path.stat()
-        return _read_curves(path, tuple(expected), about.st_mtime_ns, about.st_size)
+        looks = (about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size)
+        before, reading, found = _read.get(path, (None, Reading(), None))
+        if looks != before:
+            reading = read_on(path, reading)
+            found = curves_of(reading, path.name, expected)
+            _read[path] = (looks, reading, found)
+        return found
     except OSError as error:
+        _read.pop(path, None)
         return {}, [
             f"there is no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name} cannot be read ({error.strerror})"
         ]
 
 
-@functools.lru_cache(maxsize=64)
-def _read_curves(path: Path, expected: tuple[str, ...], changed: int, size: int) -> tuple[dict[str, Curve], list[str]]:
-    notes: list[str] = []
-    steps, evaluations = {}, {}  # step -> its line
-    known: dict[str, None] = {}  # names, in the order they come
-    asked: set[str] = set()  # those of evaluations
-    stepless, twice, late, last = [], set(), [], -1
-    for number, line in json_lines(path, notes, path.name):
-        step = line.pop("step", None)
-        if type(step) is not int or not 0 <= step < _LARGEST:
-            stepless.append(number)
-            continue
-        if step < last:
-            late.append(number)
-        last = step
-        if line.keys() - known.keys():
-            known |= dict.fromkeys(line)
-            asked = {name for name in known if is_evaluation(name)}
-        held_out = {name: line.pop(name) for name in line.keys() & asked}
-        for table, values in ((steps, line), (evaluations, held_out)):
-            if values:
-                if step in table:
-                    twice.add(step)
-                table[step] = values
-    if stepless:
+def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
+    """Curves of what was read of a file, and notes."""
+    notes = damage(title, reading.lines, reading.torn, reading.wrong)
+    tables = list(reading.tables.values())
+    line, step = (np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]) for name in ("line", "step"))
+    order = np.argsort(line)
+    line, step = line[order], step[order]
+    if (stepless := line[step < 0]).size:
         verb = "has no whole step and is" if len(stepless) == 1 else "have no whole step and are"
-        notes.append(f"{_lines(stepless)} of {path.name} {verb} left out")
-    if twice:
-        notes.append(f"{path.name} has {_count(len(twice), 'step')} more than once ({_some(twice)}): the later line counts")
-    if late:
-        notes.append(f"{_lines(late)} of {path.name} {'goes' if len(late) == 1 else 'go'} back to an earlier step: shown in order of steps")
+        notes.append(f"{_lines(stepless)} of {title} {verb} left out")
+    line, step = line[step >= 0], step[step >= 0]
+    late = line[1:][np.diff(step) < 0]
     gaps: dict[str, Counter[str]] = {"null or not finite": Counter(), "no number": Counter(), "missing": Counter()}
-    curves = _columns(steps, [name for name in known if name not in asked], gaps)
-    curves |= _columns(evaluations, [name for name in known if name in asked], gaps)
-    absent = [name for name in expected if name not in curves] if steps else []
+    steps, curves, again = _columns(tables, lambda name: not is_evaluation(name), gaps)
+    _, held_out, twice = _columns(tables, is_evaluation, gaps)
+    curves |= held_out
+    if twice := np.union1d(again, twice).tolist():
+        notes.append(f"{title} has {_count(len(twice), 'step')} more than once ({_some(twice)}): the later line counts")
+    if late.size:
+        notes.append(f"{_lines(late)} of {title} {'goes' if len(late) == 1 else 'go'} back to an earlier step: shown in order of steps")
+    absent = [name for name in expected if name not in curves] if len(steps) else []
     if absent:
-        notes.append(f"{path.name} has no {', '.join(absent)}: an older version may have written it")
-    if holes := max(steps, default=0) - min(steps, default=1) + 1 - len(steps):
-        notes.append(f"{_count(holes, 'step')} between {min(steps)} and {max(steps)} {_is(holes)} missing in {path.name}: gaps")
+        notes.append(f"{title} has no {', '.join(absent)}: an older version may have written it")
+    if holes := int(steps[-1] - steps[0]) + 1 - len(steps) if len(steps) else 0:
+        notes.append(f"{_count(holes, 'step')} between {steps[0]} and {steps[-1]} {_is(holes)} missing in {title}: gaps")
     gaps["missing"] = Counter({name: count for name, count in gaps["missing"].items() if name in expected})  # others come and go
-    notes += [f"{path.name}: {_per_name(counts)} {what}: gaps" for what, counts in gaps.items() if counts]
+    notes += [f"{title}: {_per_name(counts)} {what}: gaps" for what, counts in gaps.items() if counts]
     return curves, notes
 
 
-def _columns(table: dict[int, dict], names: Sequence[str], gaps: dict[str, Counter[str]]) -> dict[str, Curve]:
-    """The lines of a file, by step, as curves; `gaps` counts what is no finite number, by name."""
-    steps = sorted(table)
-    rows = [table[step] for step in steps]
-    index = np.array(steps, dtype=np.int64)
-    curves = {}
-    for name in names:
-        column = [row.get(name) for row in rows]
-        odd = 0
-        if not set(map(type, column)) <= {float, type(None)}:
-            numbers = [_number(value) for value in column]
-            odd = sum(b is None and a is not None for a, b in zip(column, numbers))
-            column = numbers
-        value = np.array(column, dtype=np.float64)
-        value[np.isinf(value)] = np.nan
-        curves[name] = Curve(index, value)
-        if lost := int(np.isnan(value).sum()):
-            missing = sum(name not in row for row in rows)
-            counts = {"null or not finite": lost - missing - odd, "no number": odd, "missing": missing}
+def _columns(
+    tables: Sequence[Table], wanted: Callable[[str], bool], gaps: dict[str, Counter[str]]
+) -> tuple[np.ndarray, dict[str, Curve], np.ndarray]:
+    """Steps [N], curves of the names that are wanted, and steps that come more than once, of which the last line counts.
+
+    `gaps` counts what is no finite number, by name.
+    """
+    tables = [table for table in tables if any(map(wanted, table.names))]
+    line, step = (np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]) for name in ("line", "step"))
+    order = np.lexsort((line, step))
+    order = order[step[order] >= 0]
+    last = np.diff(step[order], append=-1) != 0
+    index, place = step[order][last], np.full(len(step), -1)
+    place[order[last]] = np.arange(len(index))  # row of all tables -> its point
+    values: dict[str, np.ndarray] = {}
+    odd, there = Counter(), Counter()
+    end = 0
+    for table in tables:
+        at = place[end : end + len(table.line)]
+        end += len(at)
+        kept, at = at >= 0, at[at >= 0]
+        rows, strange = np.ascontiguousarray(table.value[kept].T), table.odd[kept].sum(0)  # [K, N]
+        for name, row, count in zip(table.names, rows, strange.tolist()):
+            if wanted(name):
+                values.setdefault(name, np.full(len(index), np.nan))[at] = row
+                odd[name] += count
+                there[name] += len(at)
+    curves = {name: Curve(index, value) for name, value in values.items()}
+    for name, curve in curves.items():
+        if lost := len(index) - len(curve.finite):
+            missing = len(index) - there[name]
+            counts = {"null or not finite": lost - missing - odd[name], "no number": odd[name], "missing": missing}
             for what, count in counts.items():
                 if count:
                     gaps[what][name] = count
-    return {name: curve for name, curve in curves.items() if len(curve.finite) or name not in gaps["no number"]}  # text all along: no curve
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
+    kept = {name: curve for name, curve in curves.items() if len(curve.finite) or not odd[name]}  # text all along: no curve
+    return index, kept, np.unique(step[order][~last])
 
 
 def _per_name(counts: dict[str, int]) -> str:
@@ -310,7 +315,7 @@ def _some(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, ordered[:5])) + (", ..." if len(ordered) > 5 else "")
 
 
-def _lines(numbers: list[int]) -> str:
+def _lines(numbers: Sequence[int]) -> str:
     return f"line {numbers[0]}" if len(numbers) == 1 else f"{len(numbers):,} lines ({_some(numbers)})"
 
 
