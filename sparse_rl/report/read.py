@@ -7,9 +7,13 @@ steps, so that step 10 may have one of each; their curves have points where ther
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +30,11 @@ EXPECTED = {  # what every step of a run writes
     "metrics.jsonl": ("reward/mean", "rollout/length/mean", "old/entropy/mean", "gap/xi/p05", "reject/trajectories/frac"),
     "timing.jsonl": ("time/step", "time/rollout", "rollout/tokens_per_s", "cache/bytes/allocated"),
 }
+NOTES, LONGEST_NOTE = 20, 400  # of a run, and characters of one
+MANY = 64_000_000  # bytes of files from which more than one process reads them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
     step: np.ndarray  # int64 [N], ascending
     value: np.ndarray  # fp64 [N]; NaN: a gap
@@ -57,14 +63,11 @@ class Run:
 
     def clock(self) -> Curve:
         """Seconds since the start when a step, and its evaluation, were done."""
-        spent: Counter[int] = Counter()
-        for name in ("time/step", "time/eval"):
-            if name in self.curves:
-                curve = self.curves[name]
-                for step, seconds in zip(curve.step.tolist(), curve.value.tolist()):
-                    spent[step] += max(seconds, 0.0) if seconds == seconds else 0.0
-        steps = sorted(spent)
-        return Curve(np.array(steps, dtype=np.int64), np.cumsum([spent[step] for step in steps], dtype=np.float64))
+        spent = [self.curves[name] for name in ("time/step", "time/eval") if name in self.curves]
+        every = np.concatenate([np.zeros(0, np.int64), *(curve.step for curve in spent)])
+        seconds = np.concatenate([np.zeros(0), *(np.fmax(curve.value, 0.0) for curve in spent)])  # a gap is no time
+        steps, place = np.unique(every, return_inverse=True)
+        return Curve(steps, np.cumsum(np.bincount(place, seconds, len(steps))))
 
 
 def find_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[list[Path], list[str]]:
@@ -89,12 +92,24 @@ def find_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[l
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path, links followed, is inside a folder."""
-    return path.resolve().is_relative_to(folder.resolve())
+    """Whether a path, links followed, is inside a folder. A link that leads to itself leads nowhere."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return False
 
 
 def is_run(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in MARKS)
+    try:
+        return any((path / mark).is_file() for mark in MARKS)
+    except OSError:  # one we may not look into
+        return False
+
+
+def bounded(notes: Sequence[str]) -> list[str]:
+    """Notes as they are shown: long ones cut, many left out, and how much of both."""
+    cut = [note if len(note) <= LONGEST_NOTE else f"{note[:LONGEST_NOTE]} ... ({len(note) - LONGEST_NOTE:,} more characters)" for note in notes]
+    return cut if len(cut) <= NOTES else [*cut[:NOTES], f"{len(cut) - NOTES:,} more notes are left out"]
 
 
 def _inside(path: Path) -> tuple[list[Path], list[str]]:
@@ -109,6 +124,7 @@ def _inside(path: Path) -> tuple[list[Path], list[str]]:
 def read_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[list[Run], list[str]]:
     """Every run that paths name, and notes about the whole."""
     folders, notes = find_runs(paths, gone)
+    read_ahead(folders)
     runs = []
     for folder in folders:
         try:
@@ -209,25 +225,58 @@ def is_evaluation(name: str) -> bool:
     return name.startswith("eval/") or name == "time/eval"
 
 
-_read: dict[Path, tuple[tuple, Reading, tuple[dict[str, Curve], list[str]]]] = {}  # file -> how it looked, what was read, what it means
+Known = tuple[tuple, Reading, tuple[dict[str, Curve], list[str]]]  # how a file looked, what was read of it, its curves and notes
+_read: dict[Path, Known] = {}
 
 
 def read_curves(path: Path, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
     """Every number of a file of metrics as a curve, by name; and notes. A file that did not change is not read again, one that grew is read on."""
     try:
-        about = path.stat()
-        looks = (about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size)
-        before, reading, found = _read.get(path, (None, Reading(), None))
-        if looks != before:
-            reading = read_on(path, reading)
-            found = curves_of(reading, path.name, expected)
-            _read[path] = (looks, reading, found)
-        return found
+        known = _read.get(path)
+        if known is None or known[0] != _looks(path):
+            known = _read[path] = _look_into(path, expected, Reading() if known is None else known[1])
+        return known[2]
     except OSError as error:
         _read.pop(path, None)
         return {}, [
             f"there is no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name} cannot be read ({error.strerror})"
         ]
+
+
+def _looks(path: Path) -> tuple:
+    about = path.stat()
+    return about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def _look_into(path: Path, expected: Sequence[str], before: Reading) -> Known:
+    looks, reading = _looks(path), read_on(path, before)
+    return looks, reading, curves_of(reading, path.name, expected)
+
+
+def read_ahead(folders: Sequence[Path]) -> None:
+    """Read files of many large runs that were not read yet by several processes; what fails here is read again, and told, afterwards."""
+    new = [folder / name for folder in folders for name in EXPECTED if folder / name not in _read and lies_in(folder / name, folder)]
+    large = sorted(((_size(path), path) for path in new), reverse=True)
+    alone = threading.active_count() > 1 or "fork" not in multiprocessing.get_all_start_methods()  # threads do not survive a fork
+    if alone or len(new) < 2 or sum(size for size, _ in large) < MANY:
+        return
+    files, fork = [path for _, path in large], multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(len(files), os.cpu_count() or 1, 8), fork, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        _read.update((path, known) for path, known in zip(files, pool.map(_fresh, files)) if known is not None)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _fresh(path: Path) -> Known | None:
+    try:
+        return _look_into(path, EXPECTED[path.name], Reading())
+    except OSError:
+        return None
 
 
 def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
