@@ -257,7 +257,7 @@ STEPLESS = [{"reward/mean": 9}, {"step": "2"}, {"step": True}, {"step": -1}, {"s
         ([A, B, b"garbage\n", C, D], "line 3 of metrics.jsonl is no JSON object and is left out", [0.1, 0.2, 0.3, 0.4]),
         ([b"[1]\n", b"7\n", b"\xff\n", b"\n", b"[" * 99999 + b"\n", *STEPS], "5 lines (1, 2, 3, 4, 5)", [0.1, 0.2, 0.3, 0.4]),
         ([*STEPLESS, *STEPS], "6 lines (1, 2, 3, 4, 5, ...) of metrics.jsonl have no whole step", [0.1, 0.2, 0.3, 0.4]),
-        (NOT_FINITE, "reward/mean (3 steps) is null or not finite: gaps", [None, None, None, 0.4]),
+        (NOT_FINITE, "reward/mean (3 steps) is null, not finite or beyond 1e100: gaps", [None, None, None, 0.4]),
         ([A, {"step": 2, "x": 1.0}, C, D], "reward/mean (1 step) is missing: gaps", [0.1, None, 0.3, 0.4]),
         ([A, {**B, "reward/mean": "high"}, {**C, "reward/mean": True}, D], "(2 steps) is no number: gaps", [0.1, None, None, 0.4]),
         ([{**A, "reward/mean": 10**400}, B, C, D], "(1 step) is no number: gaps", [None, 0.2, 0.3, 0.4]),

@@ -13,7 +13,7 @@ import numpy as np
 from .read import Curve
 
 MOST = 500  # points of a curve
-FEWEST = 50
+FEWEST = 10
 ALL = 250_000  # points of all curves of a page, about 8 MB: many runs get coarser bins
 DIGITS = 6
 _made: WeakKeyDictionary[Curve, dict[tuple[int, bool], dict]] = WeakKeyDictionary()  # a page that is watched asks again and again

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 LARGEST = 2**53  # whole numbers that JavaScript knows
+BEYOND = 1e100  # no metric is so large, and neither sums nor pictures can be made of what is
 _BLOCK = 1 << 20  # bytes of lines read together
 
 
@@ -26,7 +27,7 @@ class Table:
     names: tuple[str, ...]
     line: np.ndarray  # int64 [N], their numbers in the file, ascending
     step: np.ndarray  # int64 [N]; -1: the line has no whole step
-    value: np.ndarray  # fp64 [N, K]; NaN: null or not finite, or odd
+    value: np.ndarray  # fp64 [N, K]; NaN: null, not finite, beyond BEYOND, or odd
     odd: np.ndarray  # bool [N, K]: neither a number nor null
 
 
@@ -83,7 +84,7 @@ def joined(tables: Iterable[Table]) -> dict[tuple[str, ...], Table]:
 
 
 def parsed(texts: list[bytes], first: int) -> tuple[list[Table], list[int]]:
-    """Lines, the first of which has this number, as tables in the order of their first lines; and the numbers of those that are no objects."""
+    """Lines, the first of which has this number, as tables in the order of their first lines; and numbers of those that are no objects."""
     alike: dict[tuple[bytes, ...] | None, tuple[list[int], list[bytes]]] = {}  # names -> numbers, lines with a quote for every name
     for number, text in enumerate(texts, first):
         pieces = text.split(b'"')
@@ -108,9 +109,9 @@ def parsed(texts: list[bytes], first: int) -> tuple[list[Table], list[int]]:
 def _together(quoted: tuple[bytes, ...], numbers: list[int], rests: list[bytes]) -> Table | None:
     """Lines `{"step": 1, "a": 0.5}` with nothing but numbers and nulls behind the same names; None where they are anything else.
 
-    Their rests are `{": 1, ": 0.5}`: what stands between two values is `, ": ` in a line and `}`, a new line, `{": ` between two. With a comma for
-    each they are one list. A quote that was not part of these makes it no list, or one that holds text; and then there is a value for every
-    name, since none can have fewer than one.
+    Their rests are `{": 1, ": 0.5}`. Between two values stands `, ": ` in a line, and from line to line `}`, the line's end, and `{": `. With
+    a comma for each they are one list. A quote that was part of neither makes it no list, or one that holds text; and as no name can then
+    have fewer values than one, the count says that none has more.
     """
     text = b"\n".join(rests)
     if not (text.startswith(b'{": ') and text.endswith(b"}") and text.count(b'}\n{": ') == len(rests) - 1):
@@ -119,7 +120,11 @@ def _together(quoted: tuple[bytes, ...], numbers: list[int], rests: list[bytes])
     try:
         names = [json.loads(f'"{name.decode()}"') for name in quoted]
         values = json.loads(f"[{text.decode()}]")
-        if len(values) != len(numbers) * len(names) or len(set(names)) < len(names) or not set(map(type, values)) <= {int, float, type(None)}:
+        if (
+            len(values) != len(numbers) * len(names)
+            or len(set(names)) < len(names)
+            or not set(map(type, values)) <= {int, float, type(None)}
+        ):
             return None
         value = np.array(values, dtype=np.float64).reshape(len(numbers), len(names))
     except (ValueError, OverflowError, RecursionError):
@@ -130,8 +135,10 @@ def _together(quoted: tuple[bytes, ...], numbers: list[int], rests: list[bytes])
         return None
     others = [i for i in range(len(names)) if i != place]
     value = value[:, others]
-    value[np.isinf(value)] = np.nan
-    return Table(tuple(names[i] for i in others), np.array(numbers), np.array(steps, dtype=np.int64), value, np.zeros(value.shape, dtype=bool))
+    value[np.abs(value) > BEYOND] = np.nan
+    return Table(
+        tuple(names[i] for i in others), np.array(numbers), np.array(steps, dtype=np.int64), value, np.zeros(value.shape, dtype=bool)
+    )
 
 
 def _alone(number: int, text: bytes) -> Table | None:
@@ -145,10 +152,12 @@ def _alone(number: int, text: bytes) -> Table | None:
     step = line.pop("step", None)
     whole = type(step) is int and 0 <= step < LARGEST
     found = [None if value is None else _number(value) for value in line.values()]
-    odd = [a is not None and b is None for a, b in zip(line.values(), found)]
-    value = np.array([found], dtype=np.float64).reshape(1, len(line))
-    value[np.isinf(value)] = np.nan
-    return Table(tuple(line), np.array([number]), np.array([step if whole else -1]), value, np.array([odd], dtype=bool).reshape(1, len(line)))
+    odd = np.array([[a is not None and b is None for a, b in zip(line.values(), found)]], dtype=bool)
+    value = np.array([found], dtype=np.float64)
+    value[np.abs(value) > BEYOND] = np.nan
+    return Table(
+        tuple(line), np.array([number]), np.array([step if whole else -1]), value, np.array([odd], dtype=bool).reshape(1, len(line))
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ EXPECTED = {  # what every step of a run writes
     "timing.jsonl": ("time/step", "time/rollout", "rollout/tokens_per_s", "cache/bytes/allocated"),
 }
 NOTES, LONGEST_NOTE = 20, 400  # of a run, and characters of one
+NAMES, LONGEST_NAME = 1000, 200  # metrics of a file, and characters of one
 MANY = 64_000_000  # bytes of files from which more than one process reads them
 
 
@@ -108,7 +109,9 @@ def is_run(path: Path) -> bool:
 
 def bounded(notes: Sequence[str]) -> list[str]:
     """Notes as they are shown: long ones cut, many left out, and how much of both."""
-    cut = [note if len(note) <= LONGEST_NOTE else f"{note[:LONGEST_NOTE]} ... ({len(note) - LONGEST_NOTE:,} more characters)" for note in notes]
+    cut = [
+        note if len(note) <= LONGEST_NOTE else f"{note[:LONGEST_NOTE]} ... ({len(note) - LONGEST_NOTE:,} more characters)" for note in notes
+    ]
     return cut if len(cut) <= NOTES else [*cut[:NOTES], f"{len(cut) - NOTES:,} more notes are left out"]
 
 
@@ -230,7 +233,7 @@ _read: dict[Path, Known] = {}
 
 
 def read_curves(path: Path, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
-    """Every number of a file of metrics as a curve, by name; and notes. A file that did not change is not read again, one that grew is read on."""
+    """Numbers of a file of metrics as curves, by name, and notes. A file that did not change is not read; one that grew is read on."""
     try:
         known = _read.get(path)
         if known is None or known[0] != _looks(path):
@@ -291,9 +294,15 @@ def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[di
         notes.append(f"{_lines(stepless)} of {title} {verb} left out")
     line, step = line[step >= 0], step[step >= 0]
     late = line[1:][np.diff(step) < 0]
-    gaps: dict[str, Counter[str]] = {"null or not finite": Counter(), "no number": Counter(), "missing": Counter()}
-    steps, curves, again = _columns(tables, lambda name: not is_evaluation(name), gaps)
-    _, held_out, twice = _columns(tables, is_evaluation, gaps)
+    known = dict.fromkeys(name for table in tables for name in table.names)
+    short = [name for name in dict.fromkeys([*expected, *known]) if name in known and len(name) <= LONGEST_NAME]
+    shown = set(short[:NAMES])
+    if many := len(known) - len(shown):
+        limits = f"beyond {NAMES:,}, or with names of more than {LONGEST_NAME} characters"
+        notes.append(f"{_count(many, 'metric')} of {title} {_is(many)} left out: {limits}")
+    gaps: dict[str, Counter[str]] = {"null, not finite or beyond 1e100": Counter(), "no number": Counter(), "missing": Counter()}
+    steps, curves, again = _columns(tables, {name for name in shown if not is_evaluation(name)}, gaps)
+    _, held_out, twice = _columns(tables, set(filter(is_evaluation, shown)), gaps)
     curves |= held_out
     if twice := np.union1d(again, twice).tolist():
         notes.append(f"{title} has {_count(len(twice), 'step')} more than once ({_some(twice)}): the later line counts")
@@ -309,14 +318,12 @@ def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[di
     return curves, notes
 
 
-def _columns(
-    tables: Sequence[Table], wanted: Callable[[str], bool], gaps: dict[str, Counter[str]]
-) -> tuple[np.ndarray, dict[str, Curve], np.ndarray]:
+def _columns(tables: Sequence[Table], wanted: set[str], gaps: dict[str, Counter[str]]) -> tuple[np.ndarray, dict[str, Curve], np.ndarray]:
     """Steps [N], curves of the names that are wanted, and steps that come more than once, of which the last line counts.
 
     `gaps` counts what is no finite number, by name.
     """
-    tables = [table for table in tables if any(map(wanted, table.names))]
+    tables = [table for table in tables if not wanted.isdisjoint(table.names)]
     line, step = (np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]) for name in ("line", "step"))
     order = np.lexsort((line, step))
     order = order[step[order] >= 0]
@@ -332,7 +339,7 @@ def _columns(
         kept, at = at >= 0, at[at >= 0]
         rows, strange = np.ascontiguousarray(table.value[kept].T), table.odd[kept].sum(0)  # [K, N]
         for name, row, count in zip(table.names, rows, strange.tolist()):
-            if wanted(name):
+            if name in wanted:
                 values.setdefault(name, np.full(len(index), np.nan))[at] = row
                 odd[name] += count
                 there[name] += len(at)
@@ -340,7 +347,7 @@ def _columns(
     for name, curve in curves.items():
         if lost := len(index) - len(curve.finite):
             missing = len(index) - there[name]
-            counts = {"null or not finite": lost - missing - odd[name], "no number": odd[name], "missing": missing}
+            counts = {"null, not finite or beyond 1e100": lost - missing - odd[name], "no number": odd[name], "missing": missing}
             for what, count in counts.items():
                 if count:
                     gaps[what][name] = count
