@@ -207,6 +207,13 @@ def test_missing_steps_are_gaps_and_evaluations_are_rare():
     assert binned(Curve(steps * 10, values))["step"] == [10, 20, 30, 40, 70, 80, 90]
 
 
+def test_bins_say_how_many_points_are_in_one():
+    steps = np.arange(1, 1001)
+    assert binned(Curve(steps, steps / 1.0), 100)["each"] == 10
+    assert binned(Curve(5 * steps, steps / 1.0), 100)["each"] == 10
+    assert binned(Curve(5 * steps, steps / 1.0), 100, regular=False)["each"] == 10
+
+
 def test_numbers_are_rounded_to_six_digits():
     draw = random.Random(0)
     values = [draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300) for _ in range(3000)]
@@ -382,6 +389,9 @@ def test_older_samples_lack_keys_and_newer_ones_have_them(tmp_path):
     ("change", "note"),
     [
         (lambda f: (f / "traces/0.safetensors").unlink(), "No such file"),
+        (lambda f: ((f / "traces/0.safetensors").unlink(), os.mkfifo(f / "traces/0.safetensors")), "is no file"),
+        (lambda f: ((f / "traces/0.safetensors").unlink(), (f / "traces/0.safetensors").symlink_to("0.safetensors")), "outside of its"),
+        (lambda f: ((f / "trajectories.jsonl").unlink(), os.mkfifo(f / "trajectories.jsonl")), "is no file"),
         (lambda f: (f / "traces/0.safetensors").write_bytes(b"x"), "damaged"),
         (lambda f: Trace.dense(2, 2, 9).save(f / "traces/0.safetensors"), "its trace has 9 tokens, but there are 3"),
         (lambda f: Trace(torch.full((1, 1, 3), 2**31 - 1, dtype=torch.int32)).save(f / "traces/0.safetensors"), "too many"),

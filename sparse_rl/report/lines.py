@@ -25,7 +25,7 @@ class Table:
     """Lines that have the same names beside their step."""
 
     names: tuple[str, ...]
-    line: np.ndarray  # int64 [N], their numbers in the file, ascending
+    line: np.ndarray  # int64 [N], their numbers in the file, in any order
     step: np.ndarray  # int64 [N]; -1: the line has no whole step
     value: np.ndarray  # fp64 [N, K]; NaN: null, not finite, beyond BEYOND, or odd
     odd: np.ndarray  # bool [N, K]: neither a number nor null
@@ -109,7 +109,7 @@ def parsed(texts: list[bytes], first: int) -> tuple[list[Table], list[int]]:
 def _together(quoted: tuple[bytes, ...], numbers: list[int], rests: list[bytes]) -> Table | None:
     """Lines `{"step": 1, "a": 0.5}` with nothing but numbers and nulls behind the same names; None where they are anything else.
 
-    Their rests are `{": 1, ": 0.5}`. Between two values stands `, ": ` in a line, and from line to line `}`, the line's end, and `{": `. With
+    Their rests are `{": 1, ": 0.5}`. Between two values stands `, ": ` in a line, and from one line to the next `}`, its end, `{": `. With
     a comma for each they are one list. A quote that was part of neither makes it no list, or one that holds text; and as no name can then
     have fewer values than one, the count says that none has more.
     """
