@@ -19,10 +19,11 @@ from sparse_rl.config import load_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.records import read_trajectories
 from sparse_rl.report.bins import ALL, MOST, binned, points_for, rounded
+from sparse_rl.report.curves import Curve
 from sparse_rl.report.document import document, dumped
 from sparse_rl.report.figures import escaped, markdown, png
 from sparse_rl.report.page import page
-from sparse_rl.report.read import Curve, find_runs, read_run, read_runs
+from sparse_rl.report.read import find_runs, read_run, read_runs
 from sparse_rl.report.recipe import command, differences
 from sparse_rl.report.trajectories import read_samples
 from sparse_rl.report.verdict import LIMITS, verdict

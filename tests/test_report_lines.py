@@ -10,12 +10,13 @@ import pytest
 from test_report_data import STEPS, plant
 
 from sparse_rl.metrics import Log
+from sparse_rl.report import curves
 from sparse_rl.report import lines as reader
-from sparse_rl.report import read
+from sparse_rl.report.curves import NAMES
 from sparse_rl.report.document import document
 from sparse_rl.report.figures import png
 from sparse_rl.report.lines import Reading, read_on
-from sparse_rl.report.read import LONGEST_NOTE, NAMES, NOTES, read_run, read_runs
+from sparse_rl.report.read import LONGEST_NOTE, NOTES, read_run, read_runs
 
 
 def by_hand(data: bytes) -> tuple[dict, list[int]]:
@@ -144,11 +145,11 @@ def test_several_processes_read_what_one_does(tmp_path, texts, monkeypatch):
         rows = [{"step": s, "reward/mean": draw.random(), "x": None} for s in range(50)]
         plant(tmp_path / name, [*rows, b"damage\n"], [{"step": 1, "time/step": 1.0}])
     (tmp_path / "c" / "timing.jsonl").unlink()
-    monkeypatch.setattr(read, "_read", {})
+    monkeypatch.setattr(curves, "_read", {})
     alone = read_runs([tmp_path])[0]
     assert len(texts) == 3 * 51 + 2
-    monkeypatch.setattr(read, "_read", {})
-    monkeypatch.setattr(read, "MANY", 1)
+    monkeypatch.setattr(curves, "_read", {})
+    monkeypatch.setattr(curves, "MANY", 1)
     texts.clear()
     several = read_runs([tmp_path])[0]
     assert texts == []  # nothing was left for this process

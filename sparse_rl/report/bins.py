@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from .read import Curve
+from .curves import Curve
 
 MOST = 500  # points of a curve
 FEWEST = 10

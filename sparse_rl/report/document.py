@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .bins import binned, points_for
-from .read import Run, bounded, is_evaluation, read_runs
+from .curves import is_evaluation
+from .read import Run, bounded, read_runs
 from .recipe import command, differences, settings
 from .trajectories import SPACE, read_samples
 from .verdict import verdict

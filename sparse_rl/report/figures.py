@@ -11,7 +11,8 @@ import numpy as np
 from ..errors import SparseRLError
 from ..plan import size
 from .bins import binned, points_for
-from .read import Curve, Run, bounded, is_evaluation
+from .curves import Curve, is_evaluation
+from .read import Run, bounded
 from .recipe import command, differences
 from .verdict import verdict
 

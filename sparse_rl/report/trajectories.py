@@ -22,7 +22,8 @@ import numpy as np
 from ..cache.trace import Trace
 from ..checkpoint import find_checkpoints
 from ..errors import SparseRLError
-from .read import json_lines, lies_in
+from .curves import lies_in
+from .read import json_lines
 
 BEACON = "\u25c6"
 MOST = 64  # trajectories of a run

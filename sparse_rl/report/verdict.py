@@ -15,7 +15,7 @@ import numpy as np
 
 from ..plan import size
 from .bins import significant
-from .read import Curve
+from .curves import Curve
 
 Curves = Mapping[str, Curve]
 
