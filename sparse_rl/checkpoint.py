@@ -132,7 +132,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
 
 def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first."""
-    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / _STATE).is_file()]
+    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal() and (p / _STATE).is_file()]
     return sorted((int(p.name.removeprefix("step-")), p) for p in found)
 
 

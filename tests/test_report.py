@@ -46,8 +46,10 @@ def served(run_folder, tmp_path):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
 
+        port = server.server_port
+
         def ask(path: str, **headers) -> tuple[int, str]:
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            connection = http.client.HTTPConnection("127.0.0.1", port)
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
@@ -114,7 +116,20 @@ def test_links_out_of_a_run_are_not_followed(run_folder, tmp_path):
     assert sum("out of the run's folder" in note for note in run["notes"]) == 3
 
 
-@pytest.mark.parametrize("recipe", ["learn: {bar: 0x" + "f" * 10_000 + "}", "BOMB"])
+def test_links_inside_samples_are_not_followed_out(run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "secret")
+    shutil.copytree(run_folder, tmp_path / "run")
+    steps = sorted((tmp_path / "run" / "samples").iterdir())
+    shutil.rmtree(steps[0])
+    steps[0].symlink_to(tmp_path / "secret" / "samples" / steps[0].name)
+    for step in steps[1:]:
+        (step / "trajectories.jsonl").unlink()
+        (step / "trajectories.jsonl").symlink_to(tmp_path / "secret" / "samples" / step.name / "trajectories.jsonl")
+    (run,) = data_of(write([tmp_path / "run"], tmp_path / "r.html").read_text())["runs"]
+    assert run["trajectories"] == [] and sum("out of the run's folder" in note for note in run["notes"]) == len(steps) > 1
+
+
+@pytest.mark.parametrize("recipe", ["learn: {method: " + "x" * 3_000_000 + "}", "learn: {bar: 0x" + "f" * 10_000 + "}", "BOMB"])
 def test_recipes_that_would_take_for_ever_are_cut(run_folder, tmp_path, recipe):
     shutil.copytree(run_folder, tmp_path / "run")
     bomb = "a: &a [" + ",".join(["x"] * 90) + "]\n" + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 90)}]\n" for a, b in zip("abcd", "bcde"))
@@ -163,6 +178,26 @@ def test_other_names_are_refused(served, host):
     assert server.server_address[0] == "127.0.0.1"
     assert ask("/", Host=host.format(port=server.server_port))[0] == 403
     assert ask("/data.json", Host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_port_80_goes_without_saying(served):
+    ask, _, server = served
+    server.server_port = 80
+    assert ask("/data.json", Host="127.0.0.1")[0] == ask("/data.json", Host="localhost:80")[0] == 200
+    assert ask("/data.json", Host="evil.example")[0] == 403
+
+
+@pytest.mark.parametrize("path, status", [("/", 200), ("/data.json", 200), ("/nothing", 404)])
+def test_head_is_get_without_the_body(served, path, status):
+    _, _, server = served
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    heads = []
+    for method in ("HEAD", "GET", "HEAD"):  # on one connection: a body that is not asked for would be taken for the next answer
+        connection.request(method, path)
+        answer = connection.getresponse()
+        assert answer.status == status and bool(answer.read()) == (method == "GET")
+        heads.append({name: value for name, value in answer.getheaders() if name != "Date"})
+    assert heads[0] == heads[1] == heads[2] and int(heads[0]["Content-Length"]) > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

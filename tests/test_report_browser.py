@@ -162,12 +162,24 @@ def test_smoothing_is_an_exponential_average_and_the_raw_values_stay(show):
     tab = show(document(a))
     found = canvas(tab, "Reward")
     plain = picture(tab, found)
-    slide(tab, "#smooth", 0.8)
-    assert picture(tab, found) != plain
+    slide(tab, "#smooth", 1)
+    assert picture(tab, found) != plain and tab.inner_text("#smooth-value") == "over 10 values"
     values = a["curves"]["reward/mean"]["mean"][:30]
-    weights = 0.8 ** np.arange(29, -1, -1)
+    weights = 0.9 ** np.arange(29, -1, -1)
     raw, smooth = (number(x) for x in hover(tab, found, 29 / 59)[1][0][1].split("\u223c"))
     assert (raw, smooth) == (values[29], pytest.approx(float(weights @ values / weights.sum()), rel=1e-5))
+
+
+def test_smoothing_reaches_as_far_where_steps_share_a_point(show):
+    """10 points of 20 steps each are smoothed as the 200 steps they stand for, each taken for the mean of its point."""
+    values = [0.5, 0.9, 0.1, 0.4, 0.8, 0.2, 0.6, 0.3, 0.7, 1.0]
+    tab = show(document(run("a", curves={"reward/mean": curve(list(range(20, 201, 20)), values, 0.1) | {"each": 20.0}})))
+    slide(tab, "#smooth", 1.5)
+    a = 1 - 10**-1.5
+    weights = a ** np.arange(199, -1, -1)
+    expected = float(weights @ np.repeat(values, 20) / weights.sum())
+    said = hover(tab, canvas(tab, "Reward"), 1.0)[1][0][1]
+    assert number(said.split("\u223c")[1]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_wall_clock_axis(show):

@@ -19,10 +19,11 @@ from sparse_rl.config import load_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.records import read_trajectories
 from sparse_rl.report.bins import ALL, MOST, binned, points_for, rounded
+from sparse_rl.report.curves import Curve
 from sparse_rl.report.document import document, dumped
 from sparse_rl.report.figures import escaped, markdown, png
 from sparse_rl.report.page import page
-from sparse_rl.report.read import Curve, find_runs, read_run, read_runs
+from sparse_rl.report.read import find_runs, read_run, read_runs
 from sparse_rl.report.recipe import command, differences
 from sparse_rl.report.trajectories import read_samples
 from sparse_rl.report.verdict import LIMITS, verdict
@@ -207,6 +208,13 @@ def test_missing_steps_are_gaps_and_evaluations_are_rare():
     assert binned(Curve(steps * 10, values))["step"] == [10, 20, 30, 40, 70, 80, 90]
 
 
+def test_bins_say_how_many_points_are_in_one():
+    steps = np.arange(1, 1001)
+    assert binned(Curve(steps, steps / 1.0), 100)["each"] == 10
+    assert binned(Curve(5 * steps, steps / 1.0), 100)["each"] == 10
+    assert binned(Curve(5 * steps, steps / 1.0), 100, regular=False)["each"] == 10
+
+
 def test_numbers_are_rounded_to_six_digits():
     draw = random.Random(0)
     values = [draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300) for _ in range(3000)]
@@ -257,7 +265,7 @@ STEPLESS = [{"reward/mean": 9}, {"step": "2"}, {"step": True}, {"step": -1}, {"s
         ([A, B, b"garbage\n", C, D], "line 3 of metrics.jsonl is no JSON object and is left out", [0.1, 0.2, 0.3, 0.4]),
         ([b"[1]\n", b"7\n", b"\xff\n", b"\n", b"[" * 99999 + b"\n", *STEPS], "5 lines (1, 2, 3, 4, 5)", [0.1, 0.2, 0.3, 0.4]),
         ([*STEPLESS, *STEPS], "6 lines (1, 2, 3, 4, 5, ...) of metrics.jsonl have no whole step", [0.1, 0.2, 0.3, 0.4]),
-        (NOT_FINITE, "reward/mean (3 steps) is null or not finite: gaps", [None, None, None, 0.4]),
+        (NOT_FINITE, "reward/mean (3 steps) is null, not finite or beyond 1e100: gaps", [None, None, None, 0.4]),
         ([A, {"step": 2, "x": 1.0}, C, D], "reward/mean (1 step) is missing: gaps", [0.1, None, 0.3, 0.4]),
         ([A, {**B, "reward/mean": "high"}, {**C, "reward/mean": True}, D], "(2 steps) is no number: gaps", [0.1, None, None, 0.4]),
         ([{**A, "reward/mean": 10**400}, B, C, D], "(1 step) is no number: gaps", [None, 0.2, 0.3, 0.4]),
@@ -382,6 +390,9 @@ def test_older_samples_lack_keys_and_newer_ones_have_them(tmp_path):
     ("change", "note"),
     [
         (lambda f: (f / "traces/0.safetensors").unlink(), "No such file"),
+        (lambda f: ((f / "traces/0.safetensors").unlink(), os.mkfifo(f / "traces/0.safetensors")), "is no file"),
+        (lambda f: ((f / "traces/0.safetensors").unlink(), (f / "traces/0.safetensors").symlink_to("0.safetensors")), "outside of its"),
+        (lambda f: ((f / "trajectories.jsonl").unlink(), os.mkfifo(f / "trajectories.jsonl")), "is no file"),
         (lambda f: (f / "traces/0.safetensors").write_bytes(b"x"), "damaged"),
         (lambda f: Trace.dense(2, 2, 9).save(f / "traces/0.safetensors"), "its trace has 9 tokens, but there are 3"),
         (lambda f: Trace(torch.full((1, 1, 3), 2**31 - 1, dtype=torch.int32)).save(f / "traces/0.safetensors"), "too many"),

@@ -6,15 +6,17 @@ N points of a curve, B bins. A curve that is short enough stays as it is.
 from __future__ import annotations
 
 import math
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from .read import Curve
+from .curves import Curve
 
 MOST = 500  # points of a curve
-FEWEST = 50
+FEWEST = 10
 ALL = 250_000  # points of all curves of a page, about 8 MB: many runs get coarser bins
 DIGITS = 6
+_made: WeakKeyDictionary[Curve, dict[tuple[int, bool], dict]] = WeakKeyDictionary()  # a page that is watched asks again and again
 
 
 def points_for(curves: int) -> int:
@@ -24,10 +26,18 @@ def points_for(curves: int) -> int:
 
 def binned(curve: Curve, most: int = MOST, regular: bool = True) -> dict[str, list]:
     """A curve as the page has it. `regular`: a step that is missing is a gap; evaluations are rare by nature."""
+    made = _made.setdefault(curve, {})
+    if (most, regular) not in made:
+        made[most, regular] = _binned(curve, most, regular)
+    return made[most, regular]
+
+
+def _binned(curve: Curve, most: int, regular: bool) -> dict[str, list]:
     step, value = with_gaps(curve) if regular else (curve.step, curve.value)
     if len(step) <= most:
         return {"step": step.tolist(), "mean": rounded(value)}
     place, ends = _places(step, most, regular)  # [N]; [B]: the last step of each bin
+    each = int(ends[0] - step[0] + 1) / usual(step) if regular else len(step) / most
     here, first = np.unique(place, return_index=True)  # bins in which some point lies
     finite = np.isfinite(value)
     count = np.add.reduceat(finite.astype(np.int64), first)
@@ -37,7 +47,14 @@ def binned(curve: Curve, most: int = MOST, regular: bool = True) -> dict[str, li
     low[here], high[here] = np.fmin.reduceat(value, first), np.fmax.reduceat(value, first)  # NaN only where nothing else is
     ends[here] = step[np.append(first[1:], len(step)) - 1]
     last = rounded(value[finite][-1:])  # what the run ended with, which no mean says
-    return {"step": ends.tolist(), "mean": rounded(mean), "low": rounded(low), "high": rounded(high), "last": last[0] if last else None}
+    return {
+        "step": ends.tolist(),
+        "mean": rounded(mean),
+        "low": rounded(low),
+        "high": rounded(high),
+        "last": last[0] if last else None,
+        "each": each,  # points in a bin
+    }
 
 
 def _places(step: np.ndarray, most: int, regular: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -54,10 +71,13 @@ def with_gaps(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values, with a NaN behind every point after which steps are missing, so that no line is drawn across."""
     if len(curve.step) < 3:
         return curve.step, curve.value
-    away = np.diff(curve.step)
-    usual = int(np.median(away))
-    holes = np.flatnonzero(away > usual)
-    return np.insert(curve.step, holes + 1, curve.step[holes] + usual), np.insert(curve.value, holes + 1, np.nan)
+    holes = np.flatnonzero(np.diff(curve.step) > usual(curve.step))
+    return np.insert(curve.step, holes + 1, curve.step[holes] + usual(curve.step)), np.insert(curve.value, holes + 1, np.nan)
+
+
+def usual(step: np.ndarray) -> int:
+    """How far one point is from the next, as a rule."""
+    return int(np.median(np.diff(step)))
 
 
 def rounded(values: np.ndarray, digits: int = DIGITS) -> list[float | None]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .bins import binned, points_for
-from .read import Run, is_evaluation, read_runs
+from .curves import is_evaluation
+from .read import Run, bounded, read_runs
 from .recipe import command, differences, settings
 from .trajectories import SPACE, read_samples
 from .verdict import verdict
@@ -27,12 +28,12 @@ def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> d
         "live": None if live is None else {"every": live},
         "runs": shown,
         "differences": differences([run.recipe for run in runs]) if len(runs) > 1 else [],
-        "notes": notes,
+        "notes": bounded(notes),
     }
     space = (LARGEST - len(dumped(whole))) // max(len(runs), 1)
     for run, entry in zip(runs, shown):
         entry["trajectories"], more = read_samples(run.folder, space=min(max(space, 0), SPACE))
-        entry["notes"] += more
+        entry["notes"] = bounded([*run.notes, *more])
     return whole
 
 
@@ -45,7 +46,7 @@ def described(run: Run, most: int) -> dict[str, Any]:
         "command": command(run.recipe, run.complete, run.name) if run.recipe else "",
         "steps": run.steps,
         "seconds": clock["high" if "high" in clock else "mean"][-1] if clock["step"] else 0.0,
-        "notes": list(run.notes),
+        "notes": bounded(run.notes),
         "clock": {"step": clock["step"], "seconds": clock.get("high", clock["mean"])},  # at the bin's last step
         "curves": {name: binned(curve, most, regular=not is_evaluation(name)) for name, curve in run.curves.items()},
         "verdict": verdict(run.curves),

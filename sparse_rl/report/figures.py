@@ -11,7 +11,8 @@ import numpy as np
 from ..errors import SparseRLError
 from ..plan import size
 from .bins import binned, points_for
-from .read import Curve, Run, is_evaluation
+from .curves import Curve, is_evaluation
+from .read import Run, bounded
 from .recipe import command, differences
 from .verdict import verdict
 
@@ -155,10 +156,10 @@ def label(run: Run) -> str:
 
 def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """Verdicts, a table of runs, what their recipes differ in, and the commands to run them again."""
-    parts = ["# Report", *([bullets([escaped(note) for note in notes])] if notes else []), table_of_runs(runs)]
+    parts = ["# Report", *([bullets([escaped(note) for note in bounded(notes)])] if notes else []), table_of_runs(runs)]
     for run in runs:
         said = [f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves)]
-        said += [f"note: {escaped(note)}" for note in run.notes]
+        said += [f"note: {escaped(note)}" for note in bounded(run.notes)]
         parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
     if len(runs) > 1:
         rows = [[escaped(row["key"]), *(escaped("" if v is None else str(v)) for v in row["values"])] for row in differences_of(runs)]

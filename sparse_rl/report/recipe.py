@@ -13,12 +13,15 @@ from ..keys import flat
 
 _DEPTH = 4  # of lists and keys inside a value
 LONGEST = 100  # entries of one of them that are shown
+TEXT = 10_000  # characters of one
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
     """A value of a YAML file as JSON can hold it: what it cannot becomes text, and what is too large is cut."""
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return value if len(value) <= TEXT else f"{value[:TEXT]} ... ({len(value) - TEXT:,} more characters)"
     if isinstance(value, int):
         return value if abs(value) < 2**53 else str(value) if abs(value) < 2**256 else "a number too long to show"
     if isinstance(value, float):

@@ -26,7 +26,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, paths: Sequence[Path], port: int = 0):
         self.paths, self.lock = list(paths), threading.Lock()
-        self.made: tuple[tuple, dict] | None = None  # (what the files looked like, the document)
+        self.made: tuple[tuple, dict, bytes] | None = None  # (what the files looked like, the document, as JSON)
         if not 0 <= port < 65536:
             raise SparseRLError(f"--port is {port}; it must be between 0 (any that is free) and 65535.")
         try:
@@ -43,13 +43,14 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/"
 
-    def data(self) -> dict:
-        """The document as it is now; one request at a time makes it."""
+    def data(self) -> tuple[dict, bytes]:
+        """The document as it is now, and as JSON; one request at a time makes it."""
         with self.lock:
             looks = tuple(look(path) for path in self.paths)
             if self.made is None or self.made[0] != looks:
-                self.made = (looks, document(self.paths, live=EVERY))
-            return self.made[1]
+                found = document(self.paths, live=EVERY)
+                self.made = (looks, found, dumped(found).encode())
+            return self.made[1:]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -57,13 +58,14 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        hosts = {f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")}
-        if self.headers.get("Host") not in hosts:
+        port = self.server.server_port
+        ports = (f":{port}", "") if port == 80 else (f":{port}",)  # browsers leave out 80
+        if self.headers.get("Host") not in {name + end for name in (LOOPBACK, "localhost") for end in ports}:
             self.answer(403, "text/plain", b"this page is served to this machine alone")
             return
         answers: dict[str, tuple[str, Callable[[], bytes]]] = {
-            "/": ("text/html", lambda: page(self.server.data()).encode()),
-            "/data.json": ("application/json", lambda: dumped(self.server.data()).encode()),
+            "/": ("text/html", lambda: page(self.server.data()[0]).encode()),
+            "/data.json": ("application/json", lambda: self.server.data()[1]),
         }
         if self.path not in answers:
             self.answer(404, "text/plain", b"there is nothing here; the page is at /")
@@ -74,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
         except SparseRLError as error:  # all runs are gone, say: they may come back
             self.answer(503, "text/plain", str(error).encode())
 
+    do_HEAD = do_GET  # answer leaves out the body
+
     def answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -81,7 +85,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_) -> None:
         """Nothing: the page asks every few seconds."""

@@ -11,6 +11,7 @@ import base64
 import functools
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ import numpy as np
 from ..cache.trace import Trace
 from ..checkpoint import find_checkpoints
 from ..errors import SparseRLError
-from .read import json_lines, lies_in
+from .curves import lies_in
+from .read import json_lines
 
 BEACON = "\u25c6"
 MOST = 64  # trajectories of a run
@@ -58,6 +60,9 @@ def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list
             break
         seen += 1
         file = f"samples/{samples.name}/trajectories.jsonl"
+        if not lies_in(folder / file, folder):
+            notes.append(f"{file} is a link out of the run's folder and is not read")
+            continue
         for number, line in json_lines(samples / "trajectories.jsonl", notes, file):
             title = f"line {number} of {file}"
             if (why := wrong_in(line)) is not None:
@@ -168,9 +173,11 @@ def read_map(samples: Path, line: dict) -> tuple[dict[str, Any] | None, str | No
         return None, "the line names no trace"
     path = samples / name
     try:
-        if not path.resolve().is_relative_to(samples.resolve()):
+        if not lies_in(path, samples):
             return None, f"its trace {name!r:.80} lies outside of its folder"
         about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            return None, f"its trace {name!r:.80} is no file"
         shown = encoded(path, about.st_mtime_ns, about.st_size)
     except (SparseRLError, OSError, UnicodeError) as error:
         return None, f"{error!s:.200}".replace(f"{samples}/", "").rstrip(".")
@@ -181,7 +188,7 @@ def read_map(samples: Path, line: dict) -> tuple[dict[str, Any] | None, str | No
     return shown, None
 
 
-@functools.lru_cache(maxsize=256)  # a page that is watched asks for the same ones every second
+@functools.lru_cache(maxsize=64 * MOST)  # a page that is watched asks for the same ones every second
 def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
     """A trace file as the page has it: raw deflate of uint16, little endian, [L, H, T]. A file that changed is read again."""
     evicted_at = Trace.load(path).evicted_at.numpy()
@@ -203,6 +210,9 @@ class Texts:
     @functools.cached_property
     def tokenizer(self) -> Any:
         found = find_checkpoints(self.checkpoints)
+        if found and not lies_in(found[-1][1], self.checkpoints.parent):
+            self.notes.append("checkpoints is a link out of the run's folder and is not read: ids of tokens are shown")
+            return None
         if not found:
             self.notes.append("there is no checkpoint whose tokenizer could say the text of tokens: their ids are shown")
             return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..plan import size
 from .bins import significant
-from .read import Curve
+from .curves import Curve
 
 Curves = Mapping[str, Curve]
 
@@ -203,7 +203,7 @@ def of_count(rule: str, figure: str, then: str) -> Rule:
         if figure not in curves or not len(curves[figure].finite):
             return []
         count, steps = total(curves, figure), len(curves[figure].finite)
-        text = f"{count:,.0f} updates in {steps:,} steps were {then}"
+        text = f"{count:,.0f} {'update' if count == 1 else 'updates'} in {steps:,} steps {'was' if count == 1 else 'were'} {then}"
         return judged(rule, count, figure, ("", text, text), judge=count / steps)
 
     return judge

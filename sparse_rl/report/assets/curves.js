@@ -6,7 +6,7 @@ function curve(run, name) {
   if (!Object.hasOwn(run.curves ?? {}, name)) return EMPTY;
   const found = run.curves[name];
   const last = found.last ?? found.mean.filter(finite).at(-1);
-  return { step: found.step, mean: found.mean, low: found.low ?? found.mean, high: found.high ?? found.mean, binned: Boolean(found.low), last };
+  return { step: found.step, mean: found.mean, low: found.low ?? found.mean, high: found.high ?? found.mean, binned: Boolean(found.low), each: found.each ?? 1, last };
 }
 
 // Seconds at a step: those of the run's clock, in between in proportion. null: the run has no clock.
@@ -31,13 +31,15 @@ function nearest(list, x, how = Math.round) {
   return how === Math.round && low > 0 && x - list[low - 1] <= list[low] - x ? low - 1 : low;
 }
 
-// Exponential average of the means so far: sum of a^(n-i) x_i over sum of a^(n-i). A gap stays a gap.
-function smoothed(values, a) {
+// Exponential average of the values so far: sum of a^(n-i) x_i over sum of a^(n-i). A gap stays a gap.
+// each: values in a point, all of them taken for its mean, so that runs of many steps are smoothed as far as those of few.
+function smoothed(values, a, each = 1) {
+  const fade = a ** each;
   let [top, bottom] = [0, 0];
   return values.map((x) => {
     if (!finite(x)) return null;
-    top = a * top + x;
-    bottom = a * bottom + 1;
+    top = fade * top + x;
+    bottom = fade * bottom + 1;
     return top / bottom;
   });
 }
@@ -53,7 +55,7 @@ function derived(run, names, f) {
       return finite(y) ? y : null;
     });
   };
-  return { step: first.step, mean: of("mean"), low: of("low"), high: of("high"), binned: first.binned };
+  return { step: first.step, mean: of("mean"), low: of("low"), high: of("high"), binned: first.binned, each: first.each };
 }
 
 function niceTicks(low, high, count) {
@@ -90,7 +92,7 @@ class Chart {
   traces() {
     const x = (run, steps) => (state.axis === "step" ? steps : steps.map((s) => secondsAt(run, s)));
     return shownRuns().flatMap((run) => this.figure.series(run).filter((s) => s.curve.step.length).map((s) => ({
-      ...s, run, colour: runColour(run), x: x(run, s.curve.step), smooth: state.smooth ? smoothed(s.curve.mean, state.smooth) : null,
+      ...s, run, colour: runColour(run), x: x(run, s.curve.step), smooth: state.smooth ? smoothed(s.curve.mean, state.smooth, s.curve.each) : null,
     }))).filter((t) => t.x.every(finite));
   }
 

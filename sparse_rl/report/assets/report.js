@@ -64,8 +64,9 @@ function start() {
   listenMap();
   followTheme(() => { show(); drawMap(); });
   $("smooth").addEventListener("input", () => {
-    state.smooth = Number($("smooth").value);
-    $("smooth-value").textContent = state.smooth ? state.smooth.toFixed(2) : "off";
+    const span = 10 ** Number($("smooth").value); // 1 / (1 - a): as many values count
+    state.smooth = 1 - 1 / span;
+    $("smooth-value").textContent = state.smooth ? `over ${num(span, 2)} values` : "off";
     redraw();
   });
   for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", () => { state.axis = input.value; showFigures(); });
