@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -57,8 +58,7 @@ class Ahead:
         with clock.stage("wait"):
             rollout = future.result()
         self.pending = None
-        clock.seconds |= {name: seconds for name, seconds in theirs.seconds.items() if name != "wait"}
-        return rollout
+        return replace(rollout, timing={f"ahead/{name}/seconds": seconds for name, seconds in theirs.seconds.items()})
 
     def go_on(self, step: int, publish: Callable[[], None]) -> None:
         """After `take`: hand the learner's weights to the sampler and begin the next step."""

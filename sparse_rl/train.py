@@ -164,8 +164,9 @@ class Trainer:
         self.sampler.lengths.note(rollout, repeats=self.task.num_prompts is not None)
         self._tell(self.task)
         self.source.go_on(self.step, self.publish)
+        rollout.timing = dict(mine[0].timing)
         if self.world.size > 1:
-            rollout.timing = {"time/exchange": self.world.waited, "processes/idle/frac": self.world.idle}
+            rollout.timing |= {"time/exchange": self.world.waited, "processes/idle/frac": self.world.idle}
         return rollout
 
     def publish(self) -> None:

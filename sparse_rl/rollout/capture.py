@@ -99,7 +99,7 @@ class Decoder:
 
     def record(self, width: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # a learner may be at work in another thread
             self.step(width, self.cache.capacity)
         return graph
 
