@@ -128,7 +128,7 @@ def reject(curves: Curves) -> list[Sentence]:
         share,
         figure,
         (
-            f"{said}; a few per cent are healthy.",
+            f"{said}.",
             f"{said}, where a few per cent are healthy: the cache is too small for what is sampled; {remedy}.",
             f"{said}: most of what is sampled teaches nothing; {remedy}.",
         ),
