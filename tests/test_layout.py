@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "statistics": set(),
     "held_out": {"compressors", "learn", "models", "records", "rollout", "tasks"},
     "report": {"cache", "checkpoint", "config", "plan"},
+    "integrations": {"cache", "compressors", "learn", "records", "rollout"},
     "evaluation": {"checkpoint", "compressors", "learn", "metrics", "models", "plan", "records", "rollout", "statistics", "tasks"},
 }
 
