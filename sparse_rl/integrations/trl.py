@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import Trace
-from ..compressors import Compressor
+from ..compressors import Compressor, make
 from ..errors import SparseRLError
 from ..learn.batch import check_replay
 from ..learn.correct import Corrected, Correction, correct, correction
@@ -54,12 +54,13 @@ def use_sparse_rollouts(
     rows: int | None = None,
     correction: str | Correction | None = None,
     replay: bool = False,
+    **compressor_options,
 ):
     """Let `trainer` (a GRPOTrainer) sample on a compressed cache, and return it.
 
     `rows`: completions that run at once; None: all that a process generates for one batch. `correction`: a preset or a `Correction`;
     "trl": TRL's own, as the GRPOConfig has it; None: sparse-rl, or under `replay` none. `replay`: all log-probs, those of the loss and of
-    the reference too, are those of exactly what the sampler saw.
+    the reference too, are those of exactly what the sampler saw. Other options (`protect_prompt=True`) are the compressor's.
     """
     _check(trainer, replay)
     how = _chosen(trainer, correction, replay)
@@ -67,7 +68,7 @@ def use_sparse_rollouts(
         warnings.warn(f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2)
     rows = rows or trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     with _own_forward(trainer.model):
-        engine = Engine(trainer.model, compressor, budget, interval, rows)
+        engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
     if engine.compressor.folds:
         raise SparseRLError(f"{engine.compressor.name} writes beacons among the tokens, which TRL does not know; use `sparse-rl train`.")
     sampler = Sampler(trainer, engine, how, replay)
