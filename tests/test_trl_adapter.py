@@ -1,11 +1,14 @@
 """Sparse rollouts inside TRL's GRPOTrainer: what it samples, scores and learns, against our own engine and learner on the same batch."""
 
+import ast
 import contextlib
 import copy
 import dataclasses
 import itertools
 import math
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -400,6 +403,44 @@ def test_some_are_cut_off_under_replay(sparse):
     assert gap_of(batch).abs().max() < 1e-4
     trainer._compute_loss(trainer.model, batch).backward()
     assert gradient(trainer.model).isfinite().all()
+
+
+TWO_PROCESSES = """
+import sys
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from sparse_rl import load_model
+from sparse_rl.integrations.trl import use_sparse_rollouts
+from accelerate.utils import gather_object
+
+model, tokenizer = load_model("tiny-sums", device="cpu")
+config = GRPOConfig(sys.argv[1], report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    num_generations=8, max_completion_length=40, max_steps=2, logging_steps=1, learning_rate=1e-3, save_strategy="no", temperature=1.5)
+trainer = GRPOTrainer(model, reward_funcs=lambda completions, **_: [len(c) % 7.0 for c in completions], args=config,
+    train_dataset=Dataset.from_dict({"prompt": ["3+4+1+5+2=", "9+9+1=", "7+2+2+1="]}), processing_class=tokenizer)
+use_sparse_rollouts(trainer, budget=16, interval=4, replay=True)
+trainer.train()
+weights = trainer.accelerator.gather(torch.cat([p.detach().flatten() for p in trainer.model.parameters()])[None])
+drawn = gather_object([[(t.prompt_tokens.tolist(), t.response_tokens.tolist()) for t in trainer.vllm_generation.trajectories]])
+if trainer.accelerator.is_main_process:
+    log = trainer.state.log_history[1]
+    print("FOUND", [(weights[0] - weights[1]).abs().max().item(), log["sampling/sampling_logp_difference/max"], *drawn])
+"""
+
+
+def test_two_processes_share_a_group_and_keep_the_same_weights(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parent.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    apart, gap, first, second = ast.literal_eval(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
+    assert apart == 0 and gap < 1e-4
+    assert len(first) == len(second) == 4
+    assert len({tuple(prompt) for prompt, _ in first + second}) == 1  # half of a group each
+    assert not {tuple(response) for _, response in first} & {tuple(response) for _, response in second}  # of streams of their own
 
 
 def test_conversations(sparse):

@@ -64,15 +64,18 @@ def use_sparse_rollouts(
     """
     _check(trainer, replay)
     how = _chosen(trainer, correction, replay)
-    if dropped := without_dropout(trainer.model):
-        warnings.warn(f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2)
     rows = rows or trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     with _own_forward(trainer.model):
         engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
     if engine.compressor.folds:
         raise SparseRLError(f"{engine.compressor.name} writes beacons among the tokens, which TRL does not know; use `sparse-rl train`.")
     sampler = Sampler(trainer, engine, how, replay)
+    if dropped := without_dropout(trainer.model):
+        warnings.warn(f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2)
     trainer.use_vllm, trainer._last_loaded_step, trainer.vllm_generation = True, -1, sampler
+    if how is not None:  # TRL recomputes old log-probs, and its metrics speak of the weights of tokens
+        trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+        trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min = how.cap or math.inf, None
     trainer.__class__ = type(f"Sparse{type(trainer).__name__}", (SparseRollouts, type(trainer)), {})
     return trainer
 
@@ -94,7 +97,7 @@ class Sampler:
             top_k=max(trainer.top_k or 0, 0),
             top_p=1.0 if trainer.top_p is None else trainer.top_p,
             stop_ids=tuple(sorted({i for i in (trainer._tokenizer.eos_token_id, *ends) if i is not None})),
-            for_correction=replay or trainer.vllm_importance_sampling_correction,
+            for_correction=replay or how is not None or trainer.vllm_importance_sampling_correction,
         )
 
     def sync_weights(self) -> None:
@@ -133,7 +136,8 @@ class Sampler:
         if (old := batch.get("old_per_token_logps")) is not None:
             gap = torch.where(mask, old - sampled, 0.0)
             if self.replay:
-                check_replay(gap.cpu(), mask.cpu(), _computes_in(self.trainer))
+                mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
+                check_replay(gap.cpu(), mask.cpu(), mixed or self.trainer.model.dtype)
             fixed = self.fixed(gap, mask, batch)
             notes |= gap_metrics(gap.cpu(), mask.cpu(), Corrected(fixed.mask.cpu(), fixed.weights.cpu(), fixed.accepted.cpu()))
             notes |= {"reject/trajectories/frac": 1 - fixed.accepted.float().mean().item()}
@@ -228,13 +232,8 @@ def _own_forward(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
-def _computes_in(trainer) -> torch.dtype:
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return mixed.get(trainer.accelerator.mixed_precision, trainer.model.dtype)
-
-
 def _chosen(trainer, chosen: str | Correction | None, replay: bool) -> Correction | None:
-    """The correction, None for TRL's own; and TRL told what to compute for it."""
+    """The correction; None: TRL's own."""
     if chosen == "trl":
         mode = trainer.vllm_importance_sampling_mode
         by_sequence = trainer.vllm_importance_sampling_correction and mode.startswith("sequence")
@@ -255,8 +254,6 @@ def _chosen(trainer, chosen: str | Correction | None, replay: bool) -> Correctio
             f"the correction clips the KL at {how.clip_kl}, which TRL's loss cannot; set beta=0 (now {trainer.args.beta}), or take the "
             "correction with clip_kl=None."
         )
-    trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"  # for its metrics
-    trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min = how.cap or math.inf, None
     return how
 
 
