@@ -17,6 +17,7 @@ import torch
 from conftest import tiny
 
 from sparse_rl import Engine, Sampling
+from sparse_rl.attention import shadow
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn.batch import collate, score, weigh
 from sparse_rl.learn.correct import PRESETS, Correction
@@ -348,6 +349,15 @@ def test_sampling_is_not_under_autocast(sparse):
     assert found[False][1]["sparse_rl/gap/abs/mean"] < 1e-5 < found[True][1]["sparse_rl/gap/abs/mean"] < 0.05
 
 
+def test_replay_under_autocast_attends_in_one_dtype(sparse, monkeypatch):
+    """As stock attention does; the kernels of a GPU take nothing else."""
+    seen = set()
+    fits = shadow.fits_kernels
+    monkeypatch.setattr(shadow, "fits_kernels", lambda *tensors: seen.add(tuple(x.dtype for x in tensors[:3])) or fits(*tensors))
+    sparse(replay=True, max_steps=1, bf16=True).train()
+    assert seen == {(torch.bfloat16,) * 3}
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one(sparse, tmp_path, replay):
     def run(folder: str, steps: int, resume: bool = False):
@@ -384,15 +394,11 @@ def test_adapters_with_dropout(sparse):
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_completions_that_are_cut_off_move_nothing_when_masked(sparse, replay):
-    trainer = sparse(replay=replay, max_steps=1, mask_truncated_completions=True, max_completion_length=3, beta=0.0)
-    trainer.vllm_generation.sampling = dataclasses.replace(trainer.vllm_generation.sampling, stop_ids=())
+    trainer = sparse(replay=replay, max_steps=1, mask_truncated_completions=True, max_completion_length=3, seed=1)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    with torch.no_grad():
-        trainer.model.lm_head.weight[trainer._tokenizer.eos_token_id] = 0
-    before["lm_head.weight"] = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
-    if trainer.state.log_history[0]["completions/clipped_ratio"] == 1:
-        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] == 1
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
 def test_some_are_cut_off_under_replay(sparse):
