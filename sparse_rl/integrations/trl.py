@@ -64,7 +64,7 @@ def use_sparse_rollouts(
     """
     _check(trainer, replay)
     how = _chosen(trainer, correction, replay)
-    rows = rows or trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation if rows is None else rows
     with _own_forward(trainer.model):
         engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
     if engine.compressor.folds:
