@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "ahead": {"metrics", "rollout", "samples"},
     "launch": set(),
     "report": {"cache", "checkpoint", "config", "plan"},
-    "integrations": {"config", "learn"},
+    "integrations": {"cache", "compressors", "config", "learn", "records", "rollout"},
     "evaluation": {"checkpoint", "compressors", "learn", "metrics", "models", "plan", "records", "rollout", "statistics", "tasks"},
 }
 

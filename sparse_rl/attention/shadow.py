@@ -50,6 +50,7 @@ def shadow_attention(
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
     check_call(module, attention_mask, kwargs, replay, "replay")
     scaling = scaling or query.shape[-1] ** -0.5
+    query, key, value = (as_autocast(x) for x in (query, key, value))
     evicted_at = replay.of_layer(module.layer_idx, key.shape[1])
     if fits_kernels(query, key, value, dropout):
         if replay.segments.are_few:
@@ -62,6 +63,13 @@ def shadow_attention(
 
             return flex_under_trace(query, key, value, evicted_at, scaling, sliding_window), None
     return attend(query, key, value, layer_mask(evicted_at, sliding_window), scaling, softcap, dropout), None
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """What stock attention makes of its inputs under autocast: there queries and keys leave RoPE in fp32, values do not."""
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def fits_kernels(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:

@@ -186,9 +186,7 @@ class Learner:
 def learning(model: nn.Module) -> Iterator[None]:
     """Train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and a ratio must start at 1."""
     training = [(module, module.training) for module in model.modules()]
-    shares = [
-        (module, name, value) for module in model.modules() for name, value in vars(module).items() if _is_dropout(module, name, value)
-    ]
+    shares = _dropouts(model)
     try:
         for module, _ in training:
             module.training = True
@@ -200,6 +198,18 @@ def learning(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for module, name, value in shares:
             setattr(module, name, value)
+
+
+def without_dropout(model: nn.Module) -> list[float]:
+    """Set every share that is dropped to 0, for good, and say which they were."""
+    shares = [(module, name, value) for module, name, value in _dropouts(model) if value]
+    for module, name, _ in shares:
+        setattr(module, name, 0.0)
+    return [value for *_, value in shares]
+
+
+def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    return [(module, name, value) for module in model.modules() for name, value in vars(module).items() if _is_dropout(module, name, value)]
 
 
 def _is_dropout(module: nn.Module, name: str, value) -> bool:

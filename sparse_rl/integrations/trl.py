@@ -1,0 +1,291 @@
+"""Rollouts on a compressed cache inside TRL's GRPOTrainer: trl>=1.12,<2.
+
+    trainer = GRPOTrainer(...)  # as in any script
+    use_sparse_rollouts(trainer, compressor="rkv", budget=512, interval=128)
+    trainer.train()
+
+TRL believes that a vLLM engine samples for it, so its importance ratios, their metrics and the recomputed old log-probs come with it. What
+samples is our engine on the trainer's own model: nothing is copied. The trainer becomes one of a class that adds three things to its own:
+our corrections, replay, and metrics under `sparse_rl/`.
+
+Shapes: B completions, P + C tokens of TRL's rows (prompts padded on their left, completions on their right).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import Trace
+from ..compressors import Compressor, make
+from ..errors import SparseRLError
+from ..learn.batch import check_replay
+from ..learn.correct import Corrected, Correction, correct, correction
+from ..learn.diagnose import gap_metrics
+from ..learn.learner import without_dropout
+from ..learn.method import Method
+from ..learn.score import hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
+from ..records import Trajectory, kv_tokens_saved
+from ..rollout import Engine, Sampling
+from ..streams import stream_key
+
+VERSIONS = "trl>=1.12,<2"
+TRACES = "sparse_rl_traces"  # their key in TRL's batches: a list, which TRL shuffles and cuts as it does tensors
+
+_NEEDED = ["use_vllm", "_metrics", "_tokenizer", "state", "accelerator", "max_completion_length", "temperature", "top_p", "top_k"]
+_NEEDED += ["vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"]
+_NEEDED += ["_generate_and_score_completions", "_compute_loss"]
+_SCORES = ["model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"]
+
+
+def use_sparse_rollouts(
+    trainer,
+    compressor: str | Compressor = "rkv",
+    budget: int = 512,
+    interval: int = 128,
+    rows: int | None = None,
+    correction: str | Correction | None = None,
+    replay: bool = False,
+    **compressor_options,
+):
+    """Let `trainer` (a GRPOTrainer) sample on a compressed cache, and return it.
+
+    `rows`: completions that run at once; None: all that a process generates for one batch. `correction`: a preset or a `Correction`;
+    "trl": TRL's own, as the GRPOConfig has it; None: sparse-rl, or under `replay` none. `replay`: all log-probs, those of the loss and of
+    the reference too, are those of exactly what the sampler saw. Other options (`protect_prompt=True`) are the compressor's.
+    """
+    _check(trainer, replay)
+    how = _chosen(trainer, correction, replay)
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation if rows is None else rows
+    with _own_forward(trainer.model):
+        engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
+    if engine.compressor.folds:
+        raise SparseRLError(f"{engine.compressor.name} writes beacons among the tokens, which TRL does not know; use `sparse-rl train`.")
+    sampler = Sampler(trainer, engine, how, replay)
+    if dropped := without_dropout(trainer.model):
+        warnings.warn(f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2)
+    trainer.use_vllm, trainer._last_loaded_step, trainer.vllm_generation = True, -1, sampler
+    if how is not None:  # TRL recomputes old log-probs, and its metrics speak of the weights of tokens
+        trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+        trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min = how.cap or math.inf, None
+    trainer.__class__ = type(f"Sparse{type(trainer).__name__}", (SparseRollouts, type(trainer)), {})
+    return trainer
+
+
+class Sampler:
+    """Stands where TRL has its vLLM engine."""
+
+    def __init__(self, trainer, engine: Engine, how: Correction | None, replay: bool):
+        self.trainer, self.engine, self.how, self.replay = trainer, engine, how, replay
+        self.calls: Counter = Counter()  # of this global step, in training and in evaluation
+        self.step = -1
+        self.trajectories: list[Trajectory] = []  # of the last call
+        self.traces: list[Trace] | None = None  # what log-probs are to be scored under now; None: dense
+        ends = getattr(trainer.model.generation_config, "eos_token_id", None)
+        ends = ends if isinstance(ends, (list, tuple)) else [ends]
+        self.sampling = Sampling(
+            max_new_tokens=trainer.max_completion_length,
+            temperature=trainer.temperature,
+            top_k=max(trainer.top_k or 0, 0),
+            top_p=1.0 if trainer.top_p is None else trainer.top_p,
+            stop_ids=tuple(sorted({i for i in (trainer._tokenizer.eos_token_id, *ends) if i is not None})),
+            for_correction=replay or how is not None or trainer.vllm_importance_sampling_correction,
+        )
+
+    def sync_weights(self) -> None:
+        """Nothing to copy: the engine reads the trainer's own weights."""
+        self.engine.version = self.trainer.state.global_step
+
+    def generate(self, prompts: Sequence[list[int]], images=None, num_generations: int = 1, profiler=None):
+        """TRL's call: a completion for every prompt (they come repeated), as (prompts, completions, log-probs, None)."""
+        if images is not None:
+            raise SparseRLError("the prompts hold images, which sparse rollouts cannot sample from; use text alone.")
+        runs = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
+        with _own_forward(self.engine.model):
+            self.trajectories = self.engine.generate(
+                [prompt for prompt, _ in runs], sampling=self.sampling, seed=self.next_seed(), samples=[range(n) for _, n in runs]
+            )
+        if self.replay:
+            self.traces = [t.trace for t in self.trajectories]
+        responses = [(t.response_tokens, t.sampler_logprobs[t.num_prompt_tokens :]) for t in self.trajectories]
+        return prompts, [ids.tolist() for ids, _ in responses], [logprobs[:, None].tolist() for _, logprobs in responses], None
+
+    def next_seed(self) -> int:
+        """Of the training's seed, the step, the call in it and the process: a run that resumes at a step draws what it would have."""
+        trainer = self.trainer
+        if self.step != trainer.state.global_step:
+            self.step, self.calls = trainer.state.global_step, Counter()
+        evaluates = not trainer.model.training
+        call = self.calls[evaluates]
+        self.calls[evaluates] += 1
+        return rollout_seed(trainer.args.seed, self.step, call, trainer.accelerator.process_index, evaluates)
+
+    def corrected(self, batch: dict) -> dict:
+        """The batch with our mask and weights in TRL's places for them, after its metrics are noted."""
+        mode = "train" if self.trainer.model.training else "eval"
+        mask, sampled = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+        notes = {"kv_tokens_saved": kv_tokens_saved(self.trajectories), "kv_bytes_saved": self.engine.kv_bytes_saved(self.trajectories)}
+        if (old := batch.get("old_per_token_logps")) is not None:
+            gap = torch.where(mask, old - sampled, 0.0)
+            if self.replay:
+                mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
+                check_replay(gap.cpu(), mask.cpu(), mixed or self.trainer.model.dtype)
+            fixed = self.fixed(gap, mask, batch)
+            notes |= gap_metrics(gap.cpu(), mask.cpu(), Corrected(fixed.mask.cpu(), fixed.weights.cpu(), fixed.accepted.cpu()))
+            notes |= {"reject/trajectories/frac": 1 - fixed.accepted.float().mean().item()}
+            notes |= {"reject/tokens/frac": 1 - (fixed.mask.sum() / mask.sum().clamp(min=1)).item()}
+            if self.how is not None:
+                counted = self.trainer.accelerator.gather(fixed.mask.sum()).sum()
+                weights = torch.where(fixed.mask, fixed.weights, 1.0)
+                batch |= {"tool_mask": fixed.mask.long(), "importance_sampling_ratio": weights, "num_items_in_batch": counted}
+                if self.how.old == "sampler":
+                    batch["old_per_token_logps"] = sampled
+        for name, value in notes.items():
+            self.trainer._metrics[mode][f"sparse_rl/{name}"].append(value)
+        return batch | {TRACES: self.traces} if self.replay else batch
+
+    def fixed(self, gap: Tensor, mask: Tensor, batch: dict) -> Corrected:
+        """What the correction makes of a gap. Of TRL's own, what it made: tokens of weight 0 are masked, rows of nothing else rejected."""
+        if self.how is not None:
+            return correct(torch.zeros_like(gap) if self.how.old == "sampler" else gap, mask, self.how)
+        weights = batch.get("importance_sampling_ratio", torch.ones_like(gap)).expand(mask.shape)
+        kept = mask & (weights > 0)
+        return Corrected(kept, weights, kept.any(1) | ~mask.any(1))
+
+
+class SparseRollouts:
+    """What is added to the trainer's own class."""
+
+    def _generate_and_score_completions(self, inputs):
+        try:
+            return self.vllm_generation.corrected(super()._generate_and_score_completions(inputs))
+        finally:
+            self.vllm_generation.traces = None
+
+    def _compute_loss(self, model, inputs):
+        self.vllm_generation.traces = inputs.get(TRACES)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.vllm_generation.traces = None
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options):
+        traces = self.vllm_generation.traces
+        if traces is None:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options
+            )
+        whole = self.accelerator.unwrap_model(model)
+        size = batch_size or len(input_ids)
+        parts = zip(input_ids.split(size), attention_mask.split(size), [traces[i : i + size] for i in range(0, len(traces), size)])
+        with self.accelerator.autocast():
+            values = [replayed(model, whole, *part, logits_to_keep, self.temperature) for part in parts]
+        logprobs, entropies = (torch.cat(several) for several in zip(*values))
+        return logprobs, entropies, None
+
+
+def replayed(
+    model: nn.Module, whole: nn.Module, ids: Tensor, attended: Tensor, traces: Sequence[Trace], keep: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, C] of the completions, each query seeing what its trace says. Differentiable.
+
+    ids, attended [B, P + C]; `model` may be wrapped, `whole` is what it wraps. A row is padding, then tokens as the sampler fed them: moved
+    to the left by that padding, it is what its trace speaks of.
+    """
+    padding = (attended[:, :-keep] == 0).sum(1)  # [B]: before the prompt
+    lengths = [trace.num_tokens for trace in traces]
+    place = torch.arange(max(lengths), device=ids.device) + padding[:, None]  # [B, T]: where a token stands in TRL's row
+    inside = place.clamp(max=ids.shape[1] - 1)
+    tokens = ids.gather(1, inside)
+    asked = attended.gather(1, inside).bool() & (place == inside) & (place >= ids.shape[1] - keep)
+    seen = replay_of(whole, [(row[:n].cpu(), trace) for row, n, trace in zip(tokens, lengths, traces)])
+    values = over_chunks(model, hidden_states(model, tokens, seen), asked, logprobs_entropies_ranks(temperature), tokens[asked])  # [n, 3]
+    where = attended[:, -keep:].bool()  # the same tokens, in the same order
+    logprobs, entropies, _ = (values.new_zeros(where.shape).masked_scatter(where, column) for column in values.unbind(-1))
+    return logprobs, entropies
+
+
+def rollout_seed(seed: int, step: int, call: int = 0, process: int = 0, evaluates: bool = False) -> int:
+    """The engine's seed in the `call`-th generation of a global step."""
+    return stream_key(seed, [step, call], process, int(evaluates))
+
+
+@contextmanager
+def _own_forward(model: nn.Module) -> Iterator[None]:
+    """The model with its class's forward: those that TRL and accelerate put in its place (for log-probs, autocast) slow sampling down."""
+    from transformers import PreTrainedModel
+
+    modules = [model, next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)]
+    patched = [(m, vars(m).pop("forward")) for m in modules if "forward" in vars(m) and "_hf_hook" not in vars(m)]
+    try:
+        yield
+    finally:
+        for module, forward in patched:
+            module.forward = forward
+
+
+def _chosen(trainer, chosen: str | Correction | None, replay: bool) -> Correction | None:
+    """The correction; None: TRL's own."""
+    if chosen == "trl":
+        mode = trainer.vllm_importance_sampling_mode
+        by_sequence = trainer.vllm_importance_sampling_correction and mode.startswith("sequence")
+        if by_sequence and trainer.loss_type == "vespo":
+            raise SparseRLError(f"vespo weighs tokens, not sequences ({mode}); set vllm_importance_sampling_mode='token_truncate'.")
+        if by_sequence and not replay:
+            warnings.warn(
+                f"vllm_importance_sampling_mode={mode!r} multiplies the ratios of all tokens of a completion, so long compressed rollouts "
+                "count for nothing or too much; set vllm_importance_sampling_mode='token_truncate' in the GRPOConfig, or use a correction "
+                "of ours (correction='sparse-rl').",
+                stacklevel=3,
+            )
+        return None
+    how = chosen if isinstance(chosen, Correction) else correction(chosen or ("none" if replay else "sparse-rl"))
+    Method(how, view="shadow" if replay else "dense")  # refuses what does not go together
+    if how.clip_kl is not None and trainer.args.beta:
+        raise SparseRLError(
+            f"the correction clips the KL at {how.clip_kl}, which TRL's loss cannot; set beta=0 (now {trainer.args.beta}), or take the "
+            "correction with clip_kl=None."
+        )
+    return how
+
+
+def _check(trainer, replay: bool) -> None:
+    """Refuse, in one sentence, what cannot work."""
+    from trl import GRPOTrainer, __version__
+
+    if not isinstance(trainer, GRPOTrainer):
+        raise SparseRLError(f"{type(trainer).__name__} is not a GRPOTrainer; sparse rollouts can only go into that one.")
+    if isinstance(trainer, SparseRollouts):
+        raise SparseRLError("this trainer has sparse rollouts already; make a new one to change their settings.")
+    score = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+    known = [] if score is None else inspect.signature(score).parameters
+    missing = [name for name in _NEEDED if not hasattr(trainer, name)]
+    missing += [f"_get_per_token_logps_and_entropies({name})" for name in _SCORES if name not in known and "kwargs" not in known]
+    if missing:
+        raise SparseRLError(f"TRL {__version__} has no {missing[0]}: sparse rollouts support {VERSIONS}; install such a version.")
+    args, aux = trainer.args, getattr(trainer, "aux_loss_enabled", False)
+    refused = {
+        "use_vllm brings another engine; set use_vllm=False": args.use_vllm,
+        "continuous batching is another engine; set use_transformers_continuous_batching=False": args.use_transformers_continuous_batching,
+        "a rollout_func samples by itself; leave it out": trainer.rollout_func,
+        "tools and environments write into completions; leave them out": trainer.tools or trainer.environment_factories,
+        "vision-language models are not supported; give a text model and its tokenizer": trainer._is_vlm,
+        f"min_p={args.min_p} is not supported; leave it None": args.min_p,
+        f"repetition_penalty={args.repetition_penalty} is not supported; set it to 1.0": args.repetition_penalty != 1.0,
+        f"generation_kwargs={args.generation_kwargs} are not supported; leave them None": args.generation_kwargs,
+        f"temperature={args.temperature} is not supported; set it above 0": not args.temperature > 0,
+        "DeepSpeed shards or moves weights, and a process samples from whole ones; launch with DDP": trainer.is_deepspeed_enabled,
+        "FSDP shards weights, and a process samples from whole ones; launch with DDP": trainer.is_fsdp_enabled,
+        "this TRL's Liger loss knows no corrections and no replay; set use_liger_kernel=False": getattr(trainer, "use_liger_kernel", False),
+        "replay has no load-balancing loss; set router_aux_loss_coef=0": replay and aux,
+    }
+    for why in (why for why, holds in refused.items() if holds):
+        raise SparseRLError(f"sparse rollouts: {why}.")
