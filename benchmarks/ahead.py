@@ -1,0 +1,147 @@
+"""Rollouts in turn with the learner against rollouts one step ahead of it: step time, how long the GPU is idle, what is learned.
+
+    python benchmarks/ahead.py --recipe countdown-search --model models/countdown-search --out runs/ahead --seeds 2 --plot ahead.png
+    python benchmarks/ahead.py --recipe tiny-sums --out runs/ahead-cpu --seeds 2 --set run.steps 30
+
+Both arms are `sparse-rl train RECIPE` with one key changed, one after the other, each alone on the device. Idle is the share of time in
+which nvidia-smi, asked five times a second, saw no kernel run, between the first step's end and the last one's. Finished runs are not run
+again.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sparse_rl.metrics import read_lines
+
+ARMS = {"in turn": 0, "ahead": 1}
+
+
+class Watch:
+    """Utilisation of the GPU while a run goes on; nothing where there is none."""
+
+    def __enter__(self):
+        try:
+            asked = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+            self.process = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
+        except FileNotFoundError:
+            self.process = None
+        self.start = time.time()
+        return self
+
+    def __exit__(self, *_):
+        self.values = []
+        if self.process:
+            self.process.terminate()
+            self.values = [int(v) for v in self.process.communicate()[0].split() if v.isdigit()]
+        self.end = time.time()
+
+    def idle(self, first: float, last: float) -> float | None:
+        """The mean share of time without a kernel between two moments."""
+        if not self.values:
+            return None
+        per = len(self.values) / (self.end - self.start)
+        inside = self.values[int((first - self.start) * per) : int((last - self.start) * per) + 1]
+        return 1 - statistics.mean(inside) / 100
+
+
+def run(args, name: str, seed: int) -> dict:
+    folder = args.out / f"{name.replace(' ', '-')}-{seed}"
+    done = folder / "measured.json"
+    if done.exists():
+        return json.loads(done.read_text())
+    keys = [("rollout.ahead", ARMS[name]), ("run.seed", seed), *args.set]
+    keys += [("model.name", args.model)] if args.model else []
+    command = [sys.executable, "-m", "sparse_rl", "train", args.recipe, "--out", str(folder)]
+    command += [part for key, value in keys for part in (f"--{key}", str(value))]
+    moments = {}
+    with Watch() as watch:
+        process = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        while process.poll() is None:
+            time.sleep(0.1)
+            moments |= {n: time.time() for n in [len(read_lines(folder / "timing.jsonl"))] if n and n not in moments}
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}")
+    timing = [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line][2:]  # the first two compile and capture
+    metrics = read_lines(folder / "metrics.jsonl")
+    result = {
+        "arm": name,
+        "seed": seed,
+        "step": statistics.median(line["time/step"] for line in timing),
+        "wait": statistics.median(line.get("time/wait", 0.0) for line in timing),
+        "rollout": statistics.median(line.get("ahead/rollout/seconds", line.get("time/rollout", 0.0)) for line in timing),
+        "update": statistics.median(line["time/update"] for line in timing),
+        "peak": max((line.get("memory/peak_bytes", 0) for line in timing), default=0),
+        "idle": watch.idle(min(moments.values()), max(moments.values())) if moments else None,
+        "curve": [(m["step"], m["eval/dense/accuracy"], m.get("eval/sparse/accuracy")) for m in metrics if "eval/dense/accuracy" in m],
+        "drift": [m["update/drift/mean"] for m in metrics if "update/drift/mean" in m],
+        "clip": [m["update/clip/frac"] for m in metrics if "update/clip/frac" in m],
+        "gap": [m["gap/abs/mean"] for m in metrics if "gap/abs/mean" in m],
+    }
+    done.write_text(json.dumps(result))
+    return result
+
+
+def table(results: list[dict]) -> str:
+    lines = [
+        "| | seed | s a step | rollout | update | learner waits | GPU idle | peak GiB | clipped | accuracy dense | sparse |",
+        "|" + "---|" * 11,
+    ]
+    for r in results:
+        idle = "" if r["idle"] is None else f"{r['idle']:.0%}"
+        _, dense, sparse = r["curve"][-1] if r["curve"] else (0, float("nan"), None)
+        start = r["curve"][0] if r["curve"] else (0, float("nan"), None)
+        lines.append(
+            f"| {r['arm']} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | {r['wait']:.2f} | {idle} | "
+            f"{r['peak'] / 2**30:.2f} | {statistics.mean(r['clip']):.2%} | {start[1]:.3f} to {dense:.3f} | "
+            f"{'' if sparse is None else f'{start[2]:.3f} to {sparse:.3f}'} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    for r in results:
+        colour = {"in turn": "tab:blue", "ahead": "tab:orange"}[r["arm"]]
+        steps, dense, sparse = zip(*r["curve"])
+        values = dense if sparse[-1] is None else sparse
+        label = r["arm"] if r["seed"] == results[0]["seed"] else None
+        axes[0].plot(steps, values, color=colour, label=label)
+        axes[1].plot([s * r["step"] / 60 for s in steps], values, color=colour, label=label)
+    for axis, name in zip(axes, ("step", "minutes of training (median step time)")):
+        axis.set(xlabel=name, ylabel="held-out accuracy, same cache")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="countdown-search")
+    parser.add_argument("--model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = [run(args, name, seed) for seed in range(args.seeds) for name in ARMS]
+    if args.plot:
+        plot(results, args.plot)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
