@@ -1,5 +1,7 @@
 """What a user types and sees."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -12,12 +14,26 @@ import pytest
 import torch
 
 from sparse_rl import COMPRESSORS, load_model, read_trajectories, token_logprobs
+from sparse_rl.cli import main
 
 COMMAND = [sys.executable, "-c", "from sparse_rl.cli import main; main()"]
 
 
-def run(*arguments, **options):
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options)
+def run(*arguments) -> subprocess.CompletedProcess:
+    """A command as a shell would run it, but in this process: starting one takes longer than most commands."""
+    said, told, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["sparse-rl", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+            main()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = before
+    if isinstance(code, str):  # what Python prints for it
+        told.write(f"{code}\n")
+        code = 1
+    return subprocess.CompletedProcess(sys.argv, code, said.getvalue(), told.getvalue())
 
 
 def test_help_does_not_import_torch():

@@ -5,18 +5,16 @@ import math
 import os
 import random
 
-import numpy as np
 import pytest
 from test_report_data import STEPS, plant
 
 from sparse_rl.metrics import Log
-from sparse_rl.report import curves
 from sparse_rl.report import lines as reader
 from sparse_rl.report.curves import NAMES
 from sparse_rl.report.document import document
 from sparse_rl.report.figures import png
 from sparse_rl.report.lines import Reading, read_on
-from sparse_rl.report.read import LONGEST_NOTE, NOTES, read_run, read_runs
+from sparse_rl.report.read import LONGEST_NOTE, NOTES, read_run
 
 
 def by_hand(data: bytes) -> tuple[dict, list[int]]:
@@ -137,28 +135,6 @@ def test_a_run_that_is_resumed_cut_rewritten_or_removed_is_read_anew(tmp_path, t
     assert "reward/mean" not in run.curves and "there is no metrics.jsonl" in run.notes
     path.write_bytes(whole)
     assert shown() == [0.1, 0.2, 7.0, 8.0]
-
-
-def test_several_processes_read_what_one_does(tmp_path, texts, monkeypatch):
-    draw = random.Random(3)
-    for name in "abc":
-        rows = [{"step": s, "reward/mean": draw.random(), "x": None} for s in range(50)]
-        plant(tmp_path / name, [*rows, b"damage\n"], [{"step": 1, "time/step": 1.0}])
-    (tmp_path / "c" / "timing.jsonl").unlink()
-    monkeypatch.setattr(curves, "_read", {})
-    alone = read_runs([tmp_path])[0]
-    assert len(texts) == 3 * 51 + 2
-    monkeypatch.setattr(curves, "_read", {})
-    monkeypatch.setattr(curves, "MANY", 1)
-    texts.clear()
-    several = read_runs([tmp_path])[0]
-    assert texts == []  # nothing was left for this process
-    for one, other in zip(alone, several, strict=True):
-        assert one.notes == other.notes and one.curves.keys() == other.curves.keys()
-        for name, curve in one.curves.items():
-            assert np.array_equal(curve.step, other.curves[name].step) and np.array_equal(
-                curve.value, other.curves[name].value, equal_nan=True
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------ bounds

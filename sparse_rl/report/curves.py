@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +13,9 @@ from .lines import Reading, Table, read_on
 
 EXPECTED = {  # what every step of a run writes
     "metrics.jsonl": ("reward/mean", "rollout/length/mean", "old/entropy/mean", "gap/xi/p05", "reject/trajectories/frac"),
-    "timing.jsonl": ("time/step", "time/rollout", "rollout/tokens_per_s", "cache/bytes/allocated"),
+    "timing.jsonl": ("time/step", "rollout/tokens_per_s", "cache/bytes/allocated"),
 }
 NAMES, LONGEST_NAME = 1000, 200  # metrics of a file, and characters of one
-MANY = 64_000_000  # bytes of files from which more than one process reads them
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,59 +67,6 @@ def _looks(path: Path) -> tuple:
 def _look_into(path: Path, expected: Sequence[str], before: Reading) -> Known:
     looks, reading = _looks(path), read_on(path, before)
     return looks, reading, curves_of(reading, path.name, expected)
-
-
-def read_ahead(folders: Sequence[Path]) -> None:
-    """Read files of many large runs that were not read yet by several processes; what fails here is read again, and told, afterwards."""
-    new = [folder / name for folder in folders for name in EXPECTED if folder / name not in _read and lies_in(folder / name, folder)]
-    large = sorted(((_size(path), path) for path in new), reverse=True)
-    alone = threading.active_count() > 1 or "fork" not in multiprocessing.get_all_start_methods()  # threads do not survive a fork
-    if alone or len(new) < 2 or sum(size for size, _ in large) < MANY:
-        return
-    count, fork = min(len(large), os.cpu_count() or 1, 8), multiprocessing.get_context("fork")
-    shares = [[path for _, path in large[i::count]] for i in range(count)]
-    pipes = [fork.Pipe(duplex=False) for _ in shares]
-    readers = [fork.Process(target=_send, args=(share, pipes, i), daemon=True) for i, share in enumerate(shares)]
-    try:
-        for reader, (_, end) in zip(readers, pipes):
-            reader.start()
-            end.close()
-        for share, (results, _) in zip(shares, pipes):
-            with contextlib.suppress(EOFError):  # a process that was killed
-                for path in share:
-                    if (known := results.recv()) is not None:
-                        _read[path] = known
-    finally:
-        for reader in readers:
-            if reader.pid is not None:
-                reader.terminate()
-                reader.join()
-
-
-def _send(files: Sequence[Path], pipes: Sequence[tuple[Connection, Connection]], own: int) -> None:
-    """What a process does. It holds no end of a pipe but its own, so that it ends when nobody listens any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for i, (results, end) in enumerate(pipes):
-        results.close()
-        if i != own:
-            end.close()
-    with contextlib.suppress(BrokenPipeError):
-        for path in files:
-            pipes[own][1].send(_fresh(path))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _fresh(path: Path) -> Known | None:
-    try:
-        return _look_into(path, EXPECTED[path.name], Reading())
-    except OSError:
-        return None
 
 
 def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:

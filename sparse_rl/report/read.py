@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config import make_recipe
 from ..errors import SparseRLError
-from .curves import EXPECTED, Curve, damage, lies_in, read_ahead, read_curves
+from .curves import EXPECTED, Curve, damage, lies_in, read_curves
 from .lines import contents
 from .recipe import LONGEST, plain
 
@@ -99,7 +99,6 @@ def _inside(path: Path) -> tuple[list[Path], list[str]]:
 def read_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[list[Run], list[str]]:
     """Every run that paths name, and notes about the whole."""
     folders, notes = find_runs(paths, gone)
-    read_ahead(folders)
     runs = []
     for folder in folders:
         try:
