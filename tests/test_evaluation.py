@@ -352,12 +352,22 @@ def gsm8k(tmp_path) -> Path:
     return folder
 
 
-def test_a_benchmark_is_asked_as_published_where_nothing_is_said(tmp_path, gsm8k):
+@pytest.fixture
+def short(tmp_path) -> str:
+    """The built-in model with positions for 200 tokens, so that a response of all it has room for is soon over."""
+    model, tokenizer = load_model("tiny-sums")
+    model.config.max_position_embeddings = 200
+    model.save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    return str(tmp_path / "short")
+
+
+def test_a_benchmark_is_asked_as_published_where_nothing_is_said(tmp_path, gsm8k, short):
     said = []
     asked = Asked(["gsm8k"], {"gsm8k": {"subset": True}}, data=str(gsm8k), rows=2)
-    (done,) = evaluate("tiny-sums", [Cache("dense")], asked, lambda cache: tmp_path / cache.folder, said.append)
+    (done,) = evaluate(short, [Cache("dense")], asked, lambda cache: tmp_path / cache.folder, said.append)
     settings = json.loads((tmp_path / "dense" / "evaluation.json").read_text())["benches"]["gsm8k"]
-    model, _ = load_model("tiny-sums")
+    model, _ = load_model(short)
     room = model.config.max_position_embeddings - max(i.prompt_tokens for i in done.items)
     assert settings["temperature"] == 0.8 and settings["top_p"] == 0.95 and settings["max_new_tokens"] == room < 8192
     assert any(f"{room:,} new tokens instead of 8,192" in line for line in said)
@@ -366,9 +376,9 @@ def test_a_benchmark_is_asked_as_published_where_nothing_is_said(tmp_path, gsm8k
     assert [i.gold for i in done.items] == ["2", "5", "7"]
 
 
-def test_the_length_does_not_depend_on_how_much_is_asked(tmp_path, gsm8k):
+def test_the_length_does_not_depend_on_how_much_is_asked(tmp_path, gsm8k, short):
     """So that more can be asked for later."""
-    words = ["tiny-sums", "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--rows", 2, "--out", tmp_path / "x"]
+    words = [short, "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--rows", 2, "--out", tmp_path / "x"]
     for limit in (1, 3):
         done = run(*words, "--limit", limit)
         assert done.exit_code == 0, done.exception
