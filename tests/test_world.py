@@ -277,7 +277,7 @@ def test_a_run_a_step_ahead_is_saved_stopped_and_resumed(tmp_path):
     assert step == max(line["step"] for line in read_lines(folder / "metrics.jsonl"))
     run("train", folder, "--resume", "--run.steps", step + 2)
     lines = read_lines(folder / "metrics.jsonl")
-    timing = [line for line in read_lines(folder / "timing.jsonl") if line["step"] == step + 2][0]
+    timing = next(line for line in read_lines(folder / "timing.jsonl") if line["step"] == step + 2)
     assert lines[-1]["step"] == step + 2 and timing["ahead/rollout/seconds"] > 0 and "time/rollout" not in timing
     assert timing["time/wait"] <= timing["time/step"]
 
