@@ -56,7 +56,12 @@ def save_checkpoint(
             save_model(partial, model, tokenizer)
             for name, student in (students or {}).items():
                 save_model(partial / "students" / name, student, tokenizer)
-            torch.save({"step": step, "torch_rng": torch.get_rng_state(), **state}, partial / _STATE)
+            about = {"step": step, "torch_rng": torch.get_rng_state(), "shards": bool(shards)}
+            torch.save({**about, **state}, partial / _STATE)
+
+    def write_shards() -> None:
+        with writing(path):
+            save_shards(shards, partial / _SHARDS)
 
     def finish() -> None:
         with writing(path):
@@ -72,8 +77,7 @@ def save_checkpoint(
     try:
         world.from_first(begin)
         if shards:
-            with writing(path):
-                save_shards(shards, partial / _SHARDS)
+            world.together(write_shards)
         world.from_first(finish)
     finally:
         if world.first:
@@ -146,7 +150,12 @@ def load_state(path: Path, like: dict | None = None) -> dict:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise SparseRLError(f"{path / _STATE} is damaged ({first_line(error)}); remove {path} to go on from the one before.") from error
     torch.set_rng_state(state.pop("torch_rng"))
-    return with_shards(state, like or {}, path / _SHARDS) if (path / _SHARDS).is_dir() else state
+    if not state.pop("shards", (path / _SHARDS).is_dir()):
+        return state
+    try:
+        return with_shards(state, like or {}, path / _SHARDS)
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise SparseRLError(f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the one before.") from error
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -189,11 +189,16 @@ def train(
         arguments = ["train", str(recipe), "--out", str(folder), *(["--resume"] if resume else []), *context.args]
         raise typer.Exit(launch(num_processes, arguments))
     from .run import train as start
-    from .world import join_world, leave_world
+    from .world import Elsewhere, join_world, leave_world
 
-    world = join_world()
+    world, done = join_world(), False
     try:
         trainer = start(settings, folder, resume, world=world)
+        done = True
+    except Elsewhere:
+        if world.first:
+            raise
+        raise typer.Exit(1) from None  # said by the one that failed, and by the first
     except KeyboardInterrupt:
         begun = (folder / "recipe.yaml").exists()
         several = f" --num-processes {world.size}" if world.size > 1 else ""
@@ -201,10 +206,11 @@ def train(
         if world.first:
             typer.echo(f"sparse-rl: stopped; {hint}", err=True)
         raise typer.Exit(130) from None
+    finally:
+        leave_world(world, failed=not done)
     if world.first:
         model = f"{folder}/checkpoints/step-{trainer.step:06d}"
         typer.echo(f"{trainer.step} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")
-    leave_world(world)
 
 
 @app.command(context_settings=_WITH_OVERRIDES)

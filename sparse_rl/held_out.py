@@ -36,6 +36,8 @@ def complete(
     """`members`: which of every prompt's samples are wanted; None: all."""
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
     trajectories = engine.generate(ids, samples, sampling, seed, samples=members)
+    if not trajectories:  # a process may have no share; tokenizers make one text of no responses
+        return [], []
     texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
     return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
 

@@ -31,7 +31,7 @@ from .learn.advantage import advantage
 from .learn.batch import Batch, corrected, weigh
 from .learn.correct import Corrected
 from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
-from .learn.learner import Learner
+from .learn.learner import Disagreement, Learner
 from .learn.loss import k3
 from .learn.shards import publish, shard
 from .learn.student import Students, copied
@@ -45,7 +45,7 @@ from .sampler import Sampler
 from .samples import Rollout, places_to_write, write_samples
 from .share import merge, outlined
 from .streams import stream_key
-from .world import World
+from .world import GONE, Elsewhere, World, is_lost
 
 
 class Trainer:
@@ -141,6 +141,8 @@ class Trainer:
                 self._save_after(error)
                 if isinstance(error, RuntimeError) and is_out_of_memory(error):
                     raise self._out_of_memory(error) from error
+                if is_lost(error):
+                    raise Elsewhere(GONE) from error
                 raise
             finally:
                 self.source.close()
@@ -326,20 +328,25 @@ class Trainer:
         return model, tokenizer
 
     def _save_after(self, error: BaseException) -> None:
-        """Save before an error ends the run, unless the weights may be between two steps, or writing is what failed.
+        """Save before an error ends the run, unless the weights may be between two steps or differ, or writing is what failed.
 
-        Other processes may be gone by now. Where the first one has everything, it saves alone; shards are saved only when all stop.
+        When a run is stopped, all processes are here, and none leaves before it is saved: launchers end the others when one has ended.
+        After an error others may be gone. Where the first one has everything, it saves alone; shards are then lost.
         """
         nothing_moved = (self.learner.version, self.students.versions) == (self.done, self.taught)
         untouched = isinstance(error, SparseRLError) and nothing_moved  # refused before an update
         between_steps = self.updating and not untouched
         unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
-        if not self.step or between_steps or unexpected or isinstance(error, CannotWrite):
+        if not self.step or between_steps or unexpected or isinstance(error, (CannotWrite, Disagreement)):
             return
-        if self.learner.sharded is None:
+        if isinstance(error, KeyboardInterrupt):
+            with uninterrupted():  # by whoever asks twice
+                self.world.stop = False
+                if self.learner.sharded is not None:
+                    self.source.close()  # or shards would wait for all that is sampled ahead
+                self.save()
+        elif self.learner.sharded is None:
             self.save(World() if self.world.first else World(self.world.rank))
-        elif isinstance(error, KeyboardInterrupt):
-            self.save()
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)

@@ -26,6 +26,7 @@ from .errors import SparseRLError, stoppable
 
 T = TypeVar("T")
 _BUCKET = 2**26  # numbers summed over processes in one go
+GONE = "another process of this run is gone; see what it said, and go on with --resume."
 _PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than another; one that died is noticed at once
 
 
@@ -76,11 +77,12 @@ class World:
         self.waited = time.perf_counter() - start - outcome.seconds
         seconds = [o.seconds for o in outcomes]
         self.idle = 1 - sum(seconds) / (self.size * max(seconds)) if max(seconds) > 0 else 0.0
-        if failure is not None:
+        said = outcomes[0].error is not None and outcomes[0].error == outcome.error and not self.first  # by the first, in the same words
+        if failure is not None and not said:
             raise failure
         for rank, other in enumerate(outcomes):
             if other.error is not None:
-                raise Elsewhere(f"process {rank} of {self.size} failed: {other.error}")
+                raise Elsewhere(f"process {rank} of {self.size} failed: {other.error}") from failure
         if any(o.stopped for o in outcomes):
             self.stop = False  # all know; they may meet again to save
             raise KeyboardInterrupt
@@ -151,7 +153,12 @@ def lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing more particular
-        raise Elsewhere("another process of this run is gone; see what it said, and go on with --resume.") from error
+        raise Elsewhere(GONE) from error
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another process is gone, wherever it arose: shards are exchanged in the middle of a model."""
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def join_world() -> World:
@@ -164,6 +171,8 @@ def join_world() -> World:
     return World(state.process_index, state.num_processes, torch.distributed.new_group(backend="gloo", timeout=_PATIENCE))
 
 
-def leave_world(world: World) -> None:
+def leave_world(world: World, failed: bool = False) -> None:
+    """Threads of a group that is still there when Python ends abort the process. `failed`: do not wait for the others, as NCCL would."""
     if world.size > 1 and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        alone = failed and torch.distributed.get_backend() != "gloo"
+        torch.distributed.destroy_process_group(world.group if alone else None)

@@ -5,25 +5,30 @@ Every process builds the same global batch by itself and takes an optimizer step
 
 import copy
 import dataclasses
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
 from conftest import tiny
+from test_train import recipe
 from torch.distributed.tensor import DTensor
 
-from sparse_rl.checkpoint import load_state, save_checkpoint
+import sparse_rl.checkpoint
+from sparse_rl.checkpoint import find_checkpoints, load_state, save_checkpoint
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn.batch import collate, score, weigh
-from sparse_rl.learn.learner import Learner
+from sparse_rl.learn.learner import Disagreement, Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
-from sparse_rl.learn.shards import full, publish, shard
+from sparse_rl.learn.shards import full, publish, save_shards, shard
 from sparse_rl.learn.student import Students, StudentSettings
 from sparse_rl.models import tiny_tokenizer, with_lora
 from sparse_rl.rollout import Engine, Sampling
-from sparse_rl.world import Elsewhere, World, join_world, leave_world
+from sparse_rl.train import Trainer
+from sparse_rl.world import Elsewhere, World, is_lost, join_world, leave_world
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
 
@@ -155,6 +160,16 @@ def check_meetings(world, folder):
     else:
         raise AssertionError("nobody was told")
 
+    def all_fail():
+        raise SparseRLError("this recipe is no good.")
+
+    try:
+        world.together(all_fail)
+    except SparseRLError as error:
+        assert isinstance(error, Elsewhere) == (not world.first)  # the first one says it, and nobody else
+    else:
+        raise AssertionError("nobody failed")
+
     def stops():
         if world.rank == 0:
             raise KeyboardInterrupt
@@ -187,6 +202,26 @@ def check_disagreement(world, folder):
         assert "are not the same" in str(error)
     else:
         raise AssertionError("nobody noticed")
+
+
+def check_stopping(world, folder):
+    """Who is stopped stays until the checkpoint is there, even if asked twice; weights that differ are not saved."""
+    made = Trainer(recipe(eval={"every": 0}), Path(folder) / "run", show=False, world=world)
+    made.step = 1
+    made._save_after(Disagreement("planted"))
+    world.together(lambda: None)
+    assert not find_checkpoints(Path(folder) / "run" / "checkpoints")
+    original = sparse_rl.checkpoint.save_model
+
+    def slowly(*given):
+        time.sleep(1)
+        original(*given)
+
+    sparse_rl.checkpoint.save_model = slowly
+    world.stop = True  # Ctrl-C again, after the meeting that stopped the run
+    made._save_after(KeyboardInterrupt())
+    sparse_rl.checkpoint.save_model = original
+    assert [step for step, _ in find_checkpoints(Path(folder) / "run" / "checkpoints")] == [1]
 
 
 def check_shards(world, folder):
@@ -224,6 +259,12 @@ def check_shards(world, folder):
             assert full(moment).equal(value)
         assert all(float(step) == 1 for step in other.optimizer.state_dict()["step"])
     torch.save({"weights": expected, "moments": moments}, Path(folder) / f"expected-{world.rank}.pt")
+    try:
+        save_shards({"x": learner.optimizer.masters[0].detach()}, path / "training.pt" / "shards")
+    except OSError as error:
+        assert "process 0" in str(error)  # on every process
+    else:
+        raise AssertionError("a file is no folder")
 
 
 def read_shards_alone(folder):
@@ -237,11 +278,37 @@ def read_shards_alone(folder):
         assert master.detach().equal(value)
     for moment, value in zip(optimizer.state_dict()["exp_avg"], expected["moments"], strict=True):
         assert moment.equal(value)
+    next((path / "shards").glob("__1*")).unlink()
+    for _ in range(2):  # a file of them is gone; all are
+        try:
+            load_state(path, {"learner": {"optimizer": optimizer.state_dict()}})
+        except SparseRLError as error:
+            assert "shards is damaged" in str(error) and "go on from the one before" in str(error)
+        else:
+            raise AssertionError("half the weights are gone")
+        shutil.rmtree(path / "shards", ignore_errors=True)
+
+
+def check_leaving(world, folder):
+    """Comes last. Who learns with shards says in a sentence that another has left."""
+    model = copy.deepcopy(tiny("llama"))
+    sharded = shard(model, world.size)
+    world.together(lambda: None)
+    if world.rank == 1:
+        leave_world(world, failed=True)
+        return
+    try:
+        sharded(lambda whole: whole(input_ids=torch.tensor([[1, 2]])))
+    except RuntimeError as error:
+        assert is_lost(error)
+    else:
+        raise AssertionError("nobody noticed")
+    assert not is_lost(RuntimeError("CUDA out of memory"))
 
 
 if __name__ == "__main__":
     here: World = join_world()
-    for check in (check_meetings, check_disagreement, check_students, check_shards, check_steps):
+    for check in (check_meetings, check_disagreement, check_students, check_shards, check_stopping, check_steps, check_leaving):
         check(here, sys.argv[1])
         print(f"{check.__name__} {here.rank}", flush=True)
     leave_world(here)

@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from processes import read_shards_alone
 from test_train import BASE, recipe, write_recipe
 
+from sparse_rl.cache import Trace
 from sparse_rl.checkpoint import find_checkpoints
 from sparse_rl.errors import SparseRLError
 from sparse_rl.launch import launch
 from sparse_rl.learn.batch import corrected
+from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from sparse_rl.metrics import Clock, read_lines
 from sparse_rl.models import load_model
+from sparse_rl.rollout import Sampling
 from sparse_rl.run import train
 from sparse_rl.sampler import Sampler
 from sparse_rl.share import Lengths, deal, merge, outlined, slots
@@ -67,7 +70,8 @@ def same_run(folder: Path, other: Path) -> None:
     for one, two in zip(*samples):
         lines = [[json.loads(line) for line in path.open()] for path in (one, two)]
         assert [(line["tokens"], line["clipped"]) for line in lines[0]] == [(line["tokens"], line["clipped"]) for line in lines[1]]
-        assert [(one.parent / line["trace"]).stat().st_size > 0 for line in lines[0]]
+        traces = [[Trace.load(path.parent / line["trace"]).evicted_at for line in found] for path, found in zip((one, two), lines)]
+        assert all(mine.equal(theirs) for mine, theirs in zip(*traces, strict=True))
     for one, two in zip(weights(folder), weights(other), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
@@ -80,7 +84,7 @@ def test_processes_agree(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "processes.py")]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("check_") == 2 * 5, done.stdout
+    assert done.stdout.count("check_") == 2 * 7, done.stdout
     read_shards_alone(tmp_path)
 
 
@@ -158,12 +162,32 @@ def test_stopping_one_process_stops_all_at_one_place_and_keeps_every_step(tmp_pa
     assert step == read_lines(folder / "metrics.jsonl")[-1]["step"]
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path):
+def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SparseRLError, match=r"--num-processes is 0; it must be a whole number of at least 1"):
         launch(0, [])
+    with monkeypatch.context() as patch, pytest.raises(SparseRLError, match="one of 4 that another launcher started"):
+        patch.setenv("WORLD_SIZE", "4")
+        launch(2, [])
     status, said = finish(start("train", write_recipe(tmp_path), "--out", tmp_path / "run", "--num-processes", 2, "--rollout.prompts", 1))
-    assert status == 1 and said.count("rollout.prompts is 1 for 2 processes") >= 1 and "Traceback" not in said
+    assert status == 1 and said.count("rollout.prompts is 1 for 2 processes") == 1, said  # not by every process
+    assert "Traceback" not in said and "signal" not in said and "--resume" not in said, said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_process_without_a_held_out_prompt_has_nothing_to_say():
+    model, tokenizer = load_model("tiny-sums")
+    task, sampling = make("sums").held_out(), Sampling(8)
+    parts = []
+    for rank in range(3):
+        sampler = Sampler(recipe(), model, tokenizer, make("sums"), rank, 3)
+        parts.append(sampler.complete_held_out(sampler.engine, task, task.sample(0, 2), 2, sampling))
+    assert [len(part) for part in parts] == [2, 2, 0]
+
+
+def test_an_optimizer_of_another_version_is_refused():
+    optimizer = MasterAdamW([torch.nn.Parameter(torch.ones(2))], OptimizerSettings())
+    with pytest.raises(SparseRLError, match=r"no exp_avg, exp_avg_sq, step \(it has: adamw, masters\): another version"):
+        optimizer.load_state_dict({"adamw": {}, "masters": [torch.ones(2)]})
 
 
 # ---------------------------------------------------------------------------------------------------------------- shares

@@ -26,6 +26,10 @@ from .score import hidden_states, logprobs_of
 from .shards import Sharded
 
 
+class Disagreement(SparseRLError):
+    """Processes have different weights: which of them are right nobody knows, so none are saved."""
+
+
 class Learner:
     def __init__(
         self,
@@ -169,7 +173,7 @@ class Learner:
         """Refuse to go on from weights that differ between processes: each made the same updates, so they must be the same bits."""
         sums = self.world.together(lambda: [master.detach().double().sum().item() for master in self.optimizer.masters])
         if any(other != sums[0] for other in sums):
-            raise SparseRLError(
+            raise Disagreement(
                 f"the weights of the {self.world.size} processes are not the same after {self.version} optimizer steps; they must have the "
                 "same kind of device, torch and model files. Go on from the last checkpoint with --resume."
             )

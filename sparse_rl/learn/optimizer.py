@@ -101,6 +101,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        if missing := {"masters", "exp_avg", "exp_avg_sq", "step"} - state.keys():
+            raise SparseRLError(
+                f"the optimizer's state has no {', '.join(sorted(missing))} (it has: {', '.join(state)}): another version of sparse-rl "
+                "wrote it; go on with that one, or start another run from the checkpoint's folder with model.name."
+            )
         for i, master in enumerate(self.masters):
             put(state["masters"][i], master)
             moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}

@@ -9,7 +9,8 @@ FSDP gathers weights when a module is called, on all processes at once. So all t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,11 +79,25 @@ def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     """Every process writes its own part. All do it together."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(tensors, checkpoint_id=folder)
+    with _plainly():
+        dcp.save(tensors, checkpoint_id=folder)
 
 
 def load_shards(into: dict[str, Tensor], folder: Path) -> None:
     """Read what any number of processes wrote, into tensors that are whole or divided in any other way."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+    with _plainly():
+        dcp.load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """torch.distributed.checkpoint raises, on all processes, something that is not even an Exception: say what went wrong first."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (why, _) = min(error.failures.items())
+        raise OSError(f"process {rank}: {why}") from error
