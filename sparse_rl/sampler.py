@@ -75,7 +75,7 @@ class Sampler:
             rollout.chosen[rejected[good]] = first + good.nonzero()[:, 0]
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, mine, n * group)
-        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"])
+        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
 
     def _complete(self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], places: list[int], clock: Clock) -> Rollout:
         """Completions for some places of a step."""

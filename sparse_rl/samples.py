@@ -31,6 +31,7 @@ class Rollout:
     alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by place in the step: overlaps of a few trajectories' tokens
     seconds: float = 0.0  # that sampling took, on the slowest process
     trace_bytes: int = 0
+    grading_error: str | None = None  # the last one of the grader, whatever step it was in
     timing: dict[str, float] = dataclasses.field(default_factory=dict)  # of this process: what ran beside the learner, waiting for others
 
     @property

@@ -164,7 +164,8 @@ class Trainer:
         parts[self.world.rank] = mine[0]
         rollout = merge(parts, self.recipe.rollout.group_size)
         self.sampler.lengths.note(rollout, repeats=self.task.num_prompts is not None)
-        self._tell(self.task)
+        for part in parts:
+            self._tell(part.grading_error)
         self.source.go_on(self.step, self.publish)
         rollout.timing = dict(mine[0].timing)
         if self.world.size > 1:
@@ -242,7 +243,7 @@ class Trainer:
                 pairs = sorted((pair for part in parts for pair in part), key=lambda p: (p[0].prompt_index, p[0].sample_index))
                 found = described(*map(list, zip(*pairs)))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
-            self._tell(self.held_out)
+            self._tell(self.held_out.last_error)
         self.evaluated = self.step
         self.log.write(self.step, metrics, {"time/eval": clock.seconds["eval"]})
         self.view.show(self.step, metrics)
@@ -360,8 +361,8 @@ class Trainer:
             "`sparse-rl plan --recipe` says what each takes."
         )
 
-    def _tell(self, task) -> None:
+    def _tell(self, error: str | None) -> None:
         """A grader's error, once."""
-        if task.last_error and task.last_error not in self.told:
-            self.told.add(task.last_error)
-            self.view.say(f"sparse-rl: grading failed ({task.last_error[:300]}); such completions get reward 0 and are counted.")
+        if error and error not in self.told:
+            self.told.add(error)
+            self.view.say(f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0 and are counted.")
