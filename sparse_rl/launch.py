@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -45,8 +46,8 @@ def launch(processes: int, arguments: list[str]) -> int:
         except (KeyboardInterrupt, SignalException):
             return 130
         except ChildFailedError as error:
-            failures = error.failures  # of about the same time; one that was killed made the others fail
-            rank = min(failures, key=lambda rank: (failures[rank].exitcode > 0, failures[rank].timestamp))
+            failures = error.failures  # of about the same time; one that was killed made the others fail, and SIGTERM is the launcher's own
+            rank = min(failures, key=lambda r: (failures[r].exitcode == -signal.SIGTERM, failures[r].exitcode > 0, failures[r].timestamp))
             failure = failures[rank]
             if failure.exitcode == 130:  # it was stopped, and has said so
                 return 130

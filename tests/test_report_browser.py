@@ -560,3 +560,12 @@ def test_a_live_page_follows_and_keeps_what_the_reader_chose(browser):
         tab.close()
         server.shutdown()
         server.server_close()
+
+
+def test_what_was_never_on_the_screen_is_drawn_for_printing(show):
+    tab = show(document(run("a")))
+    blank = """() => [...document.querySelectorAll("#figures canvas")].filter((c) => c.offsetParent && c.width
+        && !c.getContext("2d").getImageData(0, 0, c.width, c.height).data.some((v) => v)).length"""
+    assert tab.evaluate(blank) > 0
+    tab.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert tab.evaluate(blank) == 0

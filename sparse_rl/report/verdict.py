@@ -319,7 +319,7 @@ def memory(curves: Curves) -> list[Sentence]:
 
 def rollout(curves: Curves) -> list[Sentence]:
     part, whole = now(curves, "time/rollout"), now(curves, "time/step")
-    if part is None or not whole:
+    if part is None or not whole or not np.isfinite(curves["time/rollout"].value[-1]):  # one step ahead, rollouts are no part of a step
         return []
     said = f"Rollouts take {part / whole:.0%} of a step's {whole:.3g} s"
     text = f"{said}; raise rollout.rows as far as memory allows (`sparse-rl plan --recipe`)."

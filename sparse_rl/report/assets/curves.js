@@ -296,6 +296,7 @@ const screenWatch = new IntersectionObserver((entries) => {
     if (chart.onScreen && chart.dirty !== false) chart.draw();
   }
 }, { rootMargin: "200px" });
+addEventListener("beforeprint", () => charts().forEach((chart) => chart.draw()));
 const sizeWatch = new ResizeObserver(() => redraw());
 let asked = false;
 function redraw() {
