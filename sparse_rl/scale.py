@@ -234,9 +234,9 @@ def drain(steps: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     for i, count in enumerate(steps.tolist()):
         starts[i] = heapq.heappop(free)
         heapq.heappush(free, starts[i] + count)
-    times = np.concatenate([starts, starts + steps])
+    times = np.concatenate([starts + steps, starts])  # a row ends before the next begins in it
     order = np.argsort(times, kind="stable")
-    live = np.cumsum(np.repeat([1, -1], len(steps))[order])
+    live = np.cumsum(np.repeat([-1, 1], len(steps))[order])
     return live[:-1], np.diff(times[order])
 
 
