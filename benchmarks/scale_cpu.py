@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scale_cpu.py --out runs/scale
 
-Two runs of one process, of 4 and 32 prompts, give the machine's constants; a probe of two processes that exchange bytes and do nothing else
-gives the links. Nothing is taken from the runs that are predicted: two processes that sum gradients (DDP), two that divide the learner
-(FSDP2), and one that samples ahead. All take turns, round after round, so that what else the machine does meets them alike; medians over
-the steps of all rounds, without the first of each, and the same from the fastest steps.
+Two runs of one process, of 4 and 32 prompts, give the machine's constants: once alone, and once with the same run beside it, as two cores of
+one machine slow each other down, which two GPUs do not. A probe of two processes that exchange bytes and do nothing else gives the links.
+Nothing is taken from the runs that are predicted: two processes that sum gradients (DDP), two that divide the learner (FSDP2), and one that
+samples ahead. All take turns, round after round, so that what else the machine does meets them alike; medians over the steps of all rounds,
+without the first of each.
 """
 
 import argparse
@@ -29,13 +30,16 @@ from sparse_rl.scale import H200, Links, Machine, Work, drain, one_step
 from sparse_rl.world import join_world, leave_world
 
 PROMPT = 16  # characters of a sum of 8 digits
-RUNS = {  # name: processes, keys
-    "one process, 4 prompts": (1, ["--rollout.prompts", "4"]),
-    "one process, 32 prompts": (1, []),
-    "two processes, DDP": (2, []),
-    "two processes, FSDP2": (2, ["--model.shard", "true"]),
-    "one process, ahead": (1, ["--rollout.ahead", "1"]),
+RUNS = {  # name: processes, keys, how many of the same at a time
+    "one process, 4 prompts": (1, ["--rollout.prompts", "4"], 1),
+    "one process, 32 prompts": (1, [], 1),
+    "one of two, 4 prompts": (1, ["--rollout.prompts", "4"], 2),
+    "one of two, 32 prompts": (1, [], 2),
+    "two processes, DDP": (2, [], 1),
+    "two processes, FSDP2": (2, ["--model.shard", "true"], 1),
+    "one process, ahead": (1, ["--rollout.ahead", "1"], 1),
 }
+PREDICTED = ("one process, 32 prompts", "two processes, DDP", "two processes, FSDP2", "one process, ahead")
 
 
 def keys(steps: int) -> list[str]:
@@ -55,16 +59,20 @@ def keys(steps: int) -> list[str]:
 
 def run(folder: Path, name: str, steps: int) -> list[dict[str, float]]:
     """Seconds by stage, step by step."""
-    processes, more = RUNS[name]
+    processes, more, together = RUNS[name]
     where = folder / name.replace(",", "").replace(" ", "-")
     if not (where / "checkpoints").exists():
-        command = [sys.executable, "-m", "sparse_rl", "train", "tiny-sums", "--out", str(where), "--num-processes", str(processes)]
-        subprocess.run([*command, *keys(steps), *more], check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "sparse_rl", "train", "tiny-sums", "--num-processes", str(processes), *keys(steps), *more]
+        folders = [where, *(folder / f"beside-{where.name}" for _ in range(together - 1))]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started = [subprocess.Popen([*command, "--out", str(out)], **quiet) for out in folders]
+        if any([process.wait() for process in started]):
+            raise SystemExit(f"a run of {name} failed; run it by itself: {' '.join([*command, '--out', str(where)])}")
     return [line for line in read_lines(where / "timing.jsonl") if "time/update" in line][1:]
 
 
 def work(name: str) -> Work:
-    _, more = RUNS[name]
+    _, more, _ = RUNS[name]
     given = [*keys(1), *more]
     recipe = load_recipe("tiny-sums", [(k.removeprefix("--"), v) for k, v in zip(given[::2], given[1::2])])
     return work_of(recipe, PROMPT)
@@ -79,8 +87,7 @@ def steps_and_rows(it: Work, new: np.ndarray) -> tuple[float, float]:
 
 def calibrate(small: dict, large: dict, lengths: Lengths) -> Machine:
     """Constants of this CPU from two runs of one process; what belongs to rows, prompts and evictions counts as products of rows."""
-    names = ("one process, 4 prompts", "one process, 32 prompts")
-    both = [work(name) for name in names]
+    both = [work(name) for name in ("one process, 4 prompts", "one process, 32 prompts")]
     equations, seconds = [], []
     for it, timing in zip(both, (small, large)):
         new = lengths.draw(it.rollout.prompts, it.rollout.group_size, it.rollout.max_new_tokens, 0)
@@ -88,13 +95,15 @@ def calibrate(small: dict, large: dict, lengths: Lengths) -> Machine:
         equations.append([steps * it.shape.layers, 2 * rows * (it.body + it.head)])
         seconds.append(timing["time/rollout"])
     layer, product = np.linalg.solve(np.array(equations), np.array(seconds))
-    none = dict(bandwidth=1e18, prefill_flops=1e30, token_seconds=0.0, evict_flops=1e30, rollout_rest=0.0, learn_flops=1.0)
+    none = dict(
+        bandwidth=1e18, prefill_flops=1e30, token_seconds=0.0, evict_flops=1e30, rollout_rest=0.0, learn_flops=1.0, record_seconds=0.0
+    )
     machine = replace(H200, **none, layer_seconds=float(layer), decode_flops=1 / float(product), step_rest=0.0)
     alone = one_step(both[1], machine, Links(), 1, new)
     learned = large["time/score"] + large["time/update"]
-    known = large["time/rollout"] + learned
     learn_flops = (alone.sample - alone.rollout + alone.update) / learned  # counted at 1 FLOP/s
-    return replace(machine, learn_flops=learn_flops, step_rest=1 - known / large["time/step"])
+    rest = large["time/step"] - large["time/rollout"] - learned
+    return replace(machine, learn_flops=learn_flops, record_seconds=rest / (new.size * (new.max() + PROMPT)))
 
 
 def probe(folder: Path) -> Links:
@@ -146,26 +155,26 @@ def main() -> None:
         for name in RUNS:
             every[name] += run(args.out / f"round-{i}", name, args.steps)
     lengths = lengths_of_run(args.out / "round-0" / "one-process-32-prompts")
-    for what, statistic in (("medians", statistics.median), ("fastest steps", min)):
-        print(f"\n{what} of {len(every['two processes, DDP'])} steps\n")
-        tell({name: {k: statistic(line[k] for line in lines) for k in lines[-1]} for name, lines in every.items()}, lengths, links)
-
-
-def tell(measured: dict[str, dict[str, float]], lengths: Lengths, links: Links) -> None:
-    machine = calibrate(measured["one process, 4 prompts"], measured["one process, 32 prompts"], lengths)
-    print(
-        f"{machine.layer_seconds * 1e6:.0f} us per layer and step, {machine.decode_flops / 1e9:.2f} GFLOP/s decoding, "
-        f"{machine.learn_flops / 1e9:.2f} learning, {machine.step_rest:.1%} rest; links: {links.link / 1e9:.2f} GB/s, "
-        f"{links.latency * 1e3:.2f} ms, records {links.records / 1e9:.2f} GB/s; mean length {lengths.mean:.1f}\n"
-    )
-    print("| run | step, predicted | measured | error | rollout and scoring, predicted | measured |\n|---|---|---|---|---|---|")
-    for name, (processes, _) in RUNS.items():
-        it, timing = work(name), measured[name]
+    measured = {name: {k: statistics.median(line[k] for line in lines) for k in lines[-1]} for name, lines in every.items()}
+    print(f"medians of {len(every['two processes, DDP'])} steps; mean length {lengths.mean:.1f}")
+    print(f"links: {links.link / 1e9:.2f} GB/s, {links.latency * 1e3:.2f} ms, records {links.records / 1e9:.2f} GB/s")
+    machines = [calibrate(*(measured[f"one {who}, {n} prompts"] for n in (4, 32)), lengths) for who in ("process", "of two")]
+    for machine in machines:
+        print(
+            f"{machine.layer_seconds * 1e6:.0f} us per layer and step, {machine.decode_flops / 1e9:.2f} GFLOP/s decoding, "
+            f"{machine.learn_flops / 1e9:.2f} learning, {machine.record_seconds * 1e6:.1f} us per record token"
+        )
+    print("| run | measured | predicted, calibrated alone | error | calibrated beside another | error |\n|---|---|---|---|---|---|")
+    for name in PREDICTED:
+        it, took = work(name), measured[name]["time/step"]
         drawn = [lengths.draw(it.rollout.prompts, it.rollout.group_size, it.rollout.max_new_tokens, seed) for seed in range(4)]
-        steps = [one_step(it, machine, links, processes, new) for new in drawn]
-        step, sample = (statistics.mean(getattr(f, part) for f in steps) for part in ("step", "sample"))
-        took, sampled = timing["time/step"], timing["time/rollout"] + timing["time/score"]
-        print(f"| {name} | {step:.2f} s | {took:.2f} s | {step / took - 1:+.0%} | {sample:.2f} s | {sampled:.2f} s |")
+        cells = []
+        for machine in machines:
+            step = statistics.mean(one_step(it, machine, links, RUNS[name][0], new).step for new in drawn)
+            cells.append(f"{step:.2f} s | {step / took - 1:+.0%}")
+        print(f"| {name} | {took:.2f} s | {' | '.join(cells)} |")
+    for name, timing in measured.items():
+        print(name, {k: round(v, 3) for k, v in timing.items() if k.startswith(("time/", "processes/"))})
 
 
 if __name__ == "__main__":

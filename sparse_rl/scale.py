@@ -39,12 +39,13 @@ class Machine:
     evict_flops: float  # of an eviction, counted as the products of its keys with each other
     learn_flops: float  # of scoring and learning
     rollout_rest: float  # share of a rollout: traces to the host, the host itself
-    step_rest: float  # share of a step: grading, diagnostics
+    step_rest: float  # share of a step: grading, the overlaps of a few trajectories
+    record_seconds: float  # of a token of the whole step, padding included, on the host of every process: corrections, diagnostics
     memory: int  # bytes
 
 
 # one NVIDIA H200, bf16: docs/scale.md says which rows of docs/results.md each number is from
-H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 392e12, 0.031, 0.05, 139 * 2**30)
+H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 392e12, 0.031, 0.045, 0.44e-6, 139 * 2**30)
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Forecast:
     communication: float  # of gradients or shards, as if none of it were hidden behind arithmetic
     exchange: float  # records of all trajectories to all processes
     publish: float  # whole weights to samplers
-    rest: float  # grading, diagnostics
+    rest: float  # grading, corrections, diagnostics
     step: float
     step_at_best: float  # if communication hid behind arithmetic wholly
     step_at_worst: float  # if rollouts ahead gained nothing, as the device is shared; else as `step`
@@ -273,23 +274,25 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
         communication += work.communication(links, gpus, max(count for _, count in mine))
     sampled = rollouts + scores
     sample, slowest = float(sampled.max()), int(sampled.argmax())
-    exchange = total.max() * new.size * RECORD_BYTES / links.records if gpus > 1 else 0.0
+    padded = float(total.max()) * new.size
+    exchange = padded * RECORD_BYTES / links.records if gpus > 1 else 0.0
+    records = padded * machine.record_seconds
     publish = work.publish_seconds(links, machine, gpus)
 
     def step(communication: float, ahead: bool) -> float:
         learn = update + communication
-        return ((max(sample, learn) if ahead else sample + learn) + exchange + publish) / (1 - machine.step_rest)
+        return ((max(sample, learn) if ahead else sample + learn) + exchange + publish + records) / (1 - machine.step_rest)
 
-    waited = 1 - busy.sum() / (gpus * (sample + update))
+    waited = max(0.0, 1 - busy.sum() / (gpus * (sample + update)))
     found = step(communication, bool(work.rollout.ahead))
     return Forecast(
         sample=sample,
         rollout=float(rollouts[slowest]),
         update=float(update),
         communication=communication,
-        exchange=float(exchange),
+        exchange=exchange,
         publish=publish,
-        rest=machine.step_rest * found,
+        rest=machine.step_rest * found + records,
         step=found,
         step_at_best=step(max(0.0, communication - update), bool(work.rollout.ahead)),
         step_at_worst=step(communication, False),
