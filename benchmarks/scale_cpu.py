@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scale_cpu.py --out runs/scale
 
-Two runs of one process, of 4 and 32 prompts, give the machine's constants: once alone, and once with the same run beside it, as two cores of
+Two runs of one process, of 4 and 32 prompts, give the machine's constants: once alone, once with the same run beside it, as two cores of
 one machine slow each other down, which two GPUs do not. A probe of two processes that exchange bytes and do nothing else gives the links.
 Nothing is taken from the runs that are predicted: two processes that sum gradients (DDP), two that divide the learner (FSDP2), and one that
 samples ahead. All take turns, round after round, so that what else the machine does meets them alike; medians over the steps of all rounds,

@@ -120,7 +120,13 @@ class Work:
 
     @property
     def weight_bytes(self) -> int:
+        """Of the weights that a decode step reads."""
         return (self.body + self.head) * self.shape.dtype.itemsize
+
+    @property
+    def divided_bytes(self) -> int:
+        """Of all weights, as shards are gathered: those looked up too."""
+        return max(self.trained, self.body + self.head) * self.shape.dtype.itemsize
 
     @property
     def kv_bytes(self) -> int:
@@ -140,8 +146,7 @@ class Work:
 
     def step_seconds(self, machine: Machine, width: float | np.ndarray) -> float | np.ndarray:
         """The part of it that all rows share: read the weights once, or multiply with them, whichever takes longer."""
-        weights = self.body + self.head
-        products = np.maximum(self.weight_bytes / machine.bandwidth, 2 * weights * width / machine.decode_flops)
+        products = np.maximum(self.weight_bytes / machine.bandwidth, 2 * (self.body + self.head) * width / machine.decode_flops)
         return self.shape.layers * machine.layer_seconds + products
 
     def slots_read(self, new: np.ndarray) -> np.ndarray:
@@ -169,15 +174,8 @@ class Work:
         fed = prompts * self.prompt_tokens
         attention = 2 * fed * self.prompt_tokens * self.query_width
         prefill = (2 * fed * self.body + attention) / machine.prefill_flops + fed * self.shape.layers * machine.token_seconds
-        evict = (
-            self.evictions(new).sum()
-            * 2
-            * self.capacity**2
-            * self.shape.layers
-            * self.shape.heads
-            * self.shape.head_dim
-            / machine.evict_flops
-        )
+        keys = self.capacity * self.kv_bytes / (2 * self.shape.dtype.itemsize)  # numbers in the keys of a row
+        evict = self.evictions(new).sum() * 2 * self.capacity * keys / machine.evict_flops
         return (decode + prefill + evict) / (1 - machine.rollout_rest)
 
     def pass_seconds(self, machine: Machine, sequences: int, length: int) -> float:
@@ -198,13 +196,13 @@ class Work:
         share = (processes - 1) / processes
         if not self.shard:
             return links.seconds(2 * share * 4 * self.trained, processes, 1 + 4 * self.trained // 2**28)
-        volume = share * (2 * self.weight_bytes + 4 * self.trained)
+        volume = share * (2 * self.divided_bytes + 4 * self.trained)
         return micro_batches * links.seconds(volume, processes, 3 * (self.shape.layers + 1))
 
     def publish_seconds(self, links: Links, machine: Machine, processes: int) -> float:
         """Whole weights for the sampler: gathered from shards, or copied."""
         if self.shard and processes > 1:
-            return links.seconds((processes - 1) / processes * self.weight_bytes, processes, 12 * self.shape.layers)
+            return links.seconds((processes - 1) / processes * self.divided_bytes, processes, 12 * self.shape.layers)
         return 2 * self.weight_bytes / machine.bandwidth if self.rollout.ahead else 0.0
 
 
@@ -246,12 +244,8 @@ def forecast(work: Work, machine: Machine, links: Links, gpus: int, lengths: Len
     whole(**{"--gpus": gpus})
     if work.rollout.prompts < gpus:
         raise SparseRLError(f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a group stays on one; use at least as many.")
-    drawn = [
-        one_step(
-            work, machine, links, gpus, lengths.draw(work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens, seed + i)
-        )
-        for i in range(draws)
-    ]
+    size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
+    drawn = [one_step(work, machine, links, gpus, lengths.draw(*size, seed + i)) for i in range(draws)]
     return Forecast(**{name: float(np.mean([getattr(f, name) for f in drawn])) for name in Forecast.__dataclass_fields__})
 
 
@@ -264,15 +258,14 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
     rollouts = np.array([work.rollout_seconds(machine, share.ravel(), len(share)) for share in shares])
     scores = np.array([work.views * work.passes_of(machine, share.ravel() + work.prompt_tokens)[0] for share in shares])
     learner = 2 * 16 * work.trained / (gpus if work.shard else 1) / machine.bandwidth  # masters, moments, gradients: read and written
+    sampled = busy = rollouts + scores
     update = communication = 0.0
-    busy = rollouts + scores
     for i in range(work.minibatches):
         mine = [work.passes_of(machine, total[(owners == rank) & (block == i)]) for rank in range(gpus)]
         seconds = work.passes * np.array([seconds for seconds, _ in mine]) + learner
         update += seconds.max()
         busy = busy + seconds
         communication += work.communication(links, gpus, max(count for _, count in mine))
-    sampled = rollouts + scores
     sample, slowest = float(sampled.max()), int(sampled.argmax())
     padded = float(total.max()) * new.size
     exchange = padded * RECORD_BYTES / links.records if gpus > 1 else 0.0
