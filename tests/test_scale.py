@@ -39,9 +39,9 @@ import scale_recorded
 ROOT = Path(__file__).parent.parent
 
 
-def work(model: str = "qwen2.5-1.5b", prompt: int = 256, **sections: dict) -> Work:
+def work(name: str = "qwen2.5-1.5b", prompt: int = 256, **sections: dict) -> Work:
     rollout = {"rows": 16, "prompts": 16, "group_size": 4, "max_new_tokens": 2048} | sections.pop("rollout", {})
-    settings = {"model": {"name": model} | sections.pop("model", {}), "task": {"name": "sums"}, "rollout": rollout, **sections}
+    settings = {"model": {"name": name} | sections.pop("model", {}), "task": {"name": "sums"}, "rollout": rollout, **sections}
     return work_of(make_recipe(settings), prompt)
 
 
@@ -143,8 +143,9 @@ def test_the_step_waits_for_the_slowest():
     it = work()
     new = np.full((16, 4), 500)
     alone, even = (one_step(it, H200, Links(), gpus, new) for gpus in (1, 4))
-    assert alone.idle == even.idle == pytest.approx(0) and alone.communication == alone.exchange == 0
-    assert even.sample < alone.sample and even.update == pytest.approx(alone.update / 4, rel=0.05)
+    assert alone.idle == even.idle == pytest.approx(0, abs=1e-12) and alone.communication == alone.exchange == 0
+    optimizer = it.minibatches * 32 * it.trained / H200.bandwidth  # of all weights, on every process
+    assert even.sample < alone.sample and even.update - optimizer == pytest.approx((alone.update - optimizer) / 4)
     new = new.copy()
     new[5, 2] = 2000  # one response holds up everybody
     late = one_step(it, H200, Links(), 4, new)
@@ -171,9 +172,11 @@ def test_volumes_of_communication():
 
 def test_rollouts_ahead_hide_the_shorter_part():
     turns, ahead = (forecast(work(rollout={"ahead": n}), H200, Links(), 4, Lengths(500, 0.5)) for n in (0, 1))
-    assert turns.step == turns.step_at_worst == pytest.approx((turns.sample + turns.update + turns.communication + turns.exchange) / 0.95)
-    longer = max(ahead.sample, ahead.update + ahead.communication)
-    assert ahead.step == pytest.approx((longer + ahead.exchange + ahead.publish) / 0.95, rel=1e-3) < turns.step <= ahead.step_at_worst
+    assert turns.step == turns.step_at_worst
+    assert turns.step == pytest.approx(turns.sample + turns.update + turns.communication + turns.exchange + turns.rest)
+    hidden = min(turns.sample, turns.update + turns.communication)
+    assert turns.step - ahead.step == pytest.approx((hidden - ahead.publish) / (1 - H200.step_rest), rel=1e-3)
+    assert ahead.step < turns.step <= ahead.step_at_worst
 
 
 def test_records_are_as_large_as_counted():
