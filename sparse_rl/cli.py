@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ import typer
 
 from .cli_eval import eval_
 from .cli_options import Budget, CompressorName, Dtype, Interval, ModelName, overrides
+from .cli_plan import plan
 from .errors import RolloutInterrupted, SparseRLError, nearest
 
 app = typer.Typer(
@@ -106,66 +106,6 @@ def read_prompts(path: Path, field: str) -> list[dict]:
     return lines
 
 
-@app.command()
-def plan(
-    context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as tiny:4x256 or qwen2.5-1.5b.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Plan a training run instead; the recipe says what is not given here.")] = None,
-    compressor: CompressorName = "rkv",
-    budget: Budget = 512,
-    interval: Interval = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="The longest prompt.")] = 512,
-    max_new_tokens: Annotated[int, typer.Option()] = 4096,
-    rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
-    gpu_memory: Annotated[float | None, typer.Option(help="GiB; adds how many rows fit.")] = None,
-    dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Bytes, for programs.")] = False,
-) -> None:
-    """Say what a rollout or a training run will take, from the model's config alone."""
-    import dataclasses
-
-    from .compressors import make
-    from .models import ModelShape, dtype_of, load_config, weight_bytes
-    from .plan import make_plan
-
-    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
-        raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
-    memory = None if gpu_memory is None else int(gpu_memory * 2**30)
-    if (model is None) == (recipe is None):
-        raise SparseRLError("give --model for a rollout or --recipe for a training run, and not both.")
-    if recipe is not None:
-        from .config import load_recipe
-        from .run import plan_run
-
-        places = {"dtype": "model", **dict.fromkeys(("compressor", "budget", "interval", "max_new_tokens", "rows"), "rollout")}
-        given = [n for n in places if context.get_parameter_source(n).name == "COMMANDLINE"]
-        settings = load_recipe(recipe, [(f"{places[n]}.{n}", str(context.params[n])) for n in given])
-        result = plan_run(settings, prompt_tokens)
-        numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
-        typer.echo(json.dumps(numbers) if as_json else f"{settings.model.name}, {settings.learn.method}\n{result.text(memory)}")
-        return
-    config = load_config(model)
-    shape = ModelShape.of(config, dtype_of(dtype))
-    result = make_plan(
-        shape,
-        make(compressor).bind(budget, interval),
-        rows=rows,
-        prompt_tokens=prompt_tokens,
-        new_tokens=max_new_tokens,
-        weight_bytes=weight_bytes(config, shape.dtype),
-    )
-    if as_json:
-        numbers = dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes}
-        if memory is not None:
-            numbers |= {"rows_that_fit": result.rows_that_fit(memory), "dense_rows_that_fit": result.dense_rows_that_fit(memory)}
-        typer.echo(json.dumps(numbers))
-        return
-    typer.echo(f"{model}, {str(shape.dtype).removeprefix('torch.')}")
-    typer.echo(result.text(memory))
-    if memory is not None and result.total_bytes > memory:
-        typer.echo(result.largest_that_fits(memory))
-
-
 _WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RecipePath = Annotated[Path, typer.Argument(help="A YAML recipe, a run folder that holds one, or a name from `sparse-rl list recipes`.")]
 
@@ -232,6 +172,7 @@ def warmup(
 
 
 app.command("eval", context_settings=_WITH_OVERRIDES)(eval_)
+app.command(context_settings=_WITH_OVERRIDES)(plan)
 
 
 @app.command("list")

@@ -18,6 +18,7 @@ from .compressors import Compressor
 from .compressors.rkv import BLOCK_ELEMENTS
 from .errors import SparseRLError
 from .models import ModelShape, head_chunk
+from .world import BUCKET
 
 _ALLOCATOR_SHARE = 0.05
 
@@ -233,34 +234,48 @@ def default_prefill_rows(chunk: int, prompt_tokens: int, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training step takes: rollout and update take turns, so of their working sets the larger counts."""
+    """What a training step takes on every process: rollout and update take turns, so of their working sets the larger counts.
+
+    Rollouts that run ahead are beside the update: both count.
+    """
 
     rollout: Plan
-    optimizer_bytes: int  # fp32 masters (unless the weights are fp32), two moments, gradients
+    optimizer_bytes: int  # fp32 masters (unless the weights are fp32), two moments, gradients; this process's part where they are divided
     reference_bytes: int
     update_bytes: int  # estimate: activations of a micro-batch, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
     student_bytes: int = 0  # weights of all students, and their optimizers'
+    learner_bytes: int = 0  # the learner's own weights, where the sampler has a whole copy for itself and shards do not hold them
+    divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
+    ahead: bool = False
 
     @property
     def total_bytes(self) -> int:
         plan = self.rollout
-        held = plan.total_bytes - plan.working_bytes + self.student_bytes
-        return held + self.optimizer_bytes + self.reference_bytes + max(plan.working_bytes, self.update_bytes, self.eval_bytes)
+        held = plan.total_bytes - plan.working_bytes + self.student_bytes + self.learner_bytes
+        working = plan.working_bytes + self.update_bytes if self.ahead else max(plan.working_bytes, self.update_bytes)
+        return held + self.optimizer_bytes + self.reference_bytes + max(working, self.eval_bytes)
+
+    def fits(self, memory: int) -> bool:
+        """With some left to the allocator."""
+        return self.total_bytes <= memory * (1 - _ALLOCATOR_SHARE)
 
     def text(self, memory: int | None = None) -> str:
         plan = self.rollout
+        part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
+        turns = "evaluation takes turns with rollout and update" if self.ahead else "rollout, update and evaluation take turns"
         lines = [
             *plan.lines()[:-1],
-            ("optimizer: fp32 masters, moments, gradients", size(self.optimizer_bytes)),
+            (f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes)),
+            *([("the learner's own weights", size(self.learner_bytes))] if self.learner_bytes else []),
             ("reference model", size(self.reference_bytes)),
             *([("students: weights and optimizers", size(self.student_bytes))] if self.student_bytes else []),
             ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
             ("held-out evaluation: dense cache", size(self.eval_bytes)),
-            ("total (rollout, update and evaluation take turns)", size(self.total_bytes)),
+            (f"total ({turns})", size(self.total_bytes)),
         ]
         if memory is not None:
-            lines.append(("memory", f"{size(memory)}: {'fits' if self.total_bytes <= memory * (1 - _ALLOCATOR_SHARE) else 'does not fit'}"))
+            lines.append(("memory", f"{size(memory)}: {'fits' if self.fits(memory) else 'does not fit'}"))
         width = max(len(label) for label, _ in lines)
         return "\n".join(f"  {label:<{width}}  {value}" for label, value in lines)
 
@@ -278,12 +293,20 @@ def make_training_plan(
     distills: bool = False,
     students: int = 0,
     student_trained: int = 0,
+    processes: int = 1,
+    shard: bool = False,
+    ahead: bool = False,
 ) -> TrainingPlan:
     """`trained`: parameters that are trained; `micro_batch_tokens` may be less than one trajectory, which then goes alone.
 
     `shadow`: attention under a trace, by segments; `distills`: the other view goes through the model too. `students` are copies of the
     model of which `student_trained` parameters are trained each; they learn one after the other, in micro-batches of the same size.
+
+    `shard`: the learner is divided among the processes, in fp32, and every one of them also has whole weights to sample with; a layer is
+    whole while it runs, with what is around the layers. Otherwise gradients are summed in buckets. `ahead`: sampler and learner each have
+    weights, and work at the same time.
     """
+    divided = shard and processes > 1
     item = shape.dtype.itemsize
     tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
     layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
@@ -295,12 +318,21 @@ def make_training_plan(
     head = head_chunk(shape.vocabulary) * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     per_parameter = 12 if shape.dtype == torch.float32 else 16
+    around = shape.vocabulary * shape.hidden
+    parameters = rollout.weight_bytes // item
+    frozen = 0 if trained == parameters else parameters  # under adapters
+    gathered = (2 * around + 2 * (parameters - around) // shape.layers) * (item + 4)  # and their gradients
+    summed = 4 * max(BUCKET, around)  # the largest bucket
+    beside = 0 if processes == 1 else gathered if divided else summed
     return TrainingPlan(
         rollout=rollout,
-        optimizer_bytes=trained * per_parameter,
+        optimizer_bytes=(16 * trained + 4 * frozen) // processes if divided else trained * per_parameter,
+        learner_bytes=rollout.weight_bytes if ahead and not divided else 0,
+        divided_by=processes if divided else 1,
+        ahead=ahead,
         student_bytes=students * (rollout.weight_bytes + student_trained * per_parameter),
         reference_bytes=rollout.weight_bytes if reference else 0,
-        update_bytes=activations + head,
+        update_bytes=activations + head + beside if divided else max(activations + head, beside),
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
 

@@ -23,6 +23,7 @@ from .errors import SparseRLError
 from .metrics import write_text
 from .models import ModelShape, dtype_of, load_config, weight_bytes
 from .plan import TrainingPlan, make_plan, make_training_plan
+from .scale import Work
 from .train import Trainer
 from .world import World
 
@@ -82,8 +83,8 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
-    """What the run of a recipe will take, from the model's config alone."""
+def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> TrainingPlan:
+    """What the run of a recipe will take on each of its processes, from the model's config alone."""
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
     weights = weight_bytes(config, shape.dtype)
@@ -108,7 +109,20 @@ def plan_run(recipe: Recipe, prompt_tokens: int) -> TrainingPlan:
         distills=recipe.learn.how().distill is not None,
         students=len(recipe.student.chunks),
         student_trained=lora_parameters(config, recipe.student.lora_rank) if recipe.student.lora_rank else parameters,
+        processes=processes,
+        shard=recipe.model.shard,
+        ahead=bool(recipe.rollout.ahead),
     )
+
+
+def work_of(recipe: Recipe, prompt_tokens: int) -> Work:
+    """What the scale model must know of a recipe, from the model's config alone."""
+    config = load_config(recipe.model.name)
+    shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
+    parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
+    trained = lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters
+    tied = bool(config.get_text_config(decoder=True).tie_word_embeddings)
+    return Work.of(shape, recipe, tied=tied, parameters=parameters, trained=trained, prompt_tokens=prompt_tokens)
 
 
 def lora_parameters(config, rank: int) -> int:

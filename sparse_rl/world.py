@@ -25,7 +25,7 @@ from torch import Tensor
 from .errors import SparseRLError, stoppable
 
 T = TypeVar("T")
-_BUCKET = 2**26  # numbers summed over processes in one go
+BUCKET = 2**26  # numbers summed over processes in one go
 GONE = "another process of this run is gone; see what it said, and go on with --resume."
 _PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than another; one that died is noticed at once
 
@@ -99,7 +99,7 @@ class World:
         bucket: list[Tensor] = []
         for i, tensor in enumerate(tensors):
             bucket.append(tensor)
-            if i + 1 == len(tensors) or sum(t.numel() for t in bucket) + tensors[i + 1].numel() > _BUCKET:
+            if i + 1 == len(tensors) or sum(t.numel() for t in bucket) + tensors[i + 1].numel() > BUCKET:
                 self._add(bucket)
                 bucket = []
 

@@ -33,6 +33,8 @@ MAY_IMPORT = {
     "samples": {"checkpoint", "learn", "records", "tasks"},
     "share": {"cache", "learn", "samples", "tasks"},
     "sampler": {"config", "control", "held_out", "learn", "metrics", "models", "records", "rollout", "samples", "share", "tasks"},
+    "lengths": {"metrics"},
+    "scale": {"compressors", "config", "control", "learn", "lengths", "models", "rollout", "share"},
     "ahead": {"metrics", "rollout", "samples"},
     "launch": set(),
     "report": {"cache", "checkpoint", "config", "plan"},
