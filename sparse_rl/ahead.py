@@ -27,13 +27,14 @@ Sample = Callable[[int, Clock], Rollout]
 class InTurn:
     """Sample, then learn. The sampler's weights are always the learner's."""
 
-    staleness = 0
-
     def __init__(self, sample: Sample):
         self.take = sample
 
     def go_on(self, step: int, publish: Callable[[], None]) -> None:
         """Nothing runs ahead."""
+
+    def after_update(self, publish: Callable[[], None]) -> None:
+        publish()
 
     def settle(self) -> None: ...
 
@@ -41,8 +42,6 @@ class InTurn:
 
 
 class Ahead:
-    staleness = 1
-
     def __init__(self, sample: Sample, engine: Engine, steps: int):
         self.sample, self.engine, self.steps = sample, engine, steps
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
@@ -74,6 +73,9 @@ class Ahead:
                 return self.sample(step + 1, clock)
 
         self.pending = (step + 1, clock, self.worker.submit(run))
+
+    def after_update(self, publish: Callable[[], None]) -> None:
+        """The sampler is at work: its weights change when it is not."""
 
     def _beside(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

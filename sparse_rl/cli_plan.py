@@ -203,7 +203,7 @@ def table(recipe: Recipe, found: Forecast, planned: TrainingPlan, gpus: int, mem
         ("  update: communication", share(found.communication)),
         ("  weights to the samplers", share(found.publish)),
         ("  grading, diagnostics", share(found.rest)),
-        ("idle, waiting for the slowest", f"{found.idle:.0%} of all GPU time; {found.idle_sampling:.0%} of sampling"),
+        ("idle, waiting for the slowest", f"{found.idle:.0%} of a step; {found.idle_sampling:.0%} of sampling"),
         ("response tokens", f"{found.tokens:,.0f} a step (mean {found.length:,.0f}, longest {found.longest:,.0f})"),
         ("tokens/s", f"{found.tokens / found.step:,.0f}; {found.tokens / found.step / gpus:,.0f} per GPU"),
         ("memory per GPU", f"{size(planned.total_bytes)} of {size(memory)}"),

@@ -6,19 +6,20 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
 from .errors import SparseRLError
 from .metrics import read_lines
 
-SAME_PROMPT = 0.5  # assumption: share of the variance of log lengths that completions of a prompt have in common
+SAME_PROMPT = 0.5  # assumption: share of the variance, of log lengths or of ranks made normal, that completions of a prompt have in common
 SPREAD = 0.75  # assumption: standard deviation over mean
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths: those given, drawn with replacement; without any, lognormal. All are cut at the longest allowed."""
+    """Response lengths: those given, drawn by rank; without any, lognormal. All are cut at the longest allowed."""
 
     mean: float
     spread: float  # standard deviation over mean
@@ -33,11 +34,13 @@ class Lengths:
     def draw(self, prompts: int, group: int, longest: int, seed: int) -> np.ndarray:
         """[prompts, group] tokens."""
         random = np.random.default_rng(seed)
-        if self.given:
-            return random.choice(np.minimum(self.given, longest), (prompts, group))
-        variance = math.log(1 + self.spread**2)
         common, own = random.standard_normal((prompts, 1)), random.standard_normal((prompts, group))
-        log = math.log(self.mean) - variance / 2 + math.sqrt(variance) * (SAME_PROMPT**0.5 * common + (1 - SAME_PROMPT) ** 0.5 * own)
+        normal = SAME_PROMPT**0.5 * common + (1 - SAME_PROMPT) ** 0.5 * own
+        if self.given:
+            ranks = np.vectorize(NormalDist().cdf)(normal)
+            return np.quantile(np.minimum(self.given, longest), ranks, method="inverted_cdf")
+        variance = math.log(1 + self.spread**2)
+        log = math.log(self.mean) - variance / 2 + math.sqrt(variance) * normal
         return np.clip(np.exp(log).round(), 1, longest).astype(np.int64)
 
 

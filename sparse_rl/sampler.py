@@ -25,7 +25,7 @@ from .models import encode, evaluating
 from .records import Trajectory
 from .rollout import Engine, Sampling
 from .samples import Rollout
-from .share import Lengths, deal, outline, owned
+from .share import LengthsSeen, deal, outline, owned
 from .streams import stream_key
 from .tasks import Grade, Prompt, Task
 
@@ -44,7 +44,7 @@ class Sampler:
         self.engine = Engine(model, compressor_of(rollout), rollout.max_budget, rollout.interval, rollout.rows)
         self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_ids=self._stop_ids(), for_correction=True)
         self.budget = BudgetControl(rollout.budget, self.engine)
-        self.lengths = Lengths()
+        self.lengths = LengthsSeen()
 
     def step(self, number: int, clock: Clock) -> Rollout:
         """Completions of this process's prompts of a step, graded and scored; rejected ones replaced where the recipe says so."""

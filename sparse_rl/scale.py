@@ -23,6 +23,7 @@ from .lengths import Lengths
 from .models import ModelShape
 from .rollout.schedule import row_counts
 from .share import deal
+from .world import BUCKET
 
 RECORD_BYTES = 47  # of a token, padding included, when trajectories are exchanged (tests/test_scale.py)
 
@@ -195,7 +196,7 @@ class Work:
         """Seconds of an optimizer step's: gradients summed, or shards gathered twice and gradients scattered in every micro-batch."""
         share = (processes - 1) / processes
         if not self.shard:
-            return links.seconds(2 * share * 4 * self.trained, processes, 1 + 4 * self.trained // 2**28)
+            return links.seconds(2 * share * 4 * self.trained, processes, 1 + self.trained // BUCKET)
         volume = share * (2 * self.divided_bytes + 4 * self.trained)
         return micro_batches * links.seconds(volume, processes, 3 * (self.shape.layers + 1))
 
@@ -220,7 +221,7 @@ class Forecast:
     step: float
     step_at_best: float  # if communication hid behind arithmetic wholly
     step_at_worst: float  # if rollouts ahead gained nothing, as the device is shared; else as `step`
-    idle: float  # share of all processes' time spent waiting for the slowest
+    idle: float  # share of a step that a process waits for the slowest, on average
     idle_sampling: float  # the same of the sampling alone: the metric processes/idle/frac
     tokens: float  # of responses
     length: float  # mean response
@@ -258,13 +259,13 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
     rollouts = np.array([work.rollout_seconds(machine, share.ravel(), len(share)) for share in shares])
     scores = np.array([work.views * work.passes_of(machine, share.ravel() + work.prompt_tokens)[0] for share in shares])
     learner = 2 * 16 * work.trained / (gpus if work.shard else 1) / machine.bandwidth  # masters, moments, gradients: read and written
-    sampled = busy = rollouts + scores
+    sampled, learned = rollouts + scores, np.zeros(gpus)
     update = communication = 0.0
     for i in range(work.minibatches):
         mine = [work.passes_of(machine, total[(owners == rank) & (block == i)]) for rank in range(gpus)]
         seconds = work.passes * np.array([seconds for seconds, _ in mine]) + learner
         update += seconds.max()
-        busy = busy + seconds
+        learned += seconds
         communication += work.communication(links, gpus, max(count for _, count in mine))
     sample, slowest = float(sampled.max()), int(sampled.argmax())
     padded = float(total.max()) * new.size
@@ -276,7 +277,8 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
         learn = update + communication
         return ((max(sample, learn) if ahead else sample + learn) + exchange + publish + records) / (1 - machine.step_rest)
 
-    waited = max(0.0, 1 - busy.sum() / (gpus * (sample + update)))
+    waits = sample - sampled.mean(), update - learned.mean()
+    longer = 0 if sample >= update + communication else 1  # one step ahead, only what is not hidden behind the other
     found = step(communication, bool(work.rollout.ahead))
     return Forecast(
         sample=sample,
@@ -289,7 +291,7 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
         step=found,
         step_at_best=step(max(0.0, communication - update), bool(work.rollout.ahead)),
         step_at_worst=step(communication, False),
-        idle=float(waited),
+        idle=float((waits[longer] if work.rollout.ahead else sum(waits)) / found),
         idle_sampling=float(1 - sampled.mean() / sample),
         tokens=float(new.sum()),
         length=float(new.mean()),

@@ -30,7 +30,7 @@ def deal(expected: Sequence[float], minibatches: int, processes: int) -> list[in
     return owner
 
 
-class Lengths:
+class LengthsSeen:
     """How long responses may be expected to be: as those to the same prompt were; of one never seen, as its own length lets expect."""
 
     def __init__(self):

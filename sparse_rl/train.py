@@ -126,8 +126,7 @@ class Trainer:
                         with clock.stage("update"):
                             batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
                             metrics |= average([] if recipe.student.late else [self.learner.step(batch) for batch in batches])
-                            if not recipe.rollout.ahead:
-                                self.publish()
+                            self.source.after_update(self.publish)
                             self.students.follow()
                         self.done, self.taught = self.learner.version, self.students.versions
                         self.step, self.updating = self.step + 1, False

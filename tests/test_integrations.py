@@ -233,7 +233,9 @@ def test_verl_normalises_weights_where_it_sees_the_whole_step(verl):
     for rows, info in (
         (slice(0, 1), dict(global_batch_size=n)),
         (slice(None), dict(global_batch_size=2 * n)),
-        (slice(None), dict(dp_size=2)),
+        (slice(None), dict(global_batch_size=n, dp_size=2)),
+        (slice(None), dict(global_batch_size=n)),
+        (slice(None), {}),
     ):
         with pytest.raises(SparseRLError, match=r"normalise_weights .* verl hands over a micro-batch of \d+ trajectories"):
             verl_loss(verl, variant, data, "seq-mean-token-mean", rows=rows, **info)
@@ -252,6 +254,10 @@ def test_verl_weights_that_are_not_xi_are_refused(verl):
     for variant in (("mis", {}), ("geo", {}), ("naive", {}), ("tis", {"cap": 3.0}), ("tis", {"mask_outside": [0.1, 2.0]})):
         with pytest.raises(SparseRLError, match=r"weights end at 2, where they were cut off; set .*threshold=1e9"):
             run(variant, cut)
+    with pytest.raises(SparseRLError, match="weights end at 2, where they were cut off"):
+        one = torch.where(cut == 2.0, 1.5, cut)
+        one[0, 1] = 2.0
+        run(("mis", {}), one)  # one token is enough
     for variant in (("tis", {}), ("sparse-rl", {}), ("none", {}), ("sparse-rl-released", {"normalise_weights": False})):
         same(run(variant, cut), ours(variant, data))  # cut off above all that they ask
     with pytest.raises(SparseRLError, match=r"importance weights are 0; set .*threshold to one number"):

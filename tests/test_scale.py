@@ -134,6 +134,9 @@ def test_lengths_are_drawn_within_bounds_and_from_a_run(tmp_path):
     assert found.mean == np.mean([line["rollout/length/mean"] for line in lines])
     assert len(found.given) == 16 and np.mean(found.given) == pytest.approx(found.mean, rel=0.02)
     assert set(found.draw(50, 4, 10**6, seed=0).ravel().tolist()) <= set(found.given)
+    given = Lengths(1000, 0.75, tuple(drawn[:500].ravel().tolist())).draw(4000, 8, 16000, seed=2)
+    assert given.mean() == pytest.approx(drawn[:500].mean(), rel=0.05)
+    assert np.log(given).mean(1).var() > 3 * np.log(given).var() / 8  # as without a run
     with pytest.raises(SparseRLError, match="holds no steps"):
         lengths_of_run(tmp_path)
 
@@ -156,6 +159,16 @@ def test_the_step_waits_for_the_slowest():
     assert late.rollout == max(seconds) == seconds[owner[5]] and late.idle_sampling > 0.3
     expected = np.where(np.arange(16) == 5, 3000.0, 1000.0).tolist()  # known beforehand, the others go elsewhere
     assert one_step(it, H200, Links(), 4, new, expected).idle < late.idle
+    tokens, optimizer = new + it.prompt_tokens, optimizer / it.minibatches
+    sampled = [s + it.views * it.passes_of(H200, tokens[np.array(owner) == r].ravel())[0] for r, s in enumerate(seconds)]
+    waited = sum(max(sampled) - s for s in sampled)
+    for block in np.array_split(np.arange(16), it.minibatches):
+        mine = [tokens[[i for i in block if owner[i] == rank]].ravel() for rank in range(4)]
+        learned = [it.passes * it.passes_of(H200, part)[0] + optimizer for part in mine]
+        waited += sum(max(learned) - s for s in learned)
+    assert late.idle * late.step * 4 == pytest.approx(waited)
+    ahead = one_step(dataclasses.replace(it, rollout=dataclasses.replace(it.rollout, ahead=1)), H200, Links(), 4, new)
+    assert 0 < ahead.idle * ahead.step * 4 < waited  # part of it is hidden
 
 
 def test_volumes_of_communication():

@@ -27,7 +27,7 @@ from sparse_rl.models import load_model
 from sparse_rl.rollout import Sampling
 from sparse_rl.run import train
 from sparse_rl.sampler import Sampler
-from sparse_rl.share import Lengths, deal, merge, outlined, slots
+from sparse_rl.share import LengthsSeen, deal, merge, outlined, slots
 from sparse_rl.tasks import Prompt, make
 from sparse_rl.train import Trainer
 
@@ -204,7 +204,7 @@ def test_prompts_are_dealt_out_evenly(expected, minibatches, processes):
 
 
 def test_lengths_are_learned_from_prompts_seen_and_from_those_of_like_length():
-    lengths = Lengths()
+    lengths = LengthsSeen()
     assert lengths.expect([Prompt("a", 0, 0)], [10]) == [11]  # nothing is known: all are alike
     trajectories = {0: (10, 100), 1: (20, 200), 2: (30, 300)}
 
@@ -215,10 +215,10 @@ def test_lengths_are_learned_from_prompts_seen_and_from_those_of_like_length():
     lengths.note(rollout([0, 0, 1, 2]), repeats=True)
     found = lengths.expect([Prompt("", 0, 0), Prompt("", 0, 7)], [10, 25])
     assert found[0] == 110 and found[1] == pytest.approx(25 + 250)
-    again = Lengths()
+    again = LengthsSeen()
     again.load_state_dict(lengths.state_dict())
     assert again.expect([Prompt("", 0, 2), Prompt("", 0, 7)], [30, 40]) == pytest.approx([330, 440])
-    fresh = Lengths()
+    fresh = LengthsSeen()
     fresh.note(rollout([0, 1, 2]), repeats=False)
     assert not fresh.known and fresh.expect([Prompt("", 0, 0)], [10]) == pytest.approx([110])
 

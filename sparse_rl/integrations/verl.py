@@ -73,7 +73,7 @@ def policy_loss(
 def whole_step(config: Any, trajectories: int) -> bool:
     """Whether this micro-batch is all of the optimizer step."""
     info = config.global_batch_info
-    return info.get("dp_size", 1) == 1 and info.get("global_batch_size") in (None, trajectories)
+    return info.get("dp_size") == 1 and info.get("global_batch_size") == trajectories  # what is not said is not taken for granted
 
 
 def gap_of(xi: Tensor | None, mask: Tensor, how: Correction) -> Tensor:
@@ -95,6 +95,6 @@ def gap_of(xi: Tensor | None, mask: Tensor, how: Correction) -> Tensor:
     top = xi.max().item()
     needed = math.inf if how.reject_outside or how.old == "sampler" else how.cap or 0.0
     too_low = top < needed or (how.mask_outside is not None and top <= how.mask_outside[1])
-    if too_low and top > 1 and (xi == top).sum() > 1 and xi.new_tensor(float(f"{top:.3g}")).item() == top:  # several at a round number
+    if too_low and top > 1 and xi.new_tensor(float(f"{top:.3g}")).item() == top:  # a round number, as thresholds are
         raise SparseRLError(f"importance weights end at {top:g}, where they were cut off; set {KEY}.rollout_is_threshold=1e9.")
     return xi.log()
