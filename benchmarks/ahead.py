@@ -5,12 +5,17 @@
 
 Both arms are `sparse-rl train RECIPE` with one key changed, one after the other, each alone on the device. Idle is the share of time in
 which nvidia-smi, asked five times a second, saw no kernel run, between the first step's end and the last one's. Finished runs are not run
-again.
+again. A model's shape with random weights says how long steps of that size take (planted_math.py):
+
+    python benchmarks/ahead.py --recipe qwen2.5-1.5b-simplerl --model random:qwen2.5-1.5b --out runs/ahead-1.5b --seeds 1 \\
+        --set task.name benchmarks/planted_math.py:PlantedMath --set task.files simplerl_qwen_level3to5.jsonl --set rollout.stop [] \\
+        --set rollout.prompts 32 --set rollout.max_new_tokens 1024 --set eval.every 0 --set run.steps 5
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,15 +65,14 @@ def run(args, name: str, seed: int) -> dict:
     command = [sys.executable, "-m", "sparse_rl", "train", args.recipe, "--out", str(folder)]
     command += [part for key, value in keys for part in (f"--{key}", str(value))]
     moments = {}
-    with Watch() as watch:
-        process = subprocess.Popen(
-            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+    said = folder.with_suffix(".log")
+    with Watch() as watch, said.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
         while process.poll() is None:
             time.sleep(0.1)
             moments |= {n: time.time() for n in [len(read_lines(folder / "timing.jsonl"))] if n and n not in moments}
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}")
+        raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}")
     timing = [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line][2:]  # the first two compile and capture
     metrics = read_lines(folder / "metrics.jsonl")
     result = {
@@ -86,6 +90,7 @@ def run(args, name: str, seed: int) -> dict:
         "gap": [m["gap/abs/mean"] for m in metrics if "gap/abs/mean" in m],
     }
     done.write_text(json.dumps(result))
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # tens of GB of a large model, and nobody reads them
     return result
 
 
@@ -96,12 +101,11 @@ def table(results: list[dict]) -> str:
     ]
     for r in results:
         idle = "" if r["idle"] is None else f"{r['idle']:.0%}"
-        _, dense, sparse = r["curve"][-1] if r["curve"] else (0, float("nan"), None)
-        start = r["curve"][0] if r["curve"] else (0, float("nan"), None)
+        (_, *start), (_, *end) = (r["curve"][0], r["curve"][-1]) if r["curve"] else ((0, None, None),) * 2
+        dense, sparse = (f"{a:.3f} to {b:.3f}" if b is not None else "" for a, b in zip(start, end))
         lines.append(
             f"| {r['arm']} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | {r['wait']:.2f} | {idle} | "
-            f"{r['peak'] / 2**30:.2f} | {statistics.mean(r['clip']):.2%} | {start[1]:.3f} to {dense:.3f} | "
-            f"{'' if sparse is None else f'{start[2]:.3f} to {sparse:.3f}'} |"
+            f"{r['peak'] / 2**30:.2f} | {statistics.mean(r['clip']):.2%} | {dense} | {sparse} |"
         )
     return "\n".join(lines)
 
