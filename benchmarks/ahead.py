@@ -138,10 +138,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    results = [run(args, name, seed) for seed in range(args.seeds) for name in ARMS]
+    results = [run(args, name, seed) for seed in range(args.seeds) for name in args.arms]
     if args.plot:
         plot(results, args.plot)
     print(table(results))

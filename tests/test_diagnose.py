@@ -140,3 +140,12 @@ def test_alpha_is_one_minus_total_variation(temperature):
     torch.testing.assert_close(overlap(model, t, temperature).double(), expected, rtol=1e-5, atol=1e-5)
     for pick, logprob in enumerate(t.sampler_logprobs[t.num_prompt_tokens :]):  # q is what was sampled from
         assert q[pick, t.response_tokens[pick]].log().item() == pytest.approx(logprob.item(), abs=1e-4)
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 5), max_size=70), st.integers(0, 6), st.integers(0, 69))
+def test_loops_are_what_their_definition_says(start, unit, times, more):
+    response = torch.tensor(start + unit * times + unit[:more], dtype=torch.int64)
+    n = len(response)
+    spans = {period: max(24, 4 * period) for period in range(1, 65)}
+    looping = any(s <= n and all(response[n - i] == response[n - i - p] for i in range(1, s - p + 1)) for p, s in spans.items())
+    assert ends_in_loop(response) == looping

@@ -295,6 +295,8 @@ def test_models_and_caches_are_compared_on_the_same_problems():
     better = cells["b", "rkv 8"].better
     assert better.mean == 3 / 8 and better.p == mcnemar(3, 0) == 0.25
     assert cells["a", "rkv 8"].same_verdict == 5 / 8 == cells["a", "rkv 8"].same_answer
+    here, there = item(index=0, answer="", verdict="no answer"), item(index=0, answer="", verdict="no answer")
+    assert agreement([here], [there])[1] is None  # an empty box is no answer
     assert cells["a", "rkv 8"].tokens_saved == pytest.approx(0.1) and cells["a", "rkv 8"].accuracy == 3 / 8
 
 

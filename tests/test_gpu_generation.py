@@ -64,8 +64,8 @@ def test_an_evaluation_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     def asked():
-        results = Results(tmp_path, {"benches": {"sums": exam.settings()}})
-        return ask(Engine(model, "rkv", 38, 4, rows=8), tokenizer, [exam], 3, results)
+        with Results(tmp_path, {"benches": {"sums": exam.settings()}}) as results:
+            return ask(Engine(model, "rkv", 38, 4, rows=8), tokenizer, [exam], 3, results)
 
     with monkeypatch.context() as patch:
         patch.setattr(Results, "add", stop)

@@ -144,19 +144,42 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
     assert mine.done[:rows].sum() > state_of(rows + 2, new).done[:rows].sum()  # some stopped
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype, temperature", [(torch.float32, 0.7), (torch.bfloat16, 1.0)])
+@pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=0.05), dict(top_k=7), dict(top_k=40, top_p=0.6)])
+@pytest.mark.parametrize("vocabulary", [61, 2500])
+def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype, monkeypatch):
+    """Against the twin, which sorts. Numbers of bfloat16 are often tied; of each row another token is drawn."""
+    rows, new = 12, 9
+    logits = draw(rows, vocabulary, dtype=dtype) * 4
+    logits[0, 1:] = -torch.inf
+    logits[1] = 0.0  # all tied, and of two signs
+    logits[1, ::2] = -0.0
+    logits[2] -= 100
+    logits[3, 5] = 60.0
+    none = torch.tensor([], dtype=torch.int64, device=DEVICE)
+    mine, theirs = state_of(rows, new), state_of(rows, new)
+    sample_and_record(logits, mine, temperature, none, **limits)
+    monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
+    sample_next(logits, theirs, Sampling(new, temperature, **limits), none, None)
+    assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.done, theirs.done)
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
+    assert mine.count.sum() > state_of(rows, new).count.sum()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("whole_row", [False, True])
-def test_logits_that_are_not_finite_end_the_row(bad, temperature, whole_row):
+@pytest.mark.parametrize("limits", [{}, dict(top_k=50, top_p=0.9)])
+def test_logits_that_are_not_finite_end_the_row(bad, temperature, whole_row, limits):
     if whole_row and bad != bad and temperature == 0 and DEVICE == "cpu":
         pytest.skip("the interpreter refuses the argmax of nothing but NaN")
     state = state_of(4, 9)
     state.done[:], state.used[:], state.count[:] = False, 0, 2
-    logits = draw(4, 5000)
+    logits = draw(4, 4500)
     logits[2, 4321] = bad
     if whole_row:
         logits[2] = bad
-    sample_and_record(logits, state, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    sample_and_record(logits, state, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE), **limits)
     assert state.logprobs[:, 2].isfinite().tolist() == [True, True, False, True]
     assert state.done.tolist() == [False, False, True, False]
 

@@ -92,7 +92,7 @@ def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, floa
     """Of completions, paired with those on the dense cache, which drew the same random numbers: see Cell."""
     there = {item.key: item for item in dense}
     pairs = [(item, there[item.key]) for item in items if item.key in there]
-    answered = [(item, other) for item, other in pairs if other.answer is not None]
+    answered = [(item, other) for item, other in pairs if other.answer is not None and other.verdict != "no answer"]
     same_answer = statistics.fmean(float(item.answer == other.answer) for item, other in answered) if answered else None
     in_common = statistics.fmean(repeated(item.text, other.text) for item, other in pairs)
     return statistics.fmean(float(item.right == other.right) for item, other in pairs), same_answer, in_common

@@ -6,7 +6,7 @@ import base64
 import html
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..checkpoint import replace_file
@@ -28,14 +28,15 @@ READING = """
 <p>Differences are in percentage points, with a 95 % interval from problems drawn with replacement, and the p-value of a paired test on the
 same problems: McNemar's exact test with one completion of each, random signs with more. {tests} tests are shown and none is corrected for
 the others: among that many, about {chance:.0f} would be below 0.05 if nothing differed.</p>
-<p>Same verdict: the share of completions judged as on the dense cache. Same answer: of the completions that give an answer there, the share
-that gives the same one. Text in common: how much of a completion on the dense cache is repeated before the two differ; both draw the same
-random numbers. KV tokens saved: 1 - entries in use at the end / tokens. Tokens per second: of the engine on this machine.</p>
+<p>Same verdict: the share of completions judged as on the dense cache. Same answer: of the completions that give an answer there (an empty
+box is none), the share that gives the same one. Text in common: how much of a completion on the dense cache is repeated before the two
+differ; both draw the same random numbers. KV tokens saved: 1 - entries in use at the end / tokens. Tokens per second: of the engine on
+this machine.</p>
 """
 
 
 def draw(cells: Sequence[Cell]) -> bytes:
-    """Accuracy against budget, a panel for each benchmark. -> PNG"""
+    """Accuracy against budget, a panel for each benchmark; below, how much of the text on the dense cache is repeated. -> PNG"""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,12 +44,15 @@ def draw(cells: Sequence[Cell]) -> bytes:
 
     benches = list(dict.fromkeys(c.bench for c in cells))
     across = min(3, len(benches))
-    down = -(-len(benches) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(1.5 + 4.2 * across, 3.6 * down), squeeze=False, constrained_layout=True)
-    for axis in axes.flat[len(benches) :]:
-        axis.axis("off")
-    for axis, bench in zip(axes.flat, benches):
-        panel(axis, bench, [c for c in cells if c.bench == bench])
+    each = -(-len(benches) // across)  # rows of panels that one quantity takes
+    quantities = [of_accuracy, *([of_agreement] if any(c.in_common is not None for c in cells) else [])]
+    down = each * len(quantities)
+    figure, axes = pyplot.subplots(down, across, figsize=(1.5 + 4.2 * across, 3.2 * down), squeeze=False, constrained_layout=True)
+    for quantity, block in zip(quantities, (axes[i : i + each] for i in range(0, down, each))):
+        for axis in block.flat[len(benches) :]:
+            axis.axis("off")
+        for axis, bench in zip(block.flat, benches):
+            panel(axis, bench, [c for c in cells if c.bench == bench], quantity)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside right upper")
     file = io.BytesIO()
@@ -57,33 +61,50 @@ def draw(cells: Sequence[Cell]) -> bytes:
     return file.getvalue()
 
 
-def panel(axis, bench: str, cells: Sequence[Cell]) -> None:
+def of_accuracy(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
+    """Of caches with a budget, at x; of one without, across the panel."""
+    axis.set_ylabel("accuracy")
+    if x is None:
+        (c,) = line
+        axis.axhline(c.accuracy, linewidth=1, **style)
+        axis.axhspan(c.low, c.high, color=style["color"], alpha=0.06)
+    else:
+        error = [[c.accuracy - c.low for c in line], [c.high - c.accuracy for c in line]]
+        axis.errorbar(x, [c.accuracy for c in line], error, marker="o", capsize=2, **style)
+
+
+def of_agreement(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
+    axis.set_ylabel("text in common with dense")
+    axis.set_ylim(top=1.02)
+    if x is not None:
+        axis.plot([c.budget for c in line], [c.in_common for c in line], marker="o", **style)
+    elif line[0].in_common is not None:
+        axis.axhline(line[0].in_common, linewidth=1, **style)
+
+
+def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
     models = list(dict.fromkeys(c.model for c in cells))
     names = list(dict.fromkeys(c.cache.split()[0] for c in cells if c.budget is not None))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
     nearest = min((b / a for a, b in itertools.pairwise(budgets)), default=2.0)
     curves = max(len(models) * len(names) - 1, 1)
     for number, model in enumerate(models):
-        style = ("-", "--", ":", "-.")[number % 4]
+        style = {"linestyle": ("-", "--", ":", "-.")[number % 4]}
         before = f"{shortest(model, models)}, " if len(models) > 1 else ""
         for i, name in enumerate(names):
             line = sorted(
                 (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name), key=lambda c: c.budget
             )
-            error = [[c.accuracy - c.low for c in line], [c.high - c.accuracy for c in line]]
             x = [c.budget * nearest ** (0.3 * ((i + len(names) * number) / curves - 0.5)) for c in line]  # side by side
-            axis.errorbar(
-                x, [c.accuracy for c in line], error, marker="o", linestyle=style, color=f"C{i}", capsize=2, label=legible(before + name)
-            )
+            quantity(axis, line, x, {**style, "color": f"C{i}", "label": legible(before + name)})
         for i, c in enumerate(c for c in cells if c.model == model and c.budget is None):
             color = "black" if c.cache == "dense" else f"C{len(names) + i}"
-            axis.axhline(c.accuracy, linestyle=style, color=color, linewidth=1, label=legible(before + c.cache))
-            axis.axhspan(c.low, c.high, color=color, alpha=0.06)
+            quantity(axis, [c], None, {**style, "color": color, "label": legible(before + c.cache)})
     if budgets:
         axis.set_xscale("log", base=2)
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
         axis.minorticks_off()
-    axis.set(title=legible(bench), xlabel="budget", ylabel="accuracy")
+    axis.set(title=legible(bench), xlabel="budget")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
 
@@ -106,7 +127,7 @@ def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{html.escape(' against '.join(models))}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(' against '.join(models))}, dense and sparse inference</h1><p>{html.escape(asked)}</p>",
-        f"<img alt='accuracy against budget' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>",
+        f"<img alt='accuracy and text in common against budget' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>",
     ]
     benches = list(dict.fromkeys(c.bench for c in cells))
     for bench in [*([ALL] if ALL in benches else []), *(b for b in benches if b != ALL)]:

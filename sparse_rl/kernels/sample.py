@@ -2,6 +2,9 @@
 
 Inverting the cumulative distribution needs no order but the vocabulary's: the first kernel leaves every chunk's maximum and sum, the second
 finds the chunk in which the drawn number falls, then the token in it, writes the token down and moves the row's counters.
+
+Top-k and top-p need no order either, only the least logit they keep, which a kernel before the two finds: floats in their order are
+integers, and it takes 4 of their bits at a time, the highest first, from the mass above 15 candidates.
 Twin: rollout/sampling.sample and RowState.record.
 """
 
@@ -13,13 +16,83 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 4096
+_BLOCK = 1024  # logits that the search for the least one looks at together
 
 
 @triton.jit
-def _summarise(logits, tops, sums, bests, size, inverse_temperature, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr):
+def _place(x, BITS: tl.constexpr):
+    """Integers in the order of floats, equal where these are. fp32 -> int32; of bfloat16's numbers, the 16 bits that they have."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - BITS)
+
+
+@triton.jit
+def _least(
+    logits, size, floor, bound, highest, inverse_temperature,
+    COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The least place from `floor` on with less than `bound` above it: tokens (COUNT), or mass of those not below it. logits: of a row"""
+    low = tl.full((), -(1 << (BITS - 1)) - 1, tl.int64)  # above it is too much; above low + 16 * step is not
+    candidate = tl.arange(0, 16)
+    step = tl.full((), 1 << (BITS - 4), tl.int64)
+    for _ in range(BITS // 4):
+        pivot = (low + candidate * step).to(tl.int32)  # the first one is known, and may lie below all integers
+        above = tl.zeros([16, BLOCK], dtype=tl.float32)
+        for start in range(0, size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
+            place = _place(x, BITS)
+            inside = (i < size) & (place >= floor)
+            weight = tl.where(inside, 1.0 if COUNT else tl.exp((x - highest) * inverse_temperature), 0.0)
+            above += tl.where(place[None, :] > pivot[:, None], weight[None, :], 0.0)
+        too_much = (tl.sum(above, 1) >= bound) & (candidate > 0)
+        low += tl.sum(too_much.to(tl.int64), 0) * step
+        step = step // 16
+    return tl.maximum((low + 1).to(tl.int32), floor)
+
+
+@triton.jit
+def _limit(
+    logits, least, size, inverse_temperature, top_k, top_p,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The place of the least logit that is kept, of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * size
+    kept = tl.full((), -(1 << (BITS - 1)), tl.int32)
+    if TOP_K:
+        kept = _least(logits, size, kept, top_k, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
+    if TOP_P:
+        high = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        for start in range(0, size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            high = tl.maximum(high, tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32))
+        highest = tl.max(high, 0)
+        mass = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
+            mass += tl.where(_place(x, BITS) >= kept, tl.exp((x - highest) * inverse_temperature), 0.0)
+        kept = _least(logits, size, kept, top_p * tl.sum(mass, 0), highest, inverse_temperature, COUNT=False, BITS=BITS, BLOCK=BLOCK)
+    tl.store(least + row, kept)
+
+
+@triton.jit
+def _scaled(logits, i, size, least, inverse_temperature, LIMITED: tl.constexpr, BITS: tl.constexpr):
+    """Logits over the temperature; -inf where they are not kept, and beyond the last. logits, least: of a row"""
+    x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
+    if LIMITED:
+        x = tl.where((_place(x, BITS) < tl.load(least)) & (x == x), -float("inf"), x)  # NaN stays, to be seen
+    return x * inverse_temperature
+
+
+@triton.jit
+def _summarise(
+    logits, least, tops, sums, bests, size, inverse_temperature,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * size + i, mask=i < size, other=-float("inf")).to(tl.float32) * inverse_temperature
+    x = _scaled(logits + row * size, chunk * CHUNK + tl.arange(0, CHUNK), size, least + row, inverse_temperature, LIMITED, BITS)
     top = tl.max(x, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
     tl.store(tops + row * CHUNKS + chunk, top)
@@ -40,10 +113,10 @@ def _uniform(stream, counter):
 
 @triton.jit
 def _pick(
-    logits, tops, sums, bests, size, inverse_temperature, capacity,
+    logits, least, tops, sums, bests, size, inverse_temperature, capacity,
     token, index, used, stream, count, done, limit, stop_ids, tokens, logprobs, room,
     CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, STOPS: tl.constexpr, STOPS_BLOCK: tl.constexpr,
-    GREEDY: tl.constexpr,
+    GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS_BLOCK)
@@ -65,8 +138,7 @@ def _pick(
         chunk = tl.minimum(tl.sum(below.to(tl.int32), 0), last)
         before = tl.sum(tl.where(c < chunk, weight, 0.0), 0)
         i = tl.arange(0, CHUNK)
-        place = chunk * CHUNK + i
-        x = tl.load(logits + row * size + place, mask=place < size, other=-float("inf")).to(tl.float32) * inverse_temperature
+        x = _scaled(logits + row * size, chunk * CHUNK + i, size, least + row, inverse_temperature, LIMITED, BITS)
         mass = tl.exp(x - highest)
         passed = before + tl.cumsum(mass.to(tl.float64), 0) <= point
         last = tl.max(tl.where(mass > 0, i, 0), 0)
@@ -91,19 +163,28 @@ def _pick(
         tl.store(done + row, (ended | (finite == 0)).to(tl.int8))
 
 
-def sample_and_record(logits: Tensor, state, temperature: float, stop_ids: Tensor) -> None:
+def sample_and_record(logits: Tensor, state, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0) -> None:
     """Draw one token for each of the first B rows that runs, and write it down. logits [B, V]; state: RowState; temperature 0: greedy."""
     rows, size = logits.shape
     assert logits.is_contiguous()
     chunks = triton.cdiv(size, _CHUNK)
+    greedy = temperature == 0
+    inverse = 1.0 if greedy else 1.0 / temperature
+    by_count, by_mass = not greedy and 0 < top_k < size, not greedy and top_p < 1
+    how = {"GREEDY": greedy, "LIMITED": by_count or by_mass, "BITS": 16 if logits.dtype == torch.bfloat16 else 32}
     tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     bests = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    inverse = 1.0 / temperature if temperature > 0 else 1.0
-    _summarise[(rows, chunks)](logits, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, GREEDY=temperature == 0, num_warps=4)
+    least = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if how["LIMITED"]:
+        _limit[(rows,)](
+            logits, least, size, inverse, float(top_k), float(top_p),
+            TOP_K=by_count, TOP_P=by_mass, BITS=how["BITS"], BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+    _summarise[(rows, chunks)](logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **how, num_warps=4)
     _pick[(rows,)](
-        logits, tops, sums, bests, size, inverse, state.capacity,
+        logits, least, tops, sums, bests, size, inverse, state.capacity,
         state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit, stop_ids,
         state.tokens, state.logprobs, state.tokens.shape[1],
         CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
-        STOPS=len(stop_ids), STOPS_BLOCK=triton.next_power_of_2(max(1, len(stop_ids))), GREEDY=temperature == 0, num_warps=8,
+        STOPS=len(stop_ids), STOPS_BLOCK=triton.next_power_of_2(max(1, len(stop_ids))), **how, num_warps=8,
     )  # fmt: skip

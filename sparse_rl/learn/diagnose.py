@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,10 +112,12 @@ def ends_in_loop(response: Tensor) -> bool:
 
     Inside a loop xi is near 1, so no correction sees it.
     """
-    n = len(response)
-    for period in range(1, min(LONGEST_PERIOD, n // LOOP_REPEATS) + 1):
+    ids, n = response.numpy(), len(response)
+    longest = min(LONGEST_PERIOD, n // LOOP_REPEATS)
+    before_last = ids[n - 1 - longest : n - 1][::-1]  # one period back, two, ...
+    for period in 1 + np.flatnonzero(before_last == ids[-1:]):  # a loop's last token is also a period before
         span = max(LOOP_TOKENS, LOOP_REPEATS * period)
-        if span <= n and bool((response[n - span + period :] == response[n - span : n - period]).all()):
+        if span <= n and (ids[n - span + period :] == ids[n - span : n - period]).all():
             return True
     return False
 

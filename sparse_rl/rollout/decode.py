@@ -167,10 +167,10 @@ def forward_modules(
 def sample_next(logits: Tensor, state: RowState, sampling: Sampling, stop_ids: Tensor, live: Tensor | None) -> None:
     """Sample a token for every row that runs, and write it down. logits [B, V]"""
     width = len(logits)
-    if logits.is_cuda and kernels.has_triton() and not (sampling.top_k or sampling.top_p < 1):
+    if logits.is_cuda and kernels.has_triton():
         from ..kernels.sample import sample_and_record
 
-        sample_and_record(logits, state, sampling.temperature, stop_ids)
+        sample_and_record(logits, state, sampling.temperature, stop_ids, sampling.top_k, sampling.top_p)
         return
     live = state.live(width) if live is None else live
     tokens, logprobs = sample(logits, state.stream[:width], state.count[:width], sampling)

@@ -54,10 +54,11 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
+        ordered = logits.sort(-1, descending=True).values
         probs = ordered.softmax(-1)
         beyond = probs.cumsum(-1) - probs >= sampling.top_p  # the likeliest tokens before this one suffice already
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -torch.inf)
+        least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -torch.inf)  # what is as likely as the last one stays with it
     return logits.log_softmax(-1)
 
 
