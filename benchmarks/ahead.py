@@ -73,7 +73,8 @@ def run(args, name: str, seed: int) -> dict:
             moments |= {n: time.time() for n in [len(read_lines(folder / "timing.jsonl"))] if n and n not in moments}
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}")
-    timing = [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line][2:]  # the first two compile and capture
+    timing = [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line]
+    timing = timing[1:-1]  # the first compiles and captures, beside the last nothing is sampled
     metrics = read_lines(folder / "metrics.jsonl")
     result = {
         "arm": name,

@@ -98,7 +98,7 @@ def calibrate(small: dict, large: dict, lengths: Lengths) -> Machine:
     none = dict(
         bandwidth=1e18, prefill_flops=1e30, token_seconds=0.0, evict_flops=1e30, rollout_rest=0.0, learn_flops=1.0, record_seconds=0.0
     )
-    machine = replace(H200, **none, layer_seconds=float(layer), decode_flops=1 / float(product), step_rest=0.0)
+    machine = replace(H200, **none, layer_seconds=float(layer), decode_flops=1 / float(product), step_rest=0.0, hidden=1.0)
     alone = one_step(both[1], machine, Links(), 1, new)
     learned = large["time/score"] + large["time/update"]
     learn_flops = (alone.sample - alone.rollout + alone.update) / learned  # counted at 1 FLOP/s

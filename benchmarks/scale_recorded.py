@@ -21,6 +21,7 @@ PREFILL_FITTED = {("qwen2.5-1.5b", 256, 512), ("qwen2.5-7b", 256, 512)}
 SHARES_FITTED = ("qwen2.5-1.5b", 256, 3840)  # evictions, traces and host
 # characters of the 32 prompts that the training step had (the first of simplerl_qwen_level3to5.jsonl)
 PROMPTS = [229, 243, 260, 273, 275, 280, 281, 282, 282, 287, 288, 292, 296, 305, 311, 323]
+LATER_PROMPTS = 400  # mean characters of the 128 after those
 PROMPTS += [340, 345, 356, 373, 406, 415, 425, 432, 435, 517, 533, 586, 774, 817, 946, 1239]
 
 
@@ -103,6 +104,15 @@ def training_steps() -> list[tuple[str, str, float, float]]:
             fitted = name == "captured modules, fresh" and stage in ("score", "update")
             found.append((f"{name}: {stage}", "their sum" if fitted else "", ours[stage], took[stage]))
         found.append((f"{name}: step, rollout as measured", "", step.step + took["rollout"] - step.rollout, took["step"]))
+    (cells,) = rows_of("fused rollouts, 1,024 new")
+    took = dict(zip(("rollout", "grade", "score", "diagnose", "update", "step"), map(numbers, cells[1:7])))
+    step = one_step(work("qwen2.5-1.5b", 256, 1024, LATER_PROMPTS, **more), H200, Links(), 1, np.full((32, 8), 1024))
+    ours = {"rollout": step.rollout, "score": step.sample - step.rollout, "update": step.update, "step": step.step}
+    found += [(f"fused, 1,024 new, steps 2 to 5: {stage}", "", ours[stage], took[stage]) for stage in ours]
+    more["rollout"]["ahead"] = 1
+    ahead = one_step(work("qwen2.5-1.5b", 256, 1024, LATER_PROMPTS, **more), H200, Links(), 1, np.full((32, 8), 1024))
+    took = next(numbers(cells[1]) for cells in rows_of("sampling | a step") if cells[0].startswith("ahead, "))
+    found += [("the same one step ahead", "hidden", ahead.step, took)]
     small = load_recipe("countdown-beacons", [("model.name", "tiny:6x256"), ("student.chunks", "[]")])
     drawn = Lengths(290, 0.4).draw(64, 8, 656, seed=0)
     ours = one_step(work_of(small, 30), H200, Links(), 1, drawn).step

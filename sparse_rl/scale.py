@@ -41,12 +41,13 @@ class Machine:
     learn_flops: float  # of scoring and learning
     rollout_rest: float  # share of a rollout: traces to the host, the host itself
     step_rest: float  # share of a step: grading, the overlaps of a few trajectories
+    hidden: float  # share of the shorter of sampling and learning that is gained by doing both at the same time
     record_seconds: float  # of a token of the whole step, padding included, on the host of every process: corrections, diagnostics
     memory: int  # bytes
 
 
 # one NVIDIA H200, bf16: docs/scale.md says which rows of docs/results.md each number is from
-H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 392e12, 0.031, 0.045, 0.44e-6, 139 * 2**30)
+H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 392e12, 0.031, 0.045, 0.53, 0.44e-6, 139 * 2**30)
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,8 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
 
     def step(communication: float, ahead: bool) -> float:
         learn = update + communication
-        return ((max(sample, learn) if ahead else sample + learn) + exchange + publish + records) / (1 - machine.step_rest)
+        gained = machine.hidden * min(sample, learn) if ahead else 0.0
+        return (sample + learn - gained + exchange + publish + records) / (1 - machine.step_rest)
 
     waits = sample - sampled.mean(), update - learned.mean()
     longer = 0 if sample >= update + communication else 1  # one step ahead, only what is not hidden behind the other

@@ -189,7 +189,7 @@ def test_rollouts_ahead_hide_the_shorter_part():
     turns, ahead = (forecast(work(rollout={"ahead": n}), H200, Links(), 4, Lengths(500, 0.5)) for n in (0, 1))
     assert turns.step == turns.step_at_worst
     assert turns.step == pytest.approx(turns.sample + turns.update + turns.communication + turns.exchange + turns.rest)
-    hidden = min(turns.sample, turns.update + turns.communication)
+    hidden = H200.hidden * min(turns.sample, turns.update + turns.communication)
     assert turns.step - ahead.step == pytest.approx((hidden - ahead.publish) / (1 - H200.step_rest), rel=1e-3)
     assert ahead.step < turns.step <= ahead.step_at_worst
 
