@@ -151,7 +151,7 @@ def test_a_kill_while_grading_grades_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_command_goes_on(tmp_path, number):
-    words = ["tiny-sums", "--bench", "sums", "--limit", 64, "--samples", 2, "--max-new-tokens", 48, "--rows", 2, *SPARSE]
+    words = ["tiny-sums", "--bench", "sums", "--limit", 24, "--samples", 2, "--max-new-tokens", 48, "--rows", 2, *SPARSE]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [sys.executable, "-c", "from sparse_rl.cli import main; main()", "eval", *map(str, words), "--out", str(killed)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
@@ -163,7 +163,7 @@ def test_a_killed_command_goes_on(tmp_path, number):
     if number == signal.SIGTERM:
         assert process.returncode == 130 and "the same command goes on" in said
     kept = path.read_bytes()
-    assert 6 <= kept.count(b"\n") < 128  # it was killed in the middle
+    assert 6 <= kept.count(b"\n") < 48  # it was killed in the middle
     assert run(*words, "--out", killed).exit_code == 0 == run(*words, "--out", whole).exit_code
     assert (killed / "items.jsonl").read_bytes() == (whole / "items.jsonl").read_bytes()
     items = {(i["index"], i["sample"]): i["text"] for i in lines(killed / "items.jsonl")}

@@ -236,7 +236,7 @@ def test_many_segments_are_told_apart():
     assert find_segments(trace(4096, 4096, 512, 6, layers=1, heads=1)[None], torch.tensor([4096])).are_few  # one list for all
 
 
-@pytest.mark.parametrize("chunk", [2, 9])
+@pytest.mark.parametrize("chunk", [4, 9])
 def test_layers_and_heads_may_share_their_lists(chunk):
     """As beacons do: what one head sees, all see."""
     prompts, lengths, group, dim = torch.tensor([6, 20]), torch.tensor([50, 33]), 2, 16
