@@ -4,8 +4,8 @@
     python benchmarks/ahead.py --recipe tiny-sums --out runs/ahead-cpu --seeds 2 --set run.steps 30
 
 Both arms are `sparse-rl train RECIPE` with one key changed, one after the other, each alone on the device. Idle is the share of time in
-which nvidia-smi, asked five times a second, saw no kernel run, between the first step's end and the last one's. Finished runs are not run
-again. A model's shape with random weights says how long steps of that size take (planted_math.py):
+which nvidia-smi, asked five times a second, saw no kernel run, between the ends of the first step and the last but one. Finished runs are
+not run again. A model's shape with random weights says how long steps of that size take (planted_math.py):
 
     python benchmarks/ahead.py --recipe qwen2.5-1.5b-simplerl --model random:qwen2.5-1.5b --out runs/ahead-1.5b --seeds 1 \\
         --set task.name benchmarks/planted_math.py:PlantedMath --set task.files simplerl_qwen_level3to5.jsonl --set rollout.stop [] \\
@@ -55,6 +55,10 @@ class Watch:
         return 1 - statistics.mean(inside) / 100
 
 
+def steps_of(folder: Path) -> list[dict]:
+    return [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line]
+
+
 def run(args, name: str, seed: int) -> dict:
     folder = args.out / f"{name.replace(' ', '-')}-{seed}"
     done = folder / "measured.json"
@@ -64,27 +68,31 @@ def run(args, name: str, seed: int) -> dict:
     keys += [("model.name", args.model)] if args.model else []
     command = [sys.executable, "-m", "sparse_rl", "train", args.recipe, "--out", str(folder)]
     command += [part for key, value in keys for part in (f"--{key}", str(value))]
-    moments = {}
+    moments: dict[int, float] = {}  # steps done -> when that was seen
     said = folder.with_suffix(".log")
     with Watch() as watch, said.open("w") as file:
         process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
         while process.poll() is None:
             time.sleep(0.1)
-            moments |= {n: time.time() for n in [len(read_lines(folder / "timing.jsonl"))] if n and n not in moments}
+            moments.setdefault(len(steps_of(folder)), time.time())
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}")
-    timing = [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line]
-    timing = timing[1:-1]  # the first compiles and captures, beside the last nothing is sampled
+    timing = steps_of(folder)
+    if len(timing) < 4:
+        raise SystemExit(f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count.")
+    counted = [steps for steps in moments if 0 < steps < len(timing)]
+    beside = timing[1:-1]  # the first step compiles and captures, beside the last nothing is sampled
+    sampled = timing[2:] if ARMS[name] else beside  # a step's line says what was sampled for it, beside the step before
     metrics = read_lines(folder / "metrics.jsonl")
     result = {
         "arm": name,
         "seed": seed,
-        "step": statistics.median(line["time/step"] for line in timing),
-        "wait": statistics.median(line.get("time/wait", 0.0) for line in timing),
-        "rollout": statistics.median(line.get("ahead/rollout/seconds", line.get("time/rollout", 0.0)) for line in timing),
-        "update": statistics.median(line["time/update"] for line in timing),
+        "step": statistics.median(line["time/step"] for line in beside),
+        "wait": statistics.median(line.get("time/wait", 0.0) for line in sampled),
+        "rollout": statistics.median(line.get("ahead/rollout/seconds", line.get("time/rollout", 0.0)) for line in sampled),
+        "update": statistics.median(line["time/update"] for line in beside),
         "peak": max((line.get("memory/peak_bytes", 0) for line in timing), default=0),
-        "idle": watch.idle(min(moments.values()), max(moments.values())) if moments else None,
+        "idle": watch.idle(moments[min(counted)], moments[max(counted)]) if len(counted) > 1 else None,
         "curve": [(m["step"], m["eval/dense/accuracy"], m.get("eval/sparse/accuracy")) for m in metrics if "eval/dense/accuracy" in m],
         "drift": [m["update/drift/mean"] for m in metrics if "update/drift/mean" in m],
         "clip": [m["update/clip/frac"] for m in metrics if "update/clip/frac" in m],

@@ -143,9 +143,10 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
     assert mine.done[:rows].sum() > state_of(rows + 2, new).done[:rows].sum()  # some stopped
 
 
-@pytest.mark.parametrize("dtype, temperature", [(torch.float32, 0.7), (torch.bfloat16, 1.0)])
-@pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=0.05), dict(top_k=7), dict(top_k=40, top_p=0.6)])
-@pytest.mark.parametrize("vocabulary", [61, 1100])
+@pytest.mark.parametrize(
+    "dtype, temperature, vocabulary", [(torch.float32, 0.7, 1100), (torch.bfloat16, 1.0, 4200), (torch.float16, 2.0, 61)]
+)
+@pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=1e-46), dict(top_k=7), dict(top_k=40, top_p=0.6)])
 def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype, monkeypatch):
     """Against the twin, which sorts. Numbers of bfloat16 are often tied; of each row another token is drawn."""
     rows, new = 12, 9

@@ -73,6 +73,15 @@ def test_top_p_and_top_k_keep_the_smallest_sufficient_set(logits, top_p, top_k):
     assert probs[kept].min() >= (probs[~kept].max() if (~kept).any() else 0)
 
 
+def test_top_p_of_a_large_vocabulary_is_that_of_exact_sums():
+    row = torch.randn(1, 151_936, generator=torch.Generator().manual_seed(0)) * 3
+    probs = row[0].double().softmax(-1).sort(descending=True).values
+    for top_p in (0.5, 0.95, 0.999):
+        kept = log_distribution(row, Sampling(top_p=top_p))[0].isfinite().sum().item()
+        assert kept == 1 + (probs.cumsum(0) < top_p).sum().item()
+    assert log_distribution(row, Sampling(top_p=1e-46))[0].isfinite().sum() == 1
+
+
 def test_greedy_log_probs_are_those_at_temperature_one():
     logits = torch.randn(5, 9)
     tokens, logprobs = sample(logits, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), Sampling(temperature=0.0))

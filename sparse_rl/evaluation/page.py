@@ -77,7 +77,7 @@ def of_agreement(axis, line: Sequence[Cell], x: Sequence[float] | None, style: d
     axis.set_ylabel("text in common with dense")
     axis.set_ylim(top=1.02)
     if x is not None:
-        axis.plot([c.budget for c in line], [c.in_common for c in line], marker="o", **style)
+        axis.plot(x, [c.in_common for c in line], marker="o", linewidth=0.8, **style)
     elif line[0].in_common is not None:
         axis.axhline(line[0].in_common, linewidth=1, **style)
 

@@ -177,7 +177,7 @@ def sample_and_record(logits: Tensor, state, temperature: float, stop_ids: Tenso
     least = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if how["LIMITED"]:
         _limit[(rows,)](
-            logits, least, size, inverse, float(top_k), float(top_p),
+            logits, least, size, inverse, float(top_k), max(top_p, 1e-30),
             TOP_K=by_count, TOP_P=by_mass, BITS=how["BITS"], BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     _summarise[(rows, chunks)](logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **how, num_warps=4)

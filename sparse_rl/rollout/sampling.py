@@ -49,17 +49,16 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.float()
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
-    logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1:
         ordered = logits.sort(-1, descending=True).values
-        probs = ordered.softmax(-1)
+        probs = (ordered.double() / sampling.temperature).softmax(-1)  # fp32 over a large vocabulary would not sum to 1
         beyond = probs.cumsum(-1) - probs >= sampling.top_p  # the likeliest tokens before this one suffice already
         least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < least, -torch.inf)  # what is as likely as the last one stays with it
-    return logits.log_softmax(-1)
+    return (logits / sampling.temperature).log_softmax(-1)
 
 
 def sample(logits: Tensor, stream: Tensor, step: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
