@@ -13,15 +13,17 @@ import argparse
 import json
 from pathlib import Path
 
+import torch
+
 from sparse_rl import Engine, Sampling
 from sparse_rl.evaluation.cache import Cache, caches
 from sparse_rl.evaluation.run import Asked, task_of
 from sparse_rl.evaluation.summary import aligned
-from sparse_rl.learn.batch import Scored, collate, score
+from sparse_rl.learn.batch import Scored, collate, corrected, score
+from sparse_rl.learn.correct import PRESETS
+from sparse_rl.learn.diagnose import gap_metrics, rejection_metrics
 from sparse_rl.models import encode, load_model
 from sparse_rl.records import kv_tokens_saved
-
-REJECTED = 1e-4  # Sparse-RL throws a trajectory away when the dense model finds a token this much less likely than the sampler did
 
 
 def measure(model, prompts: list, cache: Cache, new_tokens: int, rows: int, micro_batch_tokens: int) -> dict:
@@ -33,7 +35,8 @@ def measure(model, prompts: list, cache: Cache, new_tokens: int, rows: int, micr
 
     greedy, saved = sample(0.0)
     drawn, _ = sample(1.0)
-    gap, mask = drawn.gap.double(), drawn.sampled.mask
+    mask, fixed = drawn.sampled.mask, corrected(drawn, PRESETS["sparse-rl"])
+    metrics = gap_metrics(drawn.gap, mask, fixed) | rejection_metrics(mask, fixed, torch.zeros(len(prompts)))
     return {
         "cache": cache.label,
         "compressor": cache.compressor,
@@ -41,9 +44,9 @@ def measure(model, prompts: list, cache: Cache, new_tokens: int, rows: int, micr
         "tokens": int(mask.sum()),
         "saved": saved,  # by the greedy completions
         "same_choice": (greedy.ranks[greedy.sampled.mask] == 1).double().mean().item(),
-        "kl": (gap.exp() - 1 - gap)[mask].mean().item(),
-        "abs": gap[mask].abs().mean().item(),
-        "rejected": (gap.exp() < REJECTED).any(1).double().mean().item(),
+        "kl": metrics["gap/k3/mean"],
+        "abs": metrics["gap/abs/mean"],
+        "rejected": metrics["reject/trajectories/frac"],  # by Sparse-RL
     }
 
 

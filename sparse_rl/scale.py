@@ -280,8 +280,9 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
         return (sample + learn - gained + exchange + publish + records) / (1 - machine.step_rest)
 
     waits = sample - sampled.mean(), update - learned.mean()
-    longer = 0 if sample >= update + communication else 1  # one step ahead, only what is not hidden behind the other
-    found = step(communication, bool(work.rollout.ahead))
+    shorter = 1 if sample >= update + communication else 0
+    ahead = bool(work.rollout.ahead)
+    found = step(communication, ahead)
     return Forecast(
         sample=sample,
         rollout=float(rollouts[slowest]),
@@ -291,9 +292,9 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
         publish=publish,
         rest=machine.step_rest * found + records,
         step=found,
-        step_at_best=step(max(0.0, communication - update), bool(work.rollout.ahead)),
+        step_at_best=step(max(0.0, communication - update), ahead),
         step_at_worst=step(communication, False),
-        idle=float((waits[longer] if work.rollout.ahead else sum(waits)) / found),
+        idle=float((sum(waits) - (machine.hidden * waits[shorter] if ahead else 0.0)) / found),  # less what is hidden of the shorter part
         idle_sampling=float(1 - sampled.mean() / sample),
         tokens=float(new.sum()),
         length=float(new.mean()),
