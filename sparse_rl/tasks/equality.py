@@ -214,7 +214,7 @@ def _math_verify():
     try:
         import math_verify
     except ImportError as error:
-        raise SparseRLError(f"grading mathematics needs math-verify ({error}); pip install 'math-verify[antlr4_13_2]'.") from error
+        raise SparseRLError(f"grading mathematics needs math-verify ({error}); pip install 'math-verify[antlr4-13-2]'.") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the deadline is the pool's
     return math_verify
 
