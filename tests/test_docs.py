@@ -28,7 +28,7 @@ def test_the_readme_example_runs(capsys):
 
 def test_the_readme_example_of_a_beacon_runs(tmp_path, monkeypatch, capsys):
     from sparse_rl.beacon import add_beacon
-    from sparse_rl.checkpoint import save_model
+    from sparse_rl.train.checkpoint import save_model
 
     model, tokenizer = sparse_rl.load_model("tiny-sums")
     save_model(tmp_path / "models" / "student", add_beacon(model, (16,)), tokenizer)
@@ -58,7 +58,7 @@ def test_the_readme_example_of_text_runs(capsys):
 def test_the_evaluation_on_the_recipes_page_is_printed(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from sparse_rl.cli import app
+    from sparse_rl.cli.main import app
 
     page = (ROOT / "docs/recipes.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,9 @@ def test_the_recipes_page_lists_every_key_and_preset():
 
     page = (ROOT / "docs/recipes.md").read_text()
     table = page[page.index("<!-- keys -->") : page.index("<!-- /keys -->")].splitlines()[3:]
-    expected = ["| `{}` | `{}` | {} |".format(key, default, text.replace("|", "\\|")) for key, default, text in table_of_keys()]
+    expected = [
+        "| `{}` | `{}` | {} |".format(key, default, text.replace("|", "\\|")) for key, default, text in table_of_keys()
+    ]
     assert table == expected
     for preset in METHODS:
         assert f"`{preset}`" in page
@@ -131,8 +133,8 @@ def test_the_recipes_page_lists_every_key_and_preset():
 
 def test_the_memory_plans_on_the_recipes_page_are_those_of_the_recipes():
     from sparse_rl.config import load_recipe
-    from sparse_rl.plan import size
-    from sparse_rl.run import plan_run
+    from sparse_rl.planning.memory import size
+    from sparse_rl.train.run import plan_run
 
     page = (ROOT / "docs/recipes.md").read_text()
     recipes = sorted((ROOT / "recipes").glob("*-simplerl.yaml"))
@@ -140,4 +142,7 @@ def test_the_memory_plans_on_the_recipes_page_are_those_of_the_recipes():
     for path in recipes:
         plan = plan_run(load_recipe(path), 1024)
         (line,) = (line for line in page.splitlines() if line.startswith(f"| `{path.stem}` |"))
-        assert line.endswith(f"| {size(plan.update_bytes)} | **{size(plan.total_bytes)}** |") and size(plan.optimizer_bytes) in line
+        assert (
+            line.endswith(f"| {size(plan.update_bytes)} | **{size(plan.total_bytes)}** |")
+            and size(plan.optimizer_bytes) in line
+        )

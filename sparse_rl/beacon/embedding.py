@@ -14,23 +14,18 @@ ordinary Hugging Face model, in a file of its own. T tokens fed, n tokens of a r
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cache import Trace
-from .cache.trace import never, trace_dtype
-from .errors import SparseRLError
+from ..errors import SparseRLError
 
 FILE = "beacon.safetensors"
+
+
 POSITIONS = ("shared", "own")
+
+
 _MARK = "sparse_rl_beacon"  # in config.json: this folder has a beacon
 
 
@@ -69,9 +64,13 @@ def add_beacon(model: nn.Module, chunks: tuple[int, ...] = (), position: str = "
         raise SparseRLError("this model has a beacon already; load the model it was made from, or go on with it.")
     base = model.get_input_embeddings()
     if type(base) is not nn.Embedding:
-        raise SparseRLError(f"{type(model).__name__} has a {type(base).__name__} for its tokens, which beacons do not know: not supported.")
+        raise SparseRLError(
+            f"{type(model).__name__} has a {type(base).__name__} for its tokens, which beacons do not know: not supported."
+        )
     if position not in POSITIONS:
-        raise SparseRLError(f"a beacon's position is {position!r}; it must be shared (the last token's of its chunk) or own.")
+        raise SparseRLError(
+            f"a beacon's position is {position!r}; it must be shared (the last token's of its chunk) or own."
+        )
     for chunk in chunks:
         check_chunk(chunk)
     weight = base.weight.detach().float()
@@ -95,123 +94,3 @@ def check_chunk(chunk: int) -> None:
         raise SparseRLError(
             f"a beacon stands for {chunk!r} tokens; it must be a whole number from 2 on (with 1 it would save nothing), below 2^31."
         )
-
-
-# ------------------------------------------------------------------------------------------------------------ where beacons stand
-
-
-def every(chunk: Tensor | int, prompts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """After which tokens a beacon is fed, when one is after every `chunk` of a response. The last token is never fed, so nothing follows
-    it or the one before. chunk, prompts, lengths [B] -> bool [B, T]"""
-    nth = torch.arange(1, width + 1) - prompts[:, None]  # of the response
-    size = torch.as_tensor(chunk).view(-1, 1)
-    return (nth > 0) & (nth % size == 0) & (nth < (lengths - prompts)[:, None] - 1)
-
-
-def drawn(sizes: tuple[int, ...], streams: Sequence[int], prompts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """The same with every chunk's size drawn anew from `sizes`, from a random stream per row."""
-    ends = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for row, stream, prompt, length in zip(ends, streams, prompts.tolist(), lengths.tolist(), strict=True):
-        choices = torch.randint(len(sizes), (length - prompt,), generator=torch.Generator().manual_seed(stream))
-        last = prompt + torch.tensor(sizes)[choices].cumsum(0) - 1
-        row[last[last < length - 2]] = True
-    return ends
-
-
-@dataclass(frozen=True)
-class Laid:
-    """Sequences as they are fed, beacons and all, padded at the end."""
-
-    tokens: Tensor  # int64 [B, T]
-    lengths: Tensor  # int64 [B]
-    sampled: Tensor  # bool [B, T]: response tokens, without beacons
-    evicted_at: Tensor  # int64 [B, T]: `never` for prompt, beacons and the last chunk; the same in all layers and heads
-
-
-def lay_out(tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, beacon_id: int, never: int) -> Laid:
-    """Put a beacon after every token that ends a chunk. tokens int64 [B, T - beacons], prompts, lengths [B], ends bool like tokens"""
-    fed = lengths + ends.sum(1)
-    width, index = int(fed.max()), torch.arange(tokens.shape[1])
-    place = torch.where(index < lengths[:, None], index + ends.cumsum(1) - ends.long(), width)  # padding goes where nobody looks
-    laid = torch.full((len(tokens), width + 1), beacon_id).scatter(1, place, tokens)[:, :width]
-    index = torch.arange(width)
-    there = index < fed[:, None]
-    is_beacon = (laid == beacon_id) & there
-    following = torch.where(is_beacon, index + 1, never).flip(1).cummin(1).values.flip(1)  # a chunk goes when its beacon has been fed
-    response = (index >= prompts[:, None]) & there & ~is_beacon
-    return Laid(torch.where(there, laid, 0), fed, response, torch.where(response, following, never))
-
-
-@dataclass(frozen=True)
-class Beaconed:
-    """A sequence as it was fed, as a trajectory holds it."""
-
-    tokens: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    trace: Trace  # evicted_at [L, H, T]
-    beacon_id: int
-    sampled: Tensor  # bool [T]: response tokens, without beacons
-
-
-def beaconed(
-    beacon: BeaconEmbedding, tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, layers: int, heads: int
-) -> list[Beaconed]:
-    """What rows have fed, from what they sampled and the tokens that ended their chunks; as `lay_out` takes them."""
-    laid = lay_out(tokens, prompts, lengths, ends, beacon.id, never(torch.int32))
-    positions, found = beacon.positions(laid.tokens), []
-    for i, length in enumerate(laid.lengths.tolist()):
-        dtype = trace_dtype(length)
-        gone = laid.evicted_at[i, :length].clamp(max=never(dtype)).to(dtype).expand(layers, heads, -1).contiguous()
-        found.append(Beaconed(laid.tokens[i, :length], positions[i, :length], Trace(gone), beacon.id, laid.sampled[i, :length]))
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------ folders
-
-
-def save_beacon(folder: Path, model: nn.Module) -> None:
-    """Write the beacon beside a model that was saved there; its config says that there is one."""
-    found = beacon_of(model)
-    about = {"chunks": json.dumps(found.chunks), "position": found.position, "vocabulary": str(found.id)}
-    save_file({"beacon": found.beacon.detach().cpu().contiguous()}, Path(folder) / FILE, metadata=about)
-
-
-def load_beacon(source: str | Path, model: nn.Module) -> nn.Module:
-    """Give a model the beacon of its folder or hub id, if it has one. A folder that has lost it is refused."""
-    path = _find(str(source)) if getattr(model.config, _MARK, None) is not None else Path(source) / FILE
-    if path is None or not path.is_file():
-        if getattr(model.config, _MARK, None) is not None:
-            raise SparseRLError(f"{source} was saved with a beacon, but its {FILE} is not there; copy it from where the model was trained.")
-        return model
-    try:
-        with safe_open(path, framework="pt") as file:
-            about, vector = file.metadata() or {}, file.get_tensor("beacon")
-        chunks, position, vocabulary = tuple(json.loads(about["chunks"])), about["position"], int(about["vocabulary"])
-        for chunk in chunks:
-            check_chunk(chunk)
-        if position not in POSITIONS:
-            raise ValueError(f"its position is {position!r}, not one of {', '.join(POSITIONS)}")
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise SparseRLError(f"{path} is damaged ({error}); copy it again from where the model was trained.") from error
-    embedding = model.get_input_embeddings()
-    shape, expected = (*vector.shape, vocabulary), (embedding.embedding_dim, embedding.num_embeddings)
-    if shape != expected:
-        raise SparseRLError(
-            f"{path} is the beacon of another model: its (width, vocabulary) is {shape}, but {source} has {expected}; copy the right one."
-        )
-    return install(model, vector, chunks, position)
-
-
-def _find(source: str) -> Path | None:
-    """Where the beacon of a folder, or of a model on the hub, is; None where there is none."""
-    if Path(source).is_dir():
-        return Path(source) / FILE
-    from transformers.utils import cached_file
-
-    found = cached_file(source, FILE, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
-
-
-def without_beacon(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict as the model had it before it got its beacon."""
-    return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "beacon"}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .errors import SparseRLError
+from ..errors import SparseRLError
 
-ModelName = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")]
+ModelName = Annotated[
+    str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")
+]
 Budget = Annotated[int, typer.Option(help="Slots a row keeps at an eviction.")]
 Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
 CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
+RecipePath = Annotated[
+    Path, typer.Argument(help="A YAML recipe, a run folder that holds one, or a name from `sparse-rl list recipes`.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 instead of the model's own.")]
 
 

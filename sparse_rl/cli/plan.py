@@ -10,24 +10,41 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import Budget, CompressorName, Dtype, Interval, overrides
-from .errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
+from .options import Budget, CompressorName, Dtype, Interval, overrides
 
 if TYPE_CHECKING:
-    from .config import Recipe
-    from .lengths import Lengths
-    from .plan import TrainingPlan
-    from .scale import Forecast
+    from ..config import Recipe
+    from ..planning.memory import TrainingPlan
+    from ..scale.lengths import Lengths
+    from ..scale.model import Forecast
 
-OF_MANY = ("steps", "price", "mean", "spread", "lengths", "link", "network", "per_node", "seed")  # options with a meaning for --gpus alone
+OF_MANY = (
+    "steps",
+    "price",
+    "mean",
+    "spread",
+    "lengths",
+    "link",
+    "network",
+    "per_node",
+    "seed",
+)  # options with a meaning for --gpus alone
 
 
 def plan(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as tiny:4x256 or qwen2.5-1.5b.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Plan a training run instead; the recipe says what is not given here.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as tiny:4x256 or qwen2.5-1.5b.")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Plan a training run instead; the recipe says what is not given here.")
+    ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Plan a training run on that many: time, memory, tokens/s, cost. Any key: --rollout.prompts 512.")
+        int | None,
+        typer.Option(
+            help="Plan a training run on that many: time, memory, tokens/s, cost. Any key: --rollout.prompts 512."
+        ),
     ] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
@@ -41,11 +58,18 @@ def plan(
     dtype: Dtype = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the run. Default: the recipe's, or 100.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a GPU hour; adds what the run costs.")] = None,
-    mean: Annotated[float | None, typer.Option(help="Tokens of a mean response. Default: a quarter of --new, an assumption.")] = None,
-    spread: Annotated[
-        float | None, typer.Option(help="Standard deviation of lengths over mean (lognormal, cut at --new). Default: 0.75, an assumption.")
+    mean: Annotated[
+        float | None, typer.Option(help="Tokens of a mean response. Default: a quarter of --new, an assumption.")
     ] = None,
-    lengths: Annotated[Path | None, typer.Option(help="A run folder: response lengths as there, instead of --mean and --spread.")] = None,
+    spread: Annotated[
+        float | None,
+        typer.Option(
+            help="Standard deviation of lengths over mean (lognormal, cut at --new). Default: 0.75, an assumption."
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="A run folder: response lengths as there, instead of --mean and --spread.")
+    ] = None,
     link: Annotated[float, typer.Option(help="GB/s between GPUs of a node: an assumption.")] = 300.0,
     network: Annotated[float, typer.Option(help="GB/s of a GPU between nodes: an assumption.")] = 40.0,
     per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
@@ -53,9 +77,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Bytes and seconds, for programs.")] = False,
 ) -> None:
     """Say what a rollout, a training run, or a training run on many GPUs will take, from the model's config alone."""
-    from .compressors import make
-    from .models import ModelShape, dtype_of, load_config, weight_bytes
-    from .plan import make_plan
+    from ..compressors import make
+    from ..models import ModelShape, dtype_of, load_config, weight_bytes
+    from ..planning.memory import make_plan
 
     if gpu_memory is not None and not 0 < gpu_memory < math.inf:
         raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
@@ -70,11 +94,13 @@ def plan(
         many_gpus(settings, context, given, memory)
         return
     if settings is not None:
-        from .run import plan_run
+        from ..train.run import plan_run
 
         result = plan_run(settings, prompt_tokens)
         numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
-        typer.echo(json.dumps(numbers) if as_json else f"{settings.model.name}, {settings.learn.method}\n{result.text(memory)}")
+        typer.echo(
+            json.dumps(numbers) if as_json else f"{settings.model.name}, {settings.learn.method}\n{result.text(memory)}"
+        )
         return
     config = load_config(model)
     shape = ModelShape.of(config, dtype_of(dtype))
@@ -89,7 +115,10 @@ def plan(
     if as_json:
         numbers = dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes}
         if memory is not None:
-            numbers |= {"rows_that_fit": result.rows_that_fit(memory), "dense_rows_that_fit": result.dense_rows_that_fit(memory)}
+            numbers |= {
+                "rows_that_fit": result.rows_that_fit(memory),
+                "dense_rows_that_fit": result.dense_rows_that_fit(memory),
+            }
         typer.echo(json.dumps(numbers))
         return
     typer.echo(f"{model}, {str(shape.dtype).removeprefix('torch.')}")
@@ -100,7 +129,7 @@ def plan(
 
 def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
     """The recipe with what was given beside it; for a model alone one that trains all its weights, divided where there are several GPUs."""
-    from .config import load_recipe, make_recipe
+    from ..config import load_recipe, make_recipe
 
     places = {"dtype": "model", "steps": "run"}
     places |= dict.fromkeys(("compressor", "budget", "interval", "max_new_tokens", "rows"), "rollout")
@@ -118,12 +147,12 @@ def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
 
 
 def many_gpus(recipe: Recipe, context: typer.Context, given: list[str], memory: int | None) -> None:
-    from .run import plan_run, work_of
-    from .scale import H200, Links, forecast
+    from ..scale.model import H200, Links, forecast, work_of
+    from ..train.run import plan_run
 
     options = context.params
     gpus, prompt_tokens, price = options["gpus"], options["prompt_tokens"], options["price"]
-    whole(**{"--gpus": gpus})
+    require_int(**{"--gpus": gpus})
     if price is not None and not 0 <= price < math.inf:
         raise SparseRLError(f"--price is {price}; it must be a number of at least 0, for an hour of one GPU.")
     links = Links(options["link"] * 1e9, options["network"] * 1e9, options["per_node"])
@@ -144,10 +173,12 @@ def many_gpus(recipe: Recipe, context: typer.Context, given: list[str], memory: 
 
 
 def lengths_of(options: dict, given: list[str], longest: int) -> Lengths:
-    from .lengths import SPREAD, Lengths, lengths_of_run
+    from ..scale.lengths import SPREAD, Lengths, lengths_of_run
 
     if options["lengths"] is None:
-        return Lengths(options["mean"] if "mean" in given else longest / 4, options["spread"] if "spread" in given else SPREAD)
+        return Lengths(
+            options["mean"] if "mean" in given else longest / 4, options["spread"] if "spread" in given else SPREAD
+        )
     if lost := [name for name in ("mean", "spread") if name in given]:
         raise SparseRLError(f"--{lost[0]} and --lengths both say how long responses are; give one of them.")
     return lengths_of_run(options["lengths"])
@@ -155,8 +186,8 @@ def lengths_of(options: dict, given: list[str], longest: int) -> Lengths:
 
 def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPlan, memory: int) -> str:
     """The sentence that names the largest setting that fits."""
-    from .plan import size
-    from .run import plan_run
+    from ..planning.memory import size
+    from ..train.run import plan_run
 
     def fits(count: int = gpus, **keys: object) -> bool:
         """`keys`: of the rollout, but for `shard`."""
@@ -173,15 +204,19 @@ def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPl
         return f"{what}; use at most --rows {low}."
     if gpus > 1 and not recipe.model.shard and fits(shard=True):
         return f"{what}; divide the learner among them with --model.shard true."
-    enough = next((count for count in (2**i for i in range(1, 13)) if count > gpus and fits(count, shard=True, rows=1)), None)
+    enough = next(
+        (count for count in (2**i for i in range(1, 13)) if count > gpus and fits(count, shard=True, rows=1)), None
+    )
     if enough is not None:
         return f"{what}, even with one row; use {enough} GPUs with --model.shard true."
     return f"{what}, and no number of GPUs helps; use adapters (--lora-rank 64), a smaller --micro-batch-tokens or a smaller model."
 
 
-def table(recipe: Recipe, found: Forecast, planned: TrainingPlan, gpus: int, memory: int, hours: float, price: float | None) -> str:
+def table(
+    recipe: Recipe, found: Forecast, planned: TrainingPlan, gpus: int, memory: int, hours: float, price: float | None
+) -> str:
     """For people."""
-    from .plan import size
+    from ..planning.memory import size
 
     def share(seconds: float) -> str:
         return f"{seconds:,.1f} s ({seconds / found.step:.0%})"

@@ -14,35 +14,40 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .adapt import Adaptive
-from .errors import SparseRLError, nearest, whole
-from .keys import key
-from .learn.advantage import ESTIMATORS
-from .learn.correct import Correction, changed
-from .learn.loss import Loss
-from .learn.method import Method, method
-from .learn.optimizer import OptimizerSettings
-from .learn.student import StudentSettings
+from ..errors import SparseRLError, nearest, require_int
+from ..keys import key
+from ..learn.advantage import ESTIMATORS
+from ..learn.correct import Correction, changed
+from ..learn.loss import Loss
+from ..learn.method import Method, method
+from ..learn.optimizer import OptimizerSettings
+from ..learn.student import StudentSettings
+from .budget import Adaptive
+from .values import convert, plain, types_of
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    name: str = key("hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b")
+    name: str = key(
+        "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
+    )
     dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
-    gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
+    gradient_checkpointing: bool = key(
+        "keep one activation per layer and recompute the rest: less memory, a third more time", False
+    )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
-    shard: bool = key("with several processes, divide weights, gradients and moments of the learner among them (FSDP2)", False)
+    shard: bool = key(
+        "with several processes, divide weights, gradients and moments of the learner among them (FSDP2)", False
+    )
 
     def __post_init__(self):
-        whole(at_least=0, **{"model.lora_rank": self.lora_rank})
+        require_int(at_least=0, **{"model.lora_rank": self.lora_rank})
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,9 @@ class TaskSettings:
 @dataclass(frozen=True)
 class RolloutSettings:
     compressor: str = key("a name from `sparse-rl list compressors`, or prompt-only:NAME", "rkv")
-    budget: int | Adaptive = key("slots a row keeps at an eviction; moved between steps by {min: 32, max: 64, target: {alpha_5: 0.9}}", 512)
+    budget: int | Adaptive = key(
+        "slots a row keeps at an eviction; moved between steps by {min: 32, max: 64, target: {alpha_5: 0.9}}", 512
+    )
     interval: int = key("tokens between evictions; no meaning under prompt-only", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
     rows: int = key("sequences decoded at a time, by each process", 64)
@@ -66,15 +73,24 @@ class RolloutSettings:
     stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
 
     def __post_init__(self):
-        whole(**{"rollout.budget": self.max_budget})
-        whole(**{f"rollout.{n}": getattr(self, n) for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")})
+        require_int(**{"rollout.budget": self.max_budget})
+        require_int(
+            **{
+                f"rollout.{n}": getattr(self, n)
+                for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")
+            }
+        )
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
         for name in self.compressor_options:
             if not isinstance(name, str):
-                raise SparseRLError(f"rollout.compressor_options has a key {name!r}; its keys are names, such as {{window: 8}}.")
+                raise SparseRLError(
+                    f"rollout.compressor_options has a key {name!r}; its keys are names, such as {{window: 8}}."
+                )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise SparseRLError(f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0.")
+            raise SparseRLError(
+                f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
+            )
 
     @property
     def max_budget(self) -> int:
@@ -84,8 +100,13 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class LearnSettings:
-    method: str = key("naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay", "sparse-rl")
-    view: str | None = key("how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None)
+    method: str = key(
+        "naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay",
+        "sparse-rl",
+    )
+    view: str | None = key(
+        "how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None
+    )
     distill: str | None = key("with the shadow view, distillation: a, b or c; null: the method's (smd: a)", None)
     distill_weight: float | None = key("lambda, what distillation is multiplied with; null: 0.1", None)
     correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
@@ -95,17 +116,21 @@ class LearnSettings:
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
     minibatches: int = key("optimizer steps per rollout", 4)
     micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
-    shuffle_advantages: bool = key("a control: give each trajectory another's advantage, so that nothing can be learned", False)
+    shuffle_advantages: bool = key(
+        "a control: give each trajectory another's advantage, so that nothing can be learned", False
+    )
 
     def __post_init__(self):
-        whole(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
-        whole(at_least=0, **{"learn.refill": self.refill})
+        require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
+        require_int(at_least=0, **{"learn.refill": self.refill})
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.advantage not in ESTIMATORS:
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
-            raise SparseRLError(f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none).")
+            raise SparseRLError(
+                f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none)."
+            )
         if self.distill_weight is not None and self.how().distill is None:
             raise SparseRLError(
                 f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
@@ -113,7 +138,9 @@ class LearnSettings:
         self.how()
 
     def how(self) -> Method:
-        parts = {n: _convert(v, _types(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()}
+        parts = {
+            n: convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()
+        }
         chosen = {name: value for name in ("view", "distill") if (value := getattr(self, name)) is not None}
         preset = method(self.method)
         return method(self.method, correction=changed(preset.correction, **parts), **chosen)
@@ -128,8 +155,8 @@ class EvalSettings:
     options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
 
     def __post_init__(self):
-        whole(at_least=0, **{"eval.every": self.every})
-        whole(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
+        require_int(at_least=0, **{"eval.every": self.every})
+        require_int(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
 
 
 @dataclass(frozen=True)
@@ -139,14 +166,18 @@ class RunSettings:
     checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
     keep: int = key("checkpoints kept", 2)
     samples: int = key("completions written out for reading at every evaluation and every 10 steps", 8)
-    diagnose: int = key("trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4)
-    max_skipped: int = key("optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5)
+    diagnose: int = key(
+        "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
+    )
+    max_skipped: int = key(
+        "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
+    )
     trackers: list[str] = key("tensorboard, trackio, wandb: through accelerate", [])
     project: str = key("the name trackers file the run under", "sparse-rl")
 
     def __post_init__(self):
-        whole(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
-        whole(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
+        require_int(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
+        require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
         if self.seed >= 2**63:
             raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
 
@@ -159,8 +190,8 @@ class WarmupSettings:
     workers: int = key("processes that make batches ahead; 0: they are made between steps", 0)
 
     def __post_init__(self):
-        whole(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
-        whole(at_least=0, **{"warmup.workers": self.workers})
+        require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
+        require_int(at_least=0, **{"warmup.workers": self.workers})
 
 
 @dataclass(frozen=True)
@@ -184,10 +215,14 @@ class Recipe:
                 f"({self.rollout.prompts} prompts x {self.rollout.group_size}); use at most {trajectories}."
             )
         if self.rollout.group_size < 2:
-            raise SparseRLError("rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2.")
+            raise SparseRLError(
+                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
+            )
         how = self.learn.how()
         if self.learn.refill and not how.correction.rejects:
-            raise SparseRLError(f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0.")
+            raise SparseRLError(
+                f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0."
+            )
         if isinstance(self.rollout.budget, Adaptive):
             self.rollout.budget.check(self.learn.method, how.view, how.correction.rejects, self.run.diagnose)
         folds = self.rollout.compressor.partition(":")[0] == "beacon"
@@ -207,16 +242,22 @@ class Recipe:
                 f"model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students adapters."
             )
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
-            what = "students learn from it" if self.student.chunks else "its budget is to move with what a step measured"
-            raise SparseRLError(f"rollout.ahead is 1, so the sampler is a step ahead, but {what}; set rollout.ahead to 0.")
+            what = (
+                "students learn from it" if self.student.chunks else "its budget is to move with what a step measured"
+            )
+            raise SparseRLError(
+                f"rollout.ahead is 1, so the sampler is a step ahead, but {what}; set rollout.ahead to 0."
+            )
         if self.loss.renormalise and self.loss.mean == "token-mean":
-            raise SparseRLError("loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only.")
+            raise SparseRLError(
+                "loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only."
+            )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, as a recipe holds them."""
-        plain = {name: {k: _plain(v) for k, v in vars(section).items()} for name, section in vars(self).items()}
-        plain["task"] |= plain["task"].pop("options")
-        return plain
+        values = {name: {k: plain(v) for k, v in vars(section).items()} for name, section in vars(self).items()}
+        values["task"] |= values["task"].pop("options")
+        return values
 
     def to_yaml(self) -> str:
         import yaml
@@ -224,171 +265,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
-RECIPES = Path(__file__).parent / "recipes"  # those we ship
+RECIPES = Path(__file__).parent.parent / "recipes"  # those we ship
+
+
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items()}
-
-
-def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
-    """A recipe from a YAML file, a run folder that holds one, or by the name of one we ship; with `(dotted key, value)` overrides."""
-    import yaml
-
-    path = Path(path)
-    shipped = {file.stem: file for file in RECIPES.glob("*.yaml")}
-    if str(path) in shipped and not path.is_file() and not (path / "recipe.yaml").exists():
-        path = shipped[str(path)]
-    if path.is_dir():
-        path = path / "recipe.yaml"
-    if not path.is_file():
-        raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {nearest(path.stem, sorted(shipped))}")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
-    return make_recipe(data or {}, overrides, where=str(path))
-
-
-def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where: str = "the recipe") -> Recipe:
-    if not isinstance(data, Mapping):
-        raise SparseRLError(f"{where} holds {type(data).__name__}; a recipe is sections with keys, such as `model: {{name: tiny-sums}}`.")
-    sections: dict[str, dict] = {}
-    for name, content in data.items():
-        if name not in SECTIONS:
-            raise SparseRLError(f"{where} has a section {name!r}; {nearest(str(name), SECTIONS)}")
-        if not isinstance(content, Mapping):
-            raise SparseRLError(
-                f"{where}: section {name!r} holds {content!r}; it must hold keys, such as {{{_names(SECTIONS[name])[0]}: ...}}."
-            )
-        sections[name] = dict(content)
-    for dotted, value in overrides:
-        section, path = _find(dotted)
-        target = sections.setdefault(section, {})
-        for part in path[:-1]:
-            inner = target.get(part) or {}
-            holds_keys = section == "task" or inner or _types(SECTIONS[section]).get(part) is dict
-            if not (isinstance(inner, Mapping) and holds_keys):
-                raise SparseRLError(f"--{dotted} looks inside {section}.{part}, which holds no keys; write --{section}.{part} VALUE.")
-            target[part] = dict(inner)
-            target = target[part]
-        target[path[-1]] = parse_value(value)
-    missing = [name for name in ("model", "task") if name not in sections]
-    if missing:
-        raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
-    return Recipe(**{name: _section(name, content) for name, content in sections.items()})
-
-
-def _section(name: str, content: dict):
-    if name == "task":  # whatever is not `name` belongs to the task
-        content = {"name": content.get("name"), "options": {k: v for k, v in content.items() if k != "name"}}
-    return _settings(SECTIONS[name], content, name)
-
-
-def _settings(kind: type, content: Mapping, name: str):
-    known, hints = _names(kind), _types(kind)
-    for k in content:
-        if k not in known:
-            raise SparseRLError(f"there is no key {name}.{k}; {nearest(str(k), known)}")
-    for field in dataclasses.fields(kind):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and content.get(field.name) is None:
-            raise SparseRLError(f"{name}.{field.name} is not given: {field.metadata['help']}.")
-    return kind(**{k: _convert(v, hints[k], f"{name}.{k}") for k, v in content.items()})
-
-
-def _find(dotted: str) -> tuple[str, list[str]]:
-    """The section and the path inside it that an override names; the last part alone is enough where it is unique outside
-    `student` and `warmup`."""
-    first, *rest = dotted.replace("-", "_").split(".")
-    if rest:
-        if first not in SECTIONS:
-            raise SparseRLError(f"there is no section {first!r} for --{dotted}; {nearest(first, SECTIONS)}")
-        return first, rest
-    holders = [name for name, kind in SECTIONS.items() if first in _names(kind) and name not in ("student", "warmup")]
-    if len(holders) != 1:
-        every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in _names(kind)]
-        hint = f"write --{' or --'.join(f'{h}.{first}' for h in holders)}" if holders else nearest(first, every, by_last=True)
-        raise SparseRLError(f"--{dotted} names {'several keys' if holders else 'no key'}; {hint}")
-    return holders[0], [first]
-
-
-def parse_value(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SparseRLError(f"the value {text!r} is not YAML ({' '.join(str(error).split())}).") from error
-
-
-def _convert(value: Any, kind: Any, where: str) -> Any:
-    """A YAML value as the type a key has, or a sentence."""
-    if kind is Any:
-        return value
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        kinds = [a for a in args if a is not type(None)]
-        with_keys = [a for a in kinds if dataclasses.is_dataclass(a)] if isinstance(value, Mapping) else []
-        return _convert(value, (with_keys or kinds)[0], where)
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return _settings(kind, value, where)
-    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
-        return tuple(_convert(v, a, where) for v, a in zip(value, args))
-    if origin is list:
-        values = [value] if isinstance(value, str) else value
-        if isinstance(values, (list, tuple)):
-            return [_convert(v, args[0], where) for v in values]
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if kind is float and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isnan(number):
-            return number
-    if kind is str and isinstance(value, str):
-        return value
-    if kind is dict and isinstance(value, Mapping):
-        return dict(value)
-    shape = "dict" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
-    shape = f"a list of {len(args)} numbers" if origin is tuple else shape
-    expected = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "keys", "list": "a list"}
-    raise SparseRLError(f"{where} is {value!r}; it must be {expected.get(shape, shape)}.")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if dataclasses.is_dataclass(value):
-        return {k: _plain(v) for k, v in vars(value).items() if v is not None}
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def table_of_keys() -> list[tuple[str, str, str]]:
-    """(section.key, default, help) of every key."""
-    rows = []
-    for name, kind in SECTIONS.items():
-        for field in dataclasses.fields(kind):
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            shown = (
-                "required"
-                if default is dataclasses.MISSING
-                else "null"
-                if default is None
-                else str(_plain(default)).lower()
-                if isinstance(default, bool)
-                else str(_plain(default))
-            )
-            rows.append((f"{name}.{field.name}", shown, field.metadata["help"]))
-    return rows

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 
 _PATIENCE = "3600"  # seconds that processes which are to stop may take to finish an update and write a checkpoint
 
@@ -21,12 +21,19 @@ def launch(processes: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    whole(**{"--num-processes": processes})
+    require_int(**{"--num-processes": processes})
     if (others := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise SparseRLError(f"--num-processes is {processes}, but this is one of {others} that another launcher started; leave it away.")
+        raise SparseRLError(
+            f"--num-processes is {processes}, but this is one of {others} that another launcher started; leave it away."
+        )
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
-        raise SparseRLError(f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as many.")
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):  # what they have to say is said below
+        raise SparseRLError(
+            f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as many."
+        )
+    for name in (
+        "torch.distributed.elastic",
+        "torch.distributed.elastic.agent.server.api",
+    ):  # what they have to say is said below
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE)
     with tempfile.TemporaryDirectory(prefix="sparse-rl-") as notes:
@@ -46,15 +53,32 @@ def launch(processes: int, arguments: list[str]) -> int:
         except (KeyboardInterrupt, SignalException):
             return 130
         except ChildFailedError as error:
-            failures = error.failures  # of about the same time; one that was killed made the others fail, and SIGTERM is the launcher's own
-            rank = min(failures, key=lambda r: (failures[r].exitcode == -signal.SIGTERM, failures[r].exitcode > 0, failures[r].timestamp))
+            failures = (
+                error.failures
+            )  # of about the same time; one that was killed made the others fail, and SIGTERM is the launcher's own
+            rank = min(
+                failures,
+                key=lambda r: (
+                    failures[r].exitcode == -signal.SIGTERM,
+                    failures[r].exitcode > 0,
+                    failures[r].timestamp,
+                ),
+            )
             failure = failures[rank]
             if failure.exitcode == 130:  # it was stopped, and has said so
                 return 130
-            how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"failed with exit status {failure.exitcode}"
+            how = (
+                f"was ended by signal {-failure.exitcode}"
+                if failure.exitcode < 0
+                else f"failed with exit status {failure.exitcode}"
+            )
             folder = arguments[arguments.index("--out") + 1]
-            hint = f" Go on with: sparse-rl train {folder} --resume --num-processes {processes}" if _begun(folder) else ""
-            raise SparseRLError(f"process {rank} of {processes} {how}, and the others were ended; what it said is above.{hint}") from None
+            hint = (
+                f" Go on with: sparse-rl train {folder} --resume --num-processes {processes}" if _begun(folder) else ""
+            )
+            raise SparseRLError(
+                f"process {rank} of {processes} {how}, and the others were ended; what it said is above.{hint}"
+            ) from None
     return 0
 
 

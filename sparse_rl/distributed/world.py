@@ -22,15 +22,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import SparseRLError, stoppable
+from ..errors import SparseRLError
+from ..signals import stoppable
 
 T = TypeVar("T")
 BUCKET = 2**26  # numbers summed over processes in one go
-GONE = "another process of this run is gone; see what it said, and go on with --resume."
-_PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than another; one that died is noticed at once
+PEER_LOST = "another process of this run is gone; see what it said, and go on with --resume."
+_PATIENCE = datetime.timedelta(
+    days=1
+)  # a process may sample much longer than another; one that died is noticed at once
 
 
-class Elsewhere(SparseRLError):
+class PeerFailed(SparseRLError):
     """Another process failed, and says why itself."""
 
 
@@ -46,7 +49,11 @@ class _Outcome:
 
 class World:
     def __init__(self, rank: int = 0, size: int = 1, group=None):
-        self.rank, self.size, self.group = rank, size, group  # group: for records on the CPU; gradients go by the default one
+        self.rank, self.size, self.group = (
+            rank,
+            size,
+            group,
+        )  # group: for records on the CPU; gradients go by the default one
         self.idle = 0.0  # share of the processes' time before the last meeting that was spent waiting for the slowest
         self.waited = 0.0  # seconds of this one, there
         self.stop = False  # Ctrl-C or SIGTERM came; all stop at the next meeting
@@ -57,7 +64,7 @@ class World:
         """Whether this process writes and speaks for all."""
         return self.rank == 0
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Every process does its work; all results, by rank. Raises on all what one raised, and KeyboardInterrupt if one was to stop."""
         if self.size == 1:
             return [work()]
@@ -77,20 +84,22 @@ class World:
         self.waited = time.perf_counter() - start - outcome.seconds
         seconds = [o.seconds for o in outcomes]
         self.idle = 1 - sum(seconds) / (self.size * max(seconds)) if max(seconds) > 0 else 0.0
-        said = outcomes[0].error is not None and outcomes[0].error == outcome.error and not self.first  # by the first, in the same words
+        said = (
+            outcomes[0].error is not None and outcomes[0].error == outcome.error and not self.first
+        )  # by the first, in the same words
         if failure is not None and not said:
             raise failure
         for rank, other in enumerate(outcomes):
             if other.error is not None:
-                raise Elsewhere(f"process {rank} of {self.size} failed: {other.error}") from failure
+                raise PeerFailed(f"process {rank} of {self.size} failed: {other.error}") from failure
         if any(o.stopped for o in outcomes):
             self.stop = False  # all know; they may meet again to save
             raise KeyboardInterrupt
         return [o.value for o in outcomes]
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def run_on_first(self, work: Callable[[], T]) -> T:
         """What the first process makes, for all."""
-        return self.together(work if self.first else lambda: None)[0]
+        return self.run_on_all(work if self.first else lambda: None)[0]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Sum over processes, in place: every process gets the same bits."""
@@ -153,12 +162,14 @@ def lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing more particular
-        raise Elsewhere(GONE) from error
+        raise PeerFailed(PEER_LOST) from error
 
 
 def is_lost(error: BaseException) -> bool:
     """Whether an error says that another process is gone, wherever it arose: shards are exchanged in the middle of a model."""
-    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
 
 
 def join_world() -> World:
@@ -168,7 +179,9 @@ def join_world() -> World:
     from accelerate import PartialState
 
     state = PartialState(cpu=not torch.cuda.is_available())
-    return World(state.process_index, state.num_processes, torch.distributed.new_group(backend="gloo", timeout=_PATIENCE))
+    return World(
+        state.process_index, state.num_processes, torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    )
 
 
 def leave_world(world: World, failed: bool = False) -> None:

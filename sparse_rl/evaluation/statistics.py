@@ -81,5 +81,7 @@ def mcnemar(gained: int, lost: int) -> float:
 def _flipped(gaps: list[float], draws: int, draw: random.Random) -> float:
     """Two-sided test by random signs. The gaps themselves are one of the draws, so p is never 0."""
     moved, found = [abs(gap) for gap in gaps if gap], abs(sum(gaps))
-    as_large = sum(abs(sum(gap if draw.random() < 0.5 else -gap for gap in moved)) >= found - 1e-12 for _ in range(draws))
+    as_large = sum(
+        abs(sum(gap if draw.random() < 0.5 else -gap for gap in moved)) >= found - 1e-12 for _ in range(draws)
+    )
     return (as_large + 1) / (draws + 1)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .cache import CacheShape
-from .cache.slots import chunk_bytes
-from .cache.trace import trace_dtype
-from .compressors import Compressor
-from .compressors.rkv import BLOCK_ELEMENTS
-from .errors import SparseRLError
-from .models import ModelShape, head_chunk
-from .world import BUCKET
+from ..cache import CacheShape
+from ..cache.slots import chunk_bytes
+from ..cache.trace import trace_dtype
+from ..compressors import Compressor
+from ..compressors.rkv import BLOCK_ELEMENTS
+from ..distributed.world import BUCKET
+from ..errors import SparseRLError
+from ..models import ModelShape, head_chunk
 
 _ALLOCATOR_SHARE = 0.05
 
@@ -30,7 +30,9 @@ class Plan:
     evicts: bool  # down to the budget
     folds: bool  # into beacons
     budget: int  # slots right after an eviction; prompt and beacons where chunks are folded
-    beside_budget: int  # slots of a row beyond these: the interval, the new tokens where responses stay whole, or the chunk
+    beside_budget: (
+        int  # slots of a row beyond these: the interval, the new tokens where responses stay whole, or the chunk
+    )
     capacity: int
     rows: int
     prompt_tokens: int  # the longest prompt
@@ -80,7 +82,10 @@ class Plan:
     def working_bytes(self) -> int:
         """An estimate from above: prefill, sampling and eviction as if at the same time."""
         tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens)
-        prefill = tokens * (self.prefill_token_bytes + self.attention_token_bytes) + self.prefill_rows * self.prompt_logits_bytes
+        prefill = (
+            tokens * (self.prefill_token_bytes + self.attention_token_bytes)
+            + self.prefill_rows * self.prompt_logits_bytes
+        )
         together = min(3 * self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
         a_row = self.sampling_row_bytes + self.capacity * self.eviction_slot_bytes
         first = min(self.rows, 64) * self.first_row_bytes
@@ -129,7 +134,10 @@ class Plan:
         lines = [
             ("weights", size(self.weight_bytes)),
             (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
-            (f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots)", f"{size(self.row_bytes)} ({against})"),
+            (
+                f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots)",
+                f"{size(self.row_bytes)} ({against})",
+            ),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
             (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
             *self._record_lines(),
@@ -167,7 +175,9 @@ def make_plan(
 ) -> Plan:
     """`capacity` of rows that are there already; the other three are the engine's, by default what it chooses on a GPU."""
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
-        raise SparseRLError(f"rows {rows}, prompt tokens {prompt_tokens} and new tokens {new_tokens} must all be at least 1.")
+        raise SparseRLError(
+            f"rows {rows}, prompt tokens {prompt_tokens} and new tokens {new_tokens} must all be at least 1."
+        )
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
     tokens = prompt_tokens + new_tokens
@@ -200,7 +210,8 @@ def make_plan(
         sampling_row_bytes=shape.vocabulary * shape.dtype.itemsize
         + (0 if on_gpu else sampled)
         + (cache.kv_bytes_per_token if folds else 0),
-        prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim) * shape.dtype.itemsize,
+        prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim)
+        * shape.dtype.itemsize,
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=shape.vocabulary * shape.dtype.itemsize if on_gpu else 0,
@@ -245,7 +256,9 @@ class TrainingPlan:
     update_bytes: int  # estimate: activations of a micro-batch, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
     student_bytes: int = 0  # weights of all students, and their optimizers'
-    learner_bytes: int = 0  # the learner's own weights, where the sampler has a whole copy for itself and shards do not hold them
+    learner_bytes: int = (
+        0  # the learner's own weights, where the sampler has a whole copy for itself and shards do not hold them
+    )
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
 
@@ -263,7 +276,11 @@ class TrainingPlan:
     def text(self, memory: int | None = None) -> str:
         plan = self.rollout
         part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
-        turns = "evaluation takes turns with rollout and update" if self.ahead else "rollout, update and evaluation take turns"
+        turns = (
+            "evaluation takes turns with rollout and update"
+            if self.ahead
+            else "rollout, update and evaluation take turns"
+        )
         lines = [
             *plan.lines()[:-1],
             (f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes)),
@@ -311,11 +328,19 @@ def make_training_plan(
     tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
     layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
     kept = tokens * shape.hidden * item
-    lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # per token and head: the trace and what segments keep; finding them
-    traces = tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim) if shadow else 0  # and fp32 gradients of a layer's K, V
+    lists = (
+        4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8
+    )  # per token and head: the trace and what segments keep; finding them
+    traces = (
+        tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim) if shadow else 0
+    )  # and fp32 gradients of a layer's K, V
     activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
     activations = (2 if distills else 1) * activations + traces
-    head = head_chunk(shape.vocabulary) * shape.vocabulary * (item + 4 * 4) + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
+    head = (
+        head_chunk(shape.vocabulary) * shape.vocabulary * (item + 4 * 4)
+        + 2 * shape.vocabulary * shape.hidden * item
+        + 3 * kept
+    )
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     per_parameter = 12 if shape.dtype == torch.float32 else 16
     around = shape.vocabulary * shape.hidden

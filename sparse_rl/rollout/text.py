@@ -17,11 +17,11 @@ from contextlib import closing, contextmanager
 
 from torch import nn
 
-from .beacon import beacon_of
-from .compressors import Compressor, make
-from .errors import OutOfMemory, SparseRLError, whole
-from .models import ModelShape, check_model, encode
-from .rollout import Engine, Sampling
+from ..beacon import beacon_of
+from ..compressors import Compressor, make
+from ..errors import OutOfMemory, SparseRLError, require_int
+from ..models import ModelShape, check_model, encode
+from . import Engine, Sampling
 
 _KEPT = 4  # engines of a model
 _MOST_ROWS = 32  # unless told otherwise
@@ -63,18 +63,24 @@ def generate(
     """
     prompts, single = _prompts(messages)
     if stream and not single:
-        raise SparseRLError(f"stream=True takes one prompt, but {len(prompts)} were given; stream them one by one, or leave stream away.")
+        raise SparseRLError(
+            f"stream=True takes one prompt, but {len(prompts)} were given; stream them one by one, or leave stream away."
+        )
     if not isinstance(model, nn.Module):
-        raise SparseRLError(f"the model is given as {type(model).__name__}, not as a model; load it first, with sparse_rl.load_model.")
+        raise SparseRLError(
+            f"the model is given as {type(model).__name__}, not as a model; load it first, with sparse_rl.load_model."
+        )
     check_model(model)
     sampling = _sampling(model, max_new_tokens, temperature, top_k, top_p)
     compressor = _default_compressor(model) if compressor is None else compressor
     options = dict(compressor_options or {})
     if options and isinstance(compressor, Compressor):
-        raise SparseRLError(f"compressor_options {options} cannot change a {compressor.name} that is made already; make it with them.")
+        raise SparseRLError(
+            f"compressor_options {options} cannot change a {compressor.name} that is made already; make it with them."
+        )
     made = make(compressor, **options)
     rows = _rows_for(len(prompts)) if rows is None else rows
-    whole(rows=rows)
+    require_int(rows=rows)
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     settings = (type(made), compressor, repr(sorted(options.items())), budget, interval, rows)
     kept = _kept_with(model)
@@ -83,7 +89,9 @@ def generate(
         return Engine(model, made, budget, interval, rows)
 
     def texts(engine: Engine) -> Iterator[list[str]]:
-        yield [_decode(tokenizer, t.response_tokens.tolist()) for t in engine.generate(ids, sampling=sampling, seed=seed)]
+        yield [
+            _decode(tokenizer, t.response_tokens.tolist()) for t in engine.generate(ids, sampling=sampling, seed=seed)
+        ]
 
     def pieces(engine: Engine) -> Iterator[str]:
         text = TextPieces(tokenizer)
@@ -104,7 +112,9 @@ def _prompts(messages: str | Sequence) -> tuple[list, bool]:
     """(prompts, whether it was one): texts, or chats as lists of messages."""
     if isinstance(messages, str) or _is_chat(messages):
         return [messages], True
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(prompt, str) or _is_chat(prompt) for prompt in messages):
+    if not isinstance(messages, (list, tuple)) or not all(
+        isinstance(prompt, str) or _is_chat(prompt) for prompt in messages
+    ):
         raise SparseRLError(
             f"messages is {messages!r:.80}; give a text, a chat like [{{'role': 'user', 'content': 'Hello'}}], or a list of such prompts."
         )
@@ -112,10 +122,16 @@ def _prompts(messages: str | Sequence) -> tuple[list, bool]:
 
 
 def _is_chat(messages) -> bool:
-    return isinstance(messages, (list, tuple)) and len(messages) > 0 and all(isinstance(message, Mapping) for message in messages)
+    return (
+        isinstance(messages, (list, tuple))
+        and len(messages) > 0
+        and all(isinstance(message, Mapping) for message in messages)
+    )
 
 
-def _sampling(model: nn.Module, max_new_tokens: int, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+def _sampling(
+    model: nn.Module, max_new_tokens: int, temperature: float | None, top_k: int | None, top_p: float | None
+) -> Sampling:
     """What the call says, and where it does not, the model's generation config."""
     config = getattr(model, "generation_config", None)
     samples = bool(getattr(config, "do_sample", False))
@@ -127,7 +143,9 @@ def _sampling(model: nn.Module, max_new_tokens: int, temperature: float | None, 
     if temperature is None:
         temperature = own("temperature", 1.0) if samples else 0.0
         if not samples and (top_k or (top_p is not None and top_p < 1)):
-            warnings.warn("this model answers greedily, so top_k and top_p have no effect; give a temperature too.", stacklevel=3)
+            warnings.warn(
+                "this model answers greedily, so top_k and top_p have no effect; give a temperature too.", stacklevel=3
+            )
     if top_k is None:
         top_k = own("top_k", _TOP_K) if samples else 0
     if top_p is None:
@@ -142,7 +160,9 @@ def _default_compressor(model: nn.Module) -> str:
     if len(beacon.chunks) == 1:
         return f"beacon:{beacon.chunks[0]}"
     chunks = " or ".join(map(str, beacon.chunks)) or "any number of"
-    raise SparseRLError(f"this model's beacon was made for {chunks} tokens; name the compressor, such as compressor='beacon:16' or 'rkv'.")
+    raise SparseRLError(
+        f"this model's beacon was made for {chunks} tokens; name the compressor, such as compressor='beacon:16' or 'rkv'."
+    )
 
 
 def _rows_for(prompts: int) -> int:
@@ -197,7 +217,11 @@ def _kept_with(model: nn.Module) -> _Kept:
     """Its engines; none if the model has changed its dtype, device or shape since, as they hold what it was."""
     kept = vars(model).setdefault("_sparse_rl_engines", _Kept())
     weight = next(model.parameters())
-    now = (id(model), ModelShape.of(model.config, weight.dtype), weight.device)  # a shallow copy of a model shares what it keeps
+    now = (
+        id(model),
+        ModelShape.of(model.config, weight.dtype),
+        weight.device,
+    )  # a shallow copy of a model shares what it keeps
     if kept.made_for != now:
         kept.made_for, kept.engines = now, {}
     return kept
@@ -241,7 +265,10 @@ class TextPieces:
     def in_bytes(self) -> bool:
         """Whether the last token that has a text stands for a byte."""
         last = next((token for token in reversed(self.tokens) if _decode(self.tokenizer, [token])), None)
-        return last is not None and re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
+        return (
+            last is not None
+            and re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
+        )
 
     def forget(self) -> None:
         """Of a long text all of which is told, keep as much as tells how the next tokens are read."""

@@ -10,8 +10,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .errors import SparseRLError
-from .metrics import read_lines
+from ..errors import SparseRLError
+from ..files import read_lines
 
 SAME_PROMPT = 0.5  # assumption: share of the variance, of log lengths or of ranks made normal, that completions of a prompt have in common
 SPREAD = 0.75  # assumption: standard deviation over mean
@@ -46,9 +46,13 @@ class Lengths:
 
 def lengths_of_run(folder: Path) -> Lengths:
     """As in a run: its written samples, scaled to the mean of its metrics; where none were written, that mean and the usual spread."""
-    means = [line["rollout/length/mean"] for line in read_lines(folder / "metrics.jsonl") if "rollout/length/mean" in line]
+    means = [
+        line["rollout/length/mean"] for line in read_lines(folder / "metrics.jsonl") if "rollout/length/mean" in line
+    ]
     if not means:
-        raise SparseRLError(f"{folder}/metrics.jsonl holds no steps with rollout/length/mean; give the folder of a run that has trained.")
+        raise SparseRLError(
+            f"{folder}/metrics.jsonl holds no steps with rollout/length/mean; give the folder of a run that has trained."
+        )
     mean, seen = sum(means) / len(means), []
     for path in sorted(folder.glob("samples/step-*/trajectories.jsonl")):
         lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .compressors import Compressor
-from .config import Recipe, RolloutSettings
-from .control import compressor_of
-from .errors import SparseRLError, whole
-from .learn.batch import pack
+from ..compressors import Compressor
+from ..config import Recipe, RolloutSettings
+from ..distributed.world import BUCKET
+from ..errors import SparseRLError, require_int
+from ..learn.batch import pack
+from ..models import ModelShape, dtype_of, load_config, weight_bytes
+from ..rollout.schedule import row_counts
+from ..train.budget import compressor_of
+from ..train.deal import deal
+from ..train.run import lora_parameters
 from .lengths import Lengths
-from .models import ModelShape
-from .rollout.schedule import row_counts
-from .share import deal
-from .world import BUCKET
 
 RECORD_BYTES = 47  # of a token, padding included, when trajectories are exchanged (tests/test_scale.py)
 
@@ -42,7 +43,9 @@ class Machine:
     rollout_rest: float  # share of a rollout: traces to the host, the host itself
     step_rest: float  # share of a step: grading, the overlaps of a few trajectories
     hidden: float  # share of the shorter of sampling and learning that is gained by doing both at the same time
-    record_seconds: float  # of a token of the whole step, padding included, on the host of every process: corrections, diagnostics
+    record_seconds: (
+        float  # of a token of the whole step, padding included, on the host of every process: corrections, diagnostics
+    )
     memory: int  # bytes
 
 
@@ -64,13 +67,15 @@ class Links:
         for name in ("link", "network", "latency", "records"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SparseRLError(f"{name} is {getattr(self, name)}; it must be a positive number.")
-        whole(**{"GPUs per node": self.per_node})
+        require_int(**{"GPUs per node": self.per_node})
 
     def seconds(self, volume: float, processes: int, calls: int = 1) -> float:
         """Of collectives in which every process sends `volume` bytes: as slow as the slowest part of the ring."""
         if processes == 1:
             return 0.0
-        return volume / (self.link if processes <= self.per_node else min(self.link, self.network)) + calls * self.latency
+        return (
+            volume / (self.link if processes <= self.per_node else min(self.link, self.network)) + calls * self.latency
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,9 @@ class Work:
     shard: bool
 
     @classmethod
-    def of(cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int) -> Work:
+    def of(
+        cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int
+    ) -> Work:
         learn, bound, head = recipe.learn, compressor_of(recipe.rollout), shape.vocabulary * shape.hidden
         capacity, how = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.how()
         backward = 1 if recipe.model.lora_rank else 2
@@ -148,7 +155,9 @@ class Work:
 
     def step_seconds(self, machine: Machine, width: float | np.ndarray) -> float | np.ndarray:
         """The part of it that all rows share: read the weights once, or multiply with them, whichever takes longer."""
-        products = np.maximum(self.weight_bytes / machine.bandwidth, 2 * (self.body + self.head) * width / machine.decode_flops)
+        products = np.maximum(
+            self.weight_bytes / machine.bandwidth, 2 * (self.body + self.head) * width / machine.decode_flops
+        )
         return self.shape.layers * machine.layer_seconds + products
 
     def slots_read(self, new: np.ndarray) -> np.ndarray:
@@ -175,7 +184,9 @@ class Work:
         decode += self.slots_read(new).sum() * self.kv_bytes / machine.bandwidth
         fed = prompts * self.prompt_tokens
         attention = 2 * fed * self.prompt_tokens * self.query_width
-        prefill = (2 * fed * self.body + attention) / machine.prefill_flops + fed * self.shape.layers * machine.token_seconds
+        prefill = (
+            2 * fed * self.body + attention
+        ) / machine.prefill_flops + fed * self.shape.layers * machine.token_seconds
         keys = self.capacity * self.kv_bytes / (2 * self.shape.dtype.itemsize)  # numbers in the keys of a row
         evict = self.evictions(new).sum() * 2 * self.capacity * keys / machine.evict_flops
         return (decode + prefill + evict) / (1 - machine.rollout_rest)
@@ -241,25 +252,37 @@ def drain(steps: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return live[:-1], np.diff(times[order])
 
 
-def forecast(work: Work, machine: Machine, links: Links, gpus: int, lengths: Lengths, seed: int = 0, draws: int = 4) -> Forecast:
+def forecast(
+    work: Work, machine: Machine, links: Links, gpus: int, lengths: Lengths, seed: int = 0, draws: int = 4
+) -> Forecast:
     """Steps drawn `draws` times, and their mean."""
-    whole(**{"--gpus": gpus})
+    require_int(**{"--gpus": gpus})
     if work.rollout.prompts < gpus:
-        raise SparseRLError(f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a group stays on one; use at least as many.")
+        raise SparseRLError(
+            f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a group stays on one; use at least as many."
+        )
     size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
     drawn = [one_step(work, machine, links, gpus, lengths.draw(*size, seed + i)) for i in range(draws)]
-    return Forecast(**{name: float(np.mean([getattr(f, name) for f in drawn])) for name in Forecast.__dataclass_fields__})
+    return Forecast(
+        **{name: float(np.mean([getattr(f, name) for f in drawn])) for name in Forecast.__dataclass_fields__}
+    )
 
 
-def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndarray, expected: Sequence[float] | None = None) -> Forecast:
+def one_step(
+    work: Work, machine: Machine, links: Links, gpus: int, new: np.ndarray, expected: Sequence[float] | None = None
+) -> Forecast:
     """A step with given response lengths [prompts, group]; `expected`: what the dealing goes by, nothing known if None."""
     owner = np.array(deal([1.0] * len(new) if expected is None else expected, work.minibatches, gpus))
-    block = np.concatenate([np.full(len(part), i) for i, part in enumerate(np.array_split(np.arange(new.size), work.minibatches))])
+    block = np.concatenate(
+        [np.full(len(part), i) for i, part in enumerate(np.array_split(np.arange(new.size), work.minibatches))]
+    )
     owners, total = np.repeat(owner, new.shape[1]), new.ravel() + work.prompt_tokens
     shares = [new[owner == rank] for rank in range(gpus)]
     rollouts = np.array([work.rollout_seconds(machine, share.ravel(), len(share)) for share in shares])
     scores = np.array([work.views * work.passes_of(machine, share.ravel() + work.prompt_tokens)[0] for share in shares])
-    learner = 2 * 16 * work.trained / (gpus if work.shard else 1) / machine.bandwidth  # masters, moments, gradients: read and written
+    learner = (
+        2 * 16 * work.trained / (gpus if work.shard else 1) / machine.bandwidth
+    )  # masters, moments, gradients: read and written
     sampled, learned = rollouts + scores, np.zeros(gpus)
     update = communication = 0.0
     for i in range(work.minibatches):
@@ -294,9 +317,21 @@ def one_step(work: Work, machine: Machine, links: Links, gpus: int, new: np.ndar
         step=found,
         step_at_best=step(max(0.0, communication - update), ahead),
         step_at_worst=step(communication, False),
-        idle=float((sum(waits) - (machine.hidden * waits[shorter] if ahead else 0.0)) / found),  # less what is hidden of the shorter part
+        idle=float(
+            (sum(waits) - (machine.hidden * waits[shorter] if ahead else 0.0)) / found
+        ),  # less what is hidden of the shorter part
         idle_sampling=float(1 - sampled.mean() / sample),
         tokens=float(new.sum()),
         length=float(new.mean()),
         longest=float(new.max()),
     )
+
+
+def work_of(recipe: Recipe, prompt_tokens: int) -> Work:
+    """What the scale model must know of a recipe, from the model's config alone."""
+    config = load_config(recipe.model.name)
+    shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
+    parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
+    trained = lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters
+    tied = bool(config.get_text_config(decoder=True).tie_word_embeddings)
+    return Work.of(shape, recipe, tied=tied, parameters=parameters, trained=trained, prompt_tokens=prompt_tokens)

@@ -8,27 +8,24 @@ A checkpoint is written under another name, flushed to disk, and renamed. Any nu
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from .beacon import beacon_of, save_beacon, without_beacon
-from .errors import CannotWrite, SparseRLError
-from .learn.shards import is_divided, load_shards, save_shards
-from .models import TEMPLATE_FILE, no_progress_bar
-from .world import World
+from ..beacon import beacon_of, save_beacon, without_beacon
+from ..distributed.world import World
+from ..errors import SparseRLError
+from ..files import STATE, find_checkpoints, first_line, writing
+from ..learn.shards import is_divided, load_shards, save_shards
+from ..models import TEMPLATE_FILE, no_progress_bar
 
-_STATE, _SHARDS = "training.pt", "shards"
+_SHARDS = "shards"
 
 
 def save_checkpoint(
@@ -57,7 +54,7 @@ def save_checkpoint(
             for name, student in (students or {}).items():
                 save_model(partial / "students" / name, student, tokenizer)
             about = {"step": step, "torch_rng": torch.get_rng_state(), "shards": bool(shards)}
-            torch.save({**about, **state}, partial / _STATE)
+            torch.save({**about, **state}, partial / STATE)
 
     def write_shards() -> None:
         with writing(path):
@@ -75,10 +72,10 @@ def save_checkpoint(
             shutil.rmtree(old)
 
     try:
-        world.from_first(begin)
+        world.run_on_first(begin)
         if shards:
-            world.together(write_shards)
-        world.from_first(finish)
+            world.run_on_all(write_shards)
+        world.run_on_first(finish)
     finally:
         if world.first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -108,9 +105,15 @@ def with_shards(state: Any, like: Any, folder: Path) -> Any:
 
     def walk(value: Any, model: Any, name: str) -> Any:
         if isinstance(value, dict):
-            return {key: walk(inner, model.get(key) if isinstance(model, dict) else None, f"{name}.{key}") for key, inner in value.items()}
+            return {
+                key: walk(inner, model.get(key) if isinstance(model, dict) else None, f"{name}.{key}")
+                for key, inner in value.items()
+            }
         if isinstance(value, list):
-            return [walk(inner, model[i] if isinstance(model, list) else None, f"{name}.{i}") for i, inner in enumerate(value)]
+            return [
+                walk(inner, model[i] if isinstance(model, list) else None, f"{name}.{i}")
+                for i, inner in enumerate(value)
+            ]
         if value is None and isinstance(model, torch.Tensor):
             wanted[name] = torch.empty_like(model)
             return wanted[name]
@@ -131,13 +134,9 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters come without
-        (folder / TEMPLATE_FILE).write_text(json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n")
-
-
-def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, oldest first."""
-    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal() and (p / _STATE).is_file()]
-    return sorted((int(p.name.removeprefix("step-")), p) for p in found)
+        (folder / TEMPLATE_FILE).write_text(
+            json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
+        )
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:
@@ -146,16 +145,20 @@ def load_state(path: Path, like: dict | None = None) -> dict:
     `like`: the same state as it is now, for shapes; needed where processes wrote shards.
     """
     try:
-        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise SparseRLError(f"{path / _STATE} is damaged ({first_line(error)}); remove {path} to go on from the one before.") from error
+        raise SparseRLError(
+            f"{path / STATE} is damaged ({first_line(error)}); remove {path} to go on from the one before."
+        ) from error
     torch.set_rng_state(state.pop("torch_rng"))
     if not state.pop("shards", (path / _SHARDS).is_dir()):
         return state
     try:
         return with_shards(state, like or {}, path / _SHARDS)
     except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise SparseRLError(f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the one before.") from error
+        raise SparseRLError(
+            f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the one before."
+        ) from error
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -166,41 +169,6 @@ def require_space(folder: Path, needed: int) -> None:
             f"a checkpoint takes {needed / 2**20:,.0f} MiB, and a new one is written before an old one goes, but {folder} has "
             f"{free / 2**20:,.0f} MiB free; free some space, or choose another folder with --out."
         )
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A failed write of `path` in one sentence."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and not re.search("PytorchStreamWriter|inline_container|No space|unexpected pos", str(error)):
-            raise  # torch reports a failed write as RuntimeError, and much else
-        there = next(folder for folder in path.parents if folder.exists())
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        why = "the disk is full" if full else first_line(error)
-        raise CannotWrite(
-            f"{path} could not be written ({why}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB free); nothing half-written was left "
-            "there. Free some space or choose another place, and give the command again; a run goes on with --resume."
-        ) from error
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
-            os.replace(partial, path)
-        except OSError:
-            if partial.is_file():
-                partial.unlink()
-            raise
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _flush(path: Path) -> None:

@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from .compressors import make
-from .learn.diagnose import ends_in_loop
-from .learn.student import Student
-from .models import ModelShape, encode
-from .records import Trajectory, mean_entries
-from .rollout import Engine, Sampling
-from .tasks import UNGRADED, Grade, Prompt, Task
+from ..compressors import make
+from ..learn.diagnose import ends_in_loop
+from ..learn.student import Student
+from ..models import ModelShape, encode
+from ..records import Trajectory, mean_entries
+from ..rollout import Engine, Sampling
+from ..tasks import UNGRADED, Grade, Prompt, Task
 
 
 def accuracy(
@@ -55,14 +55,18 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
     }
 
 
-def engines_for(engine: Engine, students: Sequence[Student], prompts: list[list[int]], new_tokens: int) -> dict[str, Callable[[], Engine]]:
+def engines_for(
+    engine: Engine, students: Sequence[Student], prompts: list[list[int]], new_tokens: int
+) -> dict[str, Callable[[], Engine]]:
     """What a run's held-out prompts are sampled on, each made when its turn comes: the dense cache, the run's own, its students'."""
     engines = {"dense": lambda: dense_engine(engine.model, prompts, new_tokens, engine.rows, like=engine)}
     if engine.compressor.evicts:
         engines["sparse"] = lambda: engine
     for student, chunk in [(s, size) for s in students for size in s.sizes]:
         name = student.name if len(student.sizes) == 1 else f"{student.name}@{chunk}"
-        engines[name] = partial(fitting_engine, student.model, f"beacon:{chunk}", prompts, new_tokens, engine.rows, engine)
+        engines[name] = partial(
+            fitting_engine, student.model, f"beacon:{chunk}", prompts, new_tokens, engine.rows, engine
+        )
     return engines
 
 
@@ -71,7 +75,9 @@ def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows:
     return fitting_engine(model, "dense", prompts, new_tokens, rows, like)
 
 
-def fitting_engine(model, compressor: str, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:
+def fitting_engine(
+    model, compressor: str, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine
+) -> Engine:
     """An engine whose rows hold these prompts and that many new tokens: as many rows as fit in the bytes of `like`, at most `rows`."""
     longest = max(map(len, prompts))
     capacity = make(compressor).capacity(longest, new_tokens)

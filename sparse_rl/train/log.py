@@ -8,15 +8,13 @@ A line is written whole, with a newline, and flushed; a last line without one is
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint import replace_file, writing
-from .errors import SparseRLError, nearest
+from ..errors import SparseRLError, nearest
+from ..files import append_line, line_of, read_lines, write_text
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
@@ -37,7 +35,7 @@ class Log:
         """Forget what came after a step: a resumed run writes it again."""
         for path in self.files.values():
             kept = [line for line in read_lines(path) if line["step"] <= step]
-            write_text(path, "".join(_line(values) for values in kept))
+            write_text(path, "".join(line_of(values) for values in kept))
 
     def close(self) -> None:
         if self.trackers:
@@ -52,34 +50,6 @@ class NoLog:
     def close(self) -> None: ...
 
 
-def append_line(path: Path, values: Mapping) -> None:
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(_line(values))
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a file of metrics; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as lines:
-        whole = [line for line in lines if line.endswith("\n")]
-    try:
-        return [json.loads(line) for line in whole]
-    except json.JSONDecodeError as error:
-        raise SparseRLError(f"{path} holds a line that is not JSON ({error}); remove the line, or the file, and go on.") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    replace_file(path, text.encode())
-
-
-def _line(values: Mapping) -> str:
-    """JSON has no NaN and no infinity: they become null."""
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(plain) + "\n"
-
-
 def make_trackers(names: list[str], project: str, folder: Path, config: Mapping):
     """An Accelerator that logs to the trackers named, or None."""
     if not names:
@@ -92,14 +62,20 @@ def make_trackers(names: list[str], project: str, folder: Path, config: Mapping)
     try:
         accelerator = Accelerator(log_with=names, project_dir=folder)
         flat = {
-            f"{section}.{k}": v if isinstance(v, (int, float, str, bool)) else str(v) for section, c in config.items() for k, v in c.items()
+            f"{section}.{k}": v if isinstance(v, (int, float, str, bool)) else str(v)
+            for section, c in config.items()
+            for k, v in c.items()
         }
         accelerator.init_trackers(project, config=flat)
     except (ImportError, ValueError) as error:
-        raise SparseRLError(f"run.trackers {names} cannot be used ({error}); install them, or leave them out.") from error
+        raise SparseRLError(
+            f"run.trackers {names} cannot be used ({error}); install them, or leave them out."
+        ) from error
     missing = set(names) - {tracker.name for tracker in accelerator.trackers}
     if missing:
-        raise SparseRLError(f"run.trackers names {sorted(missing)[0]}, which is not installed; pip install {sorted(missing)[0]}.")
+        raise SparseRLError(
+            f"run.trackers names {sorted(missing)[0]}, which is not installed; pip install {sorted(missing)[0]}."
+        )
     return accelerator
 
 
@@ -121,12 +97,17 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def timing(self) -> dict[str, float]:
-        return {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": time.perf_counter() - self.start}
+        return {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {
+            "time/step": time.perf_counter() - self.start
+        }
 
 
 def average(updates: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the optimizer steps that have it; counts are summed, and always there."""
     names = list(dict.fromkeys(name for update in updates for name in update))
-    counts = {name: sum(update.get(name, 0.0) for update in updates) for name in ("update/empty/count", "update/skipped/count")}
+    counts = {
+        name: sum(update.get(name, 0.0) for update in updates)
+        for name in ("update/empty/count", "update/skipped/count")
+    }
     values = {name: [update[name] for update in updates if name in update] for name in names if name not in counts}
     return {name: sum(found) / len(found) for name, found in values.items()} | counts

@@ -20,32 +20,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import tasks
-from .ahead import Ahead, InTurn
-from .beacon import beacon_of
-from .checkpoint import find_checkpoints, first_line, load_state, save_checkpoint
-from .config import Recipe
-from .errors import CannotWrite, OutOfMemory, SparseRLError, uninterrupted
+from .. import tasks
+from ..beacon import beacon_of
+from ..config import Recipe
+from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
+from ..errors import CannotWrite, OutOfMemory, SparseRLError
+from ..files import find_checkpoints, first_line, read_lines
+from ..learn.advantage import advantage
+from ..learn.batch import Batch, apply_correction, make_batches
+from ..learn.correct import Corrected
+from ..learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
+from ..learn.learner import Disagreement, Learner
+from ..learn.loss import k3
+from ..learn.shards import publish, shard
+from ..learn.student import Students, copied
+from ..models import load_model, with_lora
+from ..planning.memory import is_out_of_memory
+from ..records import kv_tokens_saved
+from ..rollout import Sampling
+from ..signals import uninterrupted
+from ..streams import stream_key
+from .checkpoint import load_state, save_checkpoint
 from .held_out import described, engines_for
-from .learn.advantage import advantage
-from .learn.batch import Batch, corrected, weigh
-from .learn.correct import Corrected
-from .learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
-from .learn.learner import Disagreement, Learner
-from .learn.loss import k3
-from .learn.shards import publish, shard
-from .learn.student import Students, copied
-from .live import View
-from .metrics import Clock, Log, NoLog, average, read_lines
-from .models import load_model, with_lora
-from .plan import is_out_of_memory
-from .records import kv_tokens_saved
-from .rollout import Sampling
-from .sampler import Sampler
-from .samples import Rollout, places_to_write, write_samples
-from .share import merge, outlined
-from .streams import stream_key
-from .world import GONE, Elsewhere, World, is_lost
+from .log import Clock, Log, NoLog, average
+from .merge import merge, without_full_traces
+from .prefetch import PrefetchSource, SyncSource
+from .samples import places_to_write, write_samples
+from .step import StepRollout
+from .terminal import TerminalTable
+from .worker import Sampler
 
 
 class Trainer:
@@ -58,14 +61,22 @@ class Trainer:
         self.loss = dataclasses.replace(loss, constant=loss.constant or recipe.rollout.max_new_tokens)
         self.task = tasks.make(recipe.task.name, **recipe.task.options)
         self.held_out = (
-            tasks.make(recipe.task.name, **{**recipe.task.options, **recipe.eval.options}).held_out() if recipe.eval.every else None
+            tasks.make(recipe.task.name, **{**recipe.task.options, **recipe.eval.options}).held_out()
+            if recipe.eval.every
+            else None
         )
         self.model, self.tokenizer = self._load()
         divided = recipe.model.shard and self.world.size > 1
-        sampling_model = copied(self.model) if divided or recipe.rollout.ahead else self.model  # whole, and still while others learn
+        sampling_model = (
+            copied(self.model) if divided or recipe.rollout.ahead else self.model
+        )  # whole, and still while others learn
         self.sampler = Sampler(recipe, sampling_model, self.tokenizer, self.task, self.world.rank, self.world.size)
         self.engine, self.sampling, self.budget = self.sampler.engine, self.sampler.sampling, self.sampler.budget
-        self.source = Ahead(self.sampler.step, self.engine, recipe.run.steps) if recipe.rollout.ahead else InTurn(self.sampler.step)
+        self.source = (
+            PrefetchSource(self.sampler.step, self.engine, recipe.run.steps)
+            if recipe.rollout.ahead
+            else SyncSource(self.sampler.step)
+        )
         self.learner = Learner(
             self.model,
             recipe.optimizer,
@@ -96,8 +107,15 @@ class Trainer:
         self.saved = -1  # the step of the newest checkpoint
         self.evaluated = -1  # the step of the last evaluation
         self.told: set[str] = set()  # grader errors shown already
-        self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict()) if self.world.first else NoLog()
-        self.view = View(f"{folder.name} ({recipe.learn.method})", recipe.run.steps, show and self.world.first, quiet=not self.world.first)
+        self.log = (
+            Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict()) if self.world.first else NoLog()
+        )
+        self.view = TerminalTable(
+            f"{folder.name} ({recipe.learn.method})",
+            recipe.run.steps,
+            show and self.world.first,
+            quiet=not self.world.first,
+        )
 
     # ------------------------------------------------------------------------------------------------------------ the loop
 
@@ -114,7 +132,7 @@ class Trainer:
                         break
                     clock = Clock(self.view.now)
                     rollout = self.sample(clock)
-                    fixed = corrected(rollout.scored, self.how)
+                    fixed = apply_correction(rollout.scored, self.how)
                     advantages, metrics = self.advantages(rollout, fixed.accepted)
                     metrics |= self.diagnose(rollout, fixed, clock)
                     with uninterrupted():  # the weights and the log move together
@@ -122,10 +140,14 @@ class Trainer:
                         chosen = rollout.scored.rows(rollout.chosen)
                         if self.students.every:
                             with clock.stage("students"):
-                                metrics |= self.students.learn(self.sampler.model, chosen.sampled, recipe.learn.minibatches, self.step)
+                                metrics |= self.students.learn(
+                                    self.sampler.model, chosen.sampled, recipe.learn.minibatches, self.step
+                                )
                         with clock.stage("update"):
-                            batches = weigh(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
-                            metrics |= average([] if recipe.student.late else [self.learner.step(batch) for batch in batches])
+                            batches = make_batches(chosen, advantages, self.how, self.loss, recipe.learn.minibatches)
+                            metrics |= average(
+                                [] if recipe.student.late else [self.learner.step(batch) for batch in batches]
+                            )
                             self.source.after_update(self.publish)
                             self.students.follow()
                         self.done, self.taught = self.learner.version, self.students.versions
@@ -141,7 +163,7 @@ class Trainer:
                 if isinstance(error, RuntimeError) and is_out_of_memory(error):
                     raise self._out_of_memory(error) from error
                 if is_lost(error):
-                    raise Elsewhere(GONE) from error
+                    raise PeerFailed(PEER_LOST) from error
                 raise
             finally:
                 self.source.close()
@@ -151,21 +173,21 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------------ its stages
 
-    def sample(self, clock: Clock) -> Rollout:
+    def sample(self, clock: Clock) -> StepRollout:
         """This step's completions of all processes, graded and scored."""
-        mine: list[Rollout] = []
+        mine: list[StepRollout] = []
 
-        def work() -> Rollout:
+        def work() -> StepRollout:
             mine.append(self.source.take(self.step, clock))
-            return outlined(mine[0]) if self.world.size > 1 else mine[0]
+            return without_full_traces(mine[0]) if self.world.size > 1 else mine[0]
 
-        parts = self.world.together(work)
+        parts = self.world.run_on_all(work)
         parts[self.world.rank] = mine[0]
         rollout = merge(parts, self.recipe.rollout.group_size)
-        self.sampler.lengths.note(rollout, repeats=self.task.num_prompts is not None)
+        self.sampler.lengths.note(rollout.prompts, rollout.trajectories, repeats=self.task.num_prompts is not None)
         for part in parts:
             self._tell(part.grading_error)
-        self.source.go_on(self.step, self.publish)
+        self.source.start_next(self.step, self.publish)
         rollout.timing = dict(mine[0].timing)
         if self.world.size > 1:
             rollout.timing |= {"time/exchange": self.world.waited, "processes/idle/frac": self.world.idle}
@@ -177,17 +199,19 @@ class Trainer:
             publish(self.model, self.sampler.model)
         self.engine.version = self.learner.version
 
-    def advantages(self, rollout: Rollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def advantages(self, rollout: StepRollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
         learn = self.recipe.learn
         rewards, members = rollout.rewards[rollout.chosen], accepted[rollout.chosen]
         group = torch.arange(len(rewards)) // self.recipe.rollout.group_size
-        values, metrics = advantage(rewards, group, learn.advantage, members if learn.rebaseline else None, learn.advantage_eps)
+        values, metrics = advantage(
+            rewards, group, learn.advantage, members if learn.rebaseline else None, learn.advantage_eps
+        )
         if learn.shuffle_advantages:
             generator = torch.Generator().manual_seed(stream_key(self.recipe.run.seed, [self.step, -1]) % 2**63)
             values = values[torch.randperm(len(values), generator=generator)]
         return values, metrics
 
-    def diagnose(self, rollout: Rollout, fixed: Corrected, clock: Clock) -> dict[str, float]:
+    def diagnose(self, rollout: StepRollout, fixed: Corrected, clock: Clock) -> dict[str, float]:
         """What compression did, over everything sampled and the mask before any rejection."""
         scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
         mask = scored.sampled.mask
@@ -201,7 +225,10 @@ class Trainer:
                 "old/entropy/mean": scored.entropies[mask].double().mean().item(),
                 "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
                 **({"data/skipped/count": float(skipped)} if (skipped := sum(self.task.skipped.values())) else {}),
-                **{f"grade/{verdict.replace(' ', '_')}/count": float(count) for verdict, count in sorted(verdicts.items())},
+                **{
+                    f"grade/{verdict.replace(' ', '_')}/count": float(count)
+                    for verdict, count in sorted(verdicts.items())
+                },
             }
             if scored.reference_logprobs is not None:
                 metrics["old/kl/mean"] = k3(scored.old_logprobs, scored.reference_logprobs)[mask].double().mean().item()
@@ -213,7 +240,7 @@ class Trainer:
                 metrics |= {"gap/alpha/p05": low, "gap/alpha/mean": alpha.mean().item()}
         return metrics
 
-    def write(self, metrics: dict[str, float], clock: Clock, rollout: Rollout) -> None:
+    def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:
         timing = clock.timing()
         timing["rollout/tokens_per_s"] = sum(len(t.response_tokens) for t in rollout.trajectories) / rollout.seconds
         timing["cache/bytes/allocated"] = float(self.engine.cache.nbytes + self.engine.scratch.nbytes)
@@ -232,14 +259,18 @@ class Trainer:
         sampling = Sampling(self.recipe.rollout.max_new_tokens, settings.temperature, stop_ids=self.sampling.stop_ids)
         metrics = self.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
-            self.source.settle()
+            self.source.wait_idle()
             self.publish()
             ids = self.sampler.encode(prompts)
             for name, engine in engines_for(self.engine, self.students.every, ids, sampling.max_new_tokens).items():
-                parts = self.world.together(
-                    lambda make=engine: self.sampler.complete_held_out(make(), self.held_out, prompts, settings.samples, sampling)
+                parts = self.world.run_on_all(
+                    lambda make=engine: self.sampler.complete_held_out(
+                        make(), self.held_out, prompts, settings.samples, sampling
+                    )
                 )
-                pairs = sorted((pair for part in parts for pair in part), key=lambda p: (p[0].prompt_index, p[0].sample_index))
+                pairs = sorted(
+                    (pair for part in parts for pair in part), key=lambda p: (p[0].prompt_index, p[0].sample_index)
+                )
                 found = described(*map(list, zip(*pairs)))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._tell(self.held_out.last_error)
@@ -247,18 +278,22 @@ class Trainer:
         self.log.write(self.step, metrics, {"time/eval": clock.seconds["eval"]})
         self.view.show(self.step, metrics)
 
-    def keep_samples(self, rollout: Rollout, batches: list[Batch], accepted: Tensor) -> None:
+    def keep_samples(self, rollout: StepRollout, batches: list[Batch], accepted: Tensor) -> None:
         if not (self.recipe.run.samples and (self._due(10) or self._due(self.recipe.eval.every) or self.step == 1)):
             return
         places = places_to_write(rollout, self.recipe.run.samples)
         owner, clipped = rollout.scored.sampled.owner, torch.cat([batch.clipped for batch in batches])
         mine = [place for place in places if owner[rollout.chosen[place]] == self.world.rank]
         evidence = {}  # traces and clipped tokens, from the processes that have them
-        for part in self.world.together(lambda: {p: (rollout.trajectories[rollout.chosen[p]], clipped[p]) for p in mine}):
+        for part in self.world.run_on_all(
+            lambda: {p: (rollout.trajectories[rollout.chosen[p]], clipped[p]) for p in mine}
+        ):
             evidence |= part
         if self.world.first:
             folder = self.folder / "samples" / f"step-{self.step:06d}"
-            write_samples(folder, rollout, batches, accepted, self.tokenizer, {place: evidence[place] for place in places})
+            write_samples(
+                folder, rollout, batches, accepted, self.tokenizer, {place: evidence[place] for place in places}
+            )
 
     def save(self, world: World | None = None) -> None:
         """`world`: who takes part, if not all processes."""
@@ -266,7 +301,7 @@ class Trainer:
             return
         with uninterrupted():
             if self.learner.sharded is not None:
-                self.source.settle()
+                self.source.wait_idle()
                 self.publish()
             elif world is None:
                 self.learner.check_agreement()
@@ -284,20 +319,22 @@ class Trainer:
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
-        found = self.world.from_first(lambda: find_checkpoints(self.folder / "checkpoints"))
+        found = self.world.run_on_first(lambda: find_checkpoints(self.folder / "checkpoints"))
         if found:
             self.saved, path = found[-1]
             state = load_state(path, {"learner": self.learner.state_dict()})
             self.learner.load_state_dict(state["learner"])
             self.step = state["step"]
-            self.learner.skipped %= self.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
+            self.learner.skipped %= (
+                self.recipe.run.max_skipped
+            )  # a run that was stopped for skipping gets another chance
             self.done = self.learner.version
             self.budget.load_state_dict(state.get("budget"))
             self.publish()
             self.students.load_state_dict(state.get("students", {}))
             self.taught = self.students.versions
             self.sampler.lengths.load_state_dict(state.get("lengths"))
-        self.evaluated = self.world.from_first(self._forget_what_came_after)
+        self.evaluated = self.world.run_on_first(self._forget_what_came_after)
 
     def _forget_what_came_after(self) -> int:
         """The step of the last evaluation that is left."""
@@ -308,7 +345,10 @@ class Trainer:
                 shutil.rmtree(folder)
         for unfinished in (self.folder / "checkpoints").glob(".*.partial"):
             shutil.rmtree(unfinished)
-        return max((line["step"] for line in read_lines(self.log.files["metrics"]) if "eval/dense/accuracy" in line), default=-1)
+        return max(
+            (line["step"] for line in read_lines(self.log.files["metrics"]) if "eval/dense/accuracy" in line),
+            default=-1,
+        )
 
     # ------------------------------------------------------------------------------------------------------------ helpers
 
@@ -320,7 +360,9 @@ class Trainer:
         model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
         if settings.lora_rank:
             if beacon_of(model) is not None:
-                raise SparseRLError(f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0.")
+                raise SparseRLError(
+                    f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
+                )
             model = with_lora(model, settings.lora_rank, settings.lora_alpha)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

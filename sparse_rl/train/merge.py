@@ -8,65 +8,20 @@ where it was sampled, and so does the learning from it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .cache import Trace
-from .learn.batch import Scored, join
-from .samples import Rollout
-from .tasks import Prompt
+from ..cache import Trace
+from ..learn.batch import Scored, join
+from .step import StepRollout
 
 
-def deal(expected: Sequence[float], minibatches: int, processes: int) -> list[int]:
-    """Which process samples each prompt: the longest of a minibatch first, always to the one that has least so far."""
-    loads, owner = [0.0] * processes, [0] * len(expected)
-    for block in torch.arange(len(expected)).tensor_split(minibatches):
-        for i in sorted(block.tolist(), key=lambda i: -expected[i]):
-            owner[i] = min(range(processes), key=loads.__getitem__)
-            loads[owner[i]] += expected[i]
-    return owner
-
-
-class LengthsSeen:
-    """How long responses may be expected to be: as those to the same prompt were; of one never seen, as its own length lets expect."""
-
-    def __init__(self):
-        self.known: dict[int, float] = {}  # by the prompt's place in its task: the mean response of the last step that had it
-        self.sums = torch.zeros(5, dtype=torch.float64)  # of 1, x, y, xx, xy over prompts of x tokens with mean responses of y
-
-    def expect(self, prompts: Sequence[Prompt], tokens: Sequence[int]) -> list[float]:
-        """Tokens that a completion of each will have, the prompt's included."""
-        count, x, y, xx, xy = self.sums.tolist()
-        spread = count * xx - x * x
-        slope = (count * xy - x * y) / spread if spread > 1e-9 * max(count * xx, 1.0) else 0.0
-        start = (y - slope * x) / count if count else 0.0
-        return [n + max(1.0, self.known.get(p.index, start + slope * n)) for p, n in zip(prompts, tokens, strict=True)]
-
-    def note(self, rollout: Rollout, repeats: bool) -> None:
-        """`repeats`: the task's prompts come back, so each is worth remembering."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for prompt, t in zip(rollout.prompts, rollout.trajectories):
-            found.setdefault(prompt.index, []).append((t.num_prompt_tokens, len(t.tokens) - t.num_prompt_tokens))
-        for index, pairs in found.items():
-            x, y = pairs[0][0], sum(n for _, n in pairs) / len(pairs)
-            self.sums += torch.tensor([1, x, y, x * x, x * y], dtype=torch.float64)
-            if repeats:
-                self.known[index] = y
-
-    def state_dict(self) -> dict:
-        return {"known": dict(self.known), "sums": self.sums.clone()}
-
-    def load_state_dict(self, state: Mapping | None) -> None:
-        if state:
-            self.known, self.sums = dict(state["known"]), state["sums"].clone()
-
-
-def outlined(rollout: Rollout) -> Rollout:
+def without_full_traces(rollout: StepRollout) -> StepRollout:
     """What other processes need of a part: of its traces one head, which evicts when all do."""
-    traces = tuple(outline(trace) for trace in rollout.scored.sampled.traces)
+    traces = tuple(first_head_trace(trace) for trace in rollout.scored.sampled.traces)
     return replace(
         rollout,
         trajectories=[replace(t, trace=trace) for t, trace in zip(rollout.trajectories, traces, strict=True)],
@@ -74,11 +29,11 @@ def outlined(rollout: Rollout) -> Rollout:
     )
 
 
-def outline(trace: Trace) -> Trace:
+def first_head_trace(trace: Trace) -> Trace:
     return Trace(trace.evicted_at[:1, :1].clone())
 
 
-def merge(parts: Sequence[Rollout], group_size: int) -> Rollout:
+def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
     """The parts of all processes as one rollout: by round of sampling, then prompt by prompt."""
     if len(parts) == 1:
         return parts[0]
@@ -102,7 +57,7 @@ def merge(parts: Sequence[Rollout], group_size: int) -> Rollout:
 
     scored: Scored = join(*(part.scored for part in parts))
     alpha = {slot: values for part in parts for slot, values in part.alpha.items()}
-    return Rollout(
+    return StepRollout(
         *(in_order(name) for name in ("prompts", "trajectories", "texts", "grades")),
         scored=scored.rows(torch.tensor(order)),
         chosen=chosen,
@@ -112,7 +67,7 @@ def merge(parts: Sequence[Rollout], group_size: int) -> Rollout:
     )
 
 
-def slots(rollout: Rollout, group_size: int) -> list[int]:
+def slots(rollout: StepRollout, group_size: int) -> list[int]:
     """The place in the step that each trajectory was sampled for."""
     return [t.prompt_index * group_size + t.sample_index for t in rollout.trajectories]
 

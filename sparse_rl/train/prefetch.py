@@ -1,7 +1,7 @@
 """Sampling one step ahead: the next step's rollouts run on frozen weights while the learner works on this one's.
 
     take(k)      the rollouts of step k, from weights that have seen the updates of steps up to k - 2
-    go_on(k)     the frozen weights become the learner's, which has seen k - 1; the rollouts of step k + 1 begin
+    start_next(k)     the frozen weights become the learner's, which has seen k - 1; the rollouts of step k + 1 begin
     learn from k
 
 So what is learned from is one step old, never more. The old log-probs are those of the weights that sampled: what compression changed
@@ -17,41 +17,41 @@ from dataclasses import replace
 
 import torch
 
-from .metrics import Clock
-from .rollout import Engine
-from .samples import Rollout
+from ..rollout import Engine
+from .log import Clock
+from .step import StepRollout
 
-Sample = Callable[[int, Clock], Rollout]
+Sample = Callable[[int, Clock], StepRollout]
 
 
-class InTurn:
+class SyncSource:
     """Sample, then learn. The sampler's weights are always the learner's."""
 
     def __init__(self, sample: Sample):
         self.take = sample
 
-    def go_on(self, step: int, publish: Callable[[], None]) -> None:
+    def start_next(self, step: int, publish: Callable[[], None]) -> None:
         """Nothing runs ahead."""
 
     def after_update(self, publish: Callable[[], None]) -> None:
         publish()
 
-    def settle(self) -> None: ...
+    def wait_idle(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Ahead:
+class PrefetchSource:
     def __init__(self, sample: Sample, engine: Engine, steps: int):
         self.sample, self.engine, self.steps = sample, engine, steps
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
         self.stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
-        self.pending: tuple[int, Clock, Future[Rollout]] | None = None
+        self.pending: tuple[int, Clock, Future[StepRollout]] | None = None
 
-    def take(self, step: int, clock: Clock) -> Rollout:
+    def take(self, step: int, clock: Clock) -> StepRollout:
         """What was sampled ahead, or, at the start, what is sampled now."""
         if self.pending is None or self.pending[0] != step:
-            self.settle()
+            self.wait_idle()
             return self.sample(step, clock)
         _, theirs, future = self.pending
         with clock.stage("wait"):
@@ -59,17 +59,19 @@ class Ahead:
         self.pending = None
         return replace(rollout, timing={f"ahead/{name}/seconds": seconds for name, seconds in theirs.seconds.items()})
 
-    def go_on(self, step: int, publish: Callable[[], None]) -> None:
+    def start_next(self, step: int, publish: Callable[[], None]) -> None:
         """After `take`: hand the learner's weights to the sampler and begin the next step."""
         publish()
         if step + 1 >= self.steps:
             return
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.engine.device))  # the weights are there before they are used
+            self.stream.wait_stream(
+                torch.cuda.current_stream(self.engine.device)
+            )  # the weights are there before they are used
         clock = Clock()
 
-        def run() -> Rollout:
-            with self._beside():
+        def run() -> StepRollout:
+            with self.sampler_stream():
                 return self.sample(step + 1, clock)
 
         self.pending = (step + 1, clock, self.worker.submit(run))
@@ -77,10 +79,10 @@ class Ahead:
     def after_update(self, publish: Callable[[], None]) -> None:
         """The sampler is at work: its weights change when it is not."""
 
-    def _beside(self) -> AbstractContextManager:
+    def sampler_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until nothing uses the sampler's weights; what was sampled is kept."""
         if self.pending is not None:
             self.pending[2].exception()

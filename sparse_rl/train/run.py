@@ -16,39 +16,42 @@ from pathlib import Path
 
 import torch
 
+from ..config import Recipe, load_recipe
+from ..distributed.world import World
+from ..errors import SparseRLError
+from ..files import write_text
+from ..models import ModelShape, dtype_of, load_config, weight_bytes
+from ..planning.memory import TrainingPlan, make_plan, make_training_plan
+from .budget import compressor_of
 from .checkpoint import require_space
-from .config import Recipe, load_recipe
-from .control import compressor_of
-from .errors import SparseRLError
-from .metrics import write_text
-from .models import ModelShape, dtype_of, load_config, weight_bytes
-from .plan import TrainingPlan, make_plan, make_training_plan
-from .scale import Work
-from .train import Trainer
-from .world import World
+from .loop import Trainer
 
 
-def train(recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True, world: World | None = None) -> Trainer:
+def train(
+    recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True, world: World | None = None
+) -> Trainer:
     """Make a run folder, or go on with one, and train to the end. With several processes, all of them call this; the first one writes."""
     folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
-    world.from_first(lambda: check_folder(folder, recipe, resume))
+    world.run_on_first(lambda: check_folder(folder, recipe, resume))
     made: list[Trainer] = []
-    world.together(lambda: made.append(Trainer(recipe, folder, show, world)))
+    world.run_on_all(lambda: made.append(Trainer(recipe, folder, show, world)))
     (trainer,) = made
     with ExitStack() as held:
 
         def begin() -> list[str]:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(alone(folder))
+            held.enter_context(folder_lock(folder))
             require_space(folder, checkpoint_bytes(trainer))
-            return check_folder(folder, recipe, resume)  # again: another process may have been here while the model was loaded
+            return check_folder(
+                folder, recipe, resume
+            )  # again: another process may have been here while the model was loaded
 
-        changes = world.from_first(begin)
+        changes = world.run_on_first(begin)
         if resume:
             trainer.resume()
-        world.from_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
+        world.run_on_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
         for change in changes:
             trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
         trainer.run()
@@ -60,7 +63,9 @@ def checkpoint_bytes(trainer: Trainer) -> int:
     learners = [trainer.learner, *trainer.students.every]
     masters = sum(m.nbytes for learner in learners for m in learner.optimizer.masters)
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-    return 3 * masters + trained + sum(p.nbytes for student in trainer.students.every for p in student.model.parameters())
+    return (
+        3 * masters + trained + sum(p.nbytes for student in trainer.students.every for p in student.model.parameters())
+    )
 
 
 def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
@@ -73,13 +78,15 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; the lock goes with the process, however it ends."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise SparseRLError(f"another process is training in {folder}; wait for it, or choose another folder with --out.") from error
+            raise SparseRLError(
+                f"another process is training in {folder}; wait for it, or choose another folder with --out."
+            ) from error
         yield
 
 
@@ -115,28 +122,22 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
     )
 
 
-def work_of(recipe: Recipe, prompt_tokens: int) -> Work:
-    """What the scale model must know of a recipe, from the model's config alone."""
-    config = load_config(recipe.model.name)
-    shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
-    parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
-    trained = lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters
-    tied = bool(config.get_text_config(decoder=True).tie_word_embeddings)
-    return Work.of(shape, recipe, tied=tied, parameters=parameters, trained=trained, prompt_tokens=prompt_tokens)
-
-
 def lora_parameters(config, rank: int) -> int:
     """Parameters of adapters in all linear layers but the head, counted on a skeleton without storage."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    layers = [m for name, m in skeleton.named_modules() if isinstance(m, torch.nn.Linear) and m is not skeleton.get_output_embeddings()]
+    layers = [
+        m
+        for name, m in skeleton.named_modules()
+        if isinstance(m, torch.nn.Linear) and m is not skeleton.get_output_embeddings()
+    ]
     return rank * sum(m.in_features + m.out_features for m in layers)
 
 
 FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}
-REMEDIES = {
+CHANGEABLE_ON_RESUME = {
     "optimizer.lr",
     "student.lr",
     "rollout.rows",
@@ -156,7 +157,7 @@ def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:
             key, then, given = f"{section}.{name}", before[section].get(name), now[section].get(name)
             if key in FREE_TO_CHANGE or then == given:
                 continue
-            if key not in REMEDIES:
+            if key not in CHANGEABLE_ON_RESUME:
                 raise SparseRLError(
                     f"{key} is {given!r} but {path} says {then!r}; resume with the recipe of the run "
                     f"(sparse-rl train {path.parent} --resume), or start another run."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,43 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import writing
-from .learn.batch import Batch, Scored
-from .records import Trajectory, TrajectoryWriter
-from .tasks import Grade, Prompt
+from ..files import writing
+from ..learn.batch import Batch
+from ..records import Trajectory, TrajectoryWriter
+from .step import StepRollout
 
 BEACON = "\N{BLACK DIAMOND}"  # how a beacon is shown among the tokens
 
 
-@dataclasses.dataclass
-class Rollout:
-    """What a step sampled, and what became of it. `chosen` are the N that are learned from; with `refill` more were sampled."""
-
-    prompts: list[Prompt]  # one per trajectory
-    trajectories: list[Trajectory]
-    texts: list[str]
-    grades: list[Grade]
-    scored: Scored
-    chosen: Tensor  # int64 [N]
-    alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by place in the step: overlaps of a few trajectories' tokens
-    seconds: float = 0.0  # that sampling took, on the slowest process
-    trace_bytes: int = 0
-    grading_error: str | None = None  # the last one of the grader, whatever step it was in
-    timing: dict[str, float] = dataclasses.field(default_factory=dict)  # of this process: what ran beside the learner, waiting for others
-
-    @property
-    def rewards(self) -> Tensor:
-        return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
-
-
-def places_to_write(rollout: Rollout, wanted: int) -> list[int]:
+def places_to_write(rollout: StepRollout, wanted: int) -> list[int]:
     """Some of the N, spread over the step's prompts."""
     return list(range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted])
 
 
 def write_samples(
     folder: Path,
-    rollout: Rollout,
+    rollout: StepRollout,
     batches: Sequence[Batch],
     accepted: Tensor,
     tokenizer,

@@ -23,7 +23,7 @@ _COLUMNS = {  # heading -> (metric, format)
 }
 
 
-class View:
+class TerminalTable:
     """Give it every step's numbers. As a context manager it owns the terminal while it is open. `quiet`: nothing is said either."""
 
     def __init__(self, title: str, steps: int, enabled: bool = True, quiet: bool = False):
@@ -66,7 +66,10 @@ class View:
 
     def cells(self, values: Mapping[str, float]) -> dict[str, str]:
         columns = self.columns().items()
-        return {heading: form.format(values[name]) if values.get(name) is not None else "" for heading, (name, form) in columns}
+        return {
+            heading: form.format(values[name]) if values.get(name) is not None else ""
+            for heading, (name, form) in columns
+        }
 
     def time_left(self, step: int) -> str:
         start, first = self.started
@@ -87,7 +90,7 @@ class View:
             table.add_row(str(step), *self.cells(self.rows[step]).values())
         return table
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> TerminalTable:
         if self.live:
             self.live.__enter__()
         return self

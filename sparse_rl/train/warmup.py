@@ -22,19 +22,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from . import tasks
-from .checkpoint import save_model, writing
-from .config import Recipe
-from .errors import SparseRLError, stoppable, uninterrupted
+from .. import tasks
+from ..config import Recipe
+from ..errors import SparseRLError
+from ..files import writing
+from ..learn.batch import pack
+from ..learn.learner import learning
+from ..learn.optimizer import MasterAdamW, OptimizerSettings
+from ..learn.score import batch_logprobs
+from ..models import encode, load_model
+from ..rollout import Engine, Sampling
+from ..signals import stoppable, uninterrupted
+from ..tasks.base import Task
+from .checkpoint import save_model
 from .held_out import accuracy
-from .learn.batch import pack
-from .learn.learner import learning
-from .learn.optimizer import MasterAdamW, OptimizerSettings
-from .learn.score import batch_logprobs
-from .live import View
-from .models import encode, load_model
-from .rollout import Engine, Sampling
-from .tasks.base import Task
+from .terminal import TerminalTable
 
 _RISE = 20  # steps over which the learning rate rises; constant afterwards
 
@@ -45,15 +47,19 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     if folder.exists():
         raise SparseRLError(f"{folder} exists already; choose another folder with --out, or remove it.")
     if recipe.model.lora_rank:
-        raise SparseRLError(f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0.")
+        raise SparseRLError(
+            f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0."
+        )
     task = tasks.make(recipe.task.name, **recipe.task.options)
     torch.manual_seed(recipe.run.seed)
     model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
     if tokenizer.eos_token_id is None:
-        raise SparseRLError(f"the tokenizer of {recipe.model.name} has no end token, so a solution could not end; give it one.")
+        raise SparseRLError(
+            f"the tokenizer of {recipe.model.name} has no end token, so a solution could not end; give it one."
+        )
     optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
     done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps)
-    with View(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
+    with TerminalTable(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
             for tokens, mask in batches.made(settings.workers):
                 loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
@@ -61,12 +67,16 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
                     norm, _ = optimizer.step(min(1.0, (done + 1) / _RISE))
                     done += 1
                 if not math.isfinite(norm):
-                    raise SparseRLError(f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr}).")
+                    raise SparseRLError(
+                        f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr})."
+                    )
                 if done % 25 == 0:
                     view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
         except KeyboardInterrupt:
             _write(folder, model, tokenizer, recipe)
-            view.say(f"sparse-rl: interrupted after {done} of {settings.steps} steps; the model as it was then is in {folder}.")
+            view.say(
+                f"sparse-rl: interrupted after {done} of {settings.steps} steps; the model as it was then is in {folder}."
+            )
             raise
     _write(folder, model, tokenizer, recipe)
     held_out = task.held_out()
@@ -97,14 +107,23 @@ class Batches(Dataset):
             solutions = [self.tokenizer.encode(self.task.solution(p), add_special_tokens=False) for p in prompts]
         except SparseRLError as error:
             return error
-        return [(encode(self.tokenizer, p.text), [*ids, self.tokenizer.eos_token_id]) for p, ids in zip(prompts, solutions)]
+        return [
+            (encode(self.tokenizer, p.text), [*ids, self.tokenizer.eos_token_id]) for p, ids in zip(prompts, solutions)
+        ]
 
     def made(self, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches in order, padded; with workers they are made ahead, in processes that a signal to all leaves to this one."""
         workers = min(workers, os.cpu_count() or 1)
-        start = "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None  # tasks need not be picklable
+        start = (
+            "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None
+        )  # tasks need not be picklable
         loader = DataLoader(
-            self, None, num_workers=workers, collate_fn=_as_made, worker_init_fn=_ignore_signals, multiprocessing_context=start
+            self,
+            None,
+            num_workers=workers,
+            collate_fn=_as_made,
+            worker_init_fn=_ignore_signals,
+            multiprocessing_context=start,
         )
         for pairs in loader:
             if isinstance(pairs, SparseRLError):
@@ -124,7 +143,10 @@ def _ignore_signals(worker: int) -> None:
 def _padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
     """tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions"""
     longest = max(len(asked) + len(answer) for asked, answer in pairs)
-    tokens, mask = torch.zeros(len(pairs), longest, dtype=torch.int64), torch.zeros(len(pairs), longest, dtype=torch.bool)
+    tokens, mask = (
+        torch.zeros(len(pairs), longest, dtype=torch.int64),
+        torch.zeros(len(pairs), longest, dtype=torch.bool),
+    )
     for i, (asked, answer) in enumerate(pairs):
         tokens[i, : len(asked) + len(answer)] = torch.tensor(asked + answer)
         mask[i, len(asked) : len(asked) + len(answer)] = True

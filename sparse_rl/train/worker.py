@@ -14,20 +14,21 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .config import Recipe
-from .control import BudgetControl, compressor_of
-from .errors import SparseRLError
+from ..config import Recipe
+from ..errors import SparseRLError
+from ..learn.batch import apply_correction, collate, join, score
+from ..learn.score import overlap
+from ..models import encode, evaluating
+from ..records import Trajectory
+from ..rollout import Engine, Sampling
+from ..streams import stream_key
+from ..tasks import Grade, Prompt, Task
+from .budget import BudgetControl, compressor_of
+from .deal import LengthsSeen, deal
 from .held_out import complete
-from .learn.batch import collate, corrected, join, score
-from .learn.score import overlap
-from .metrics import Clock
-from .models import encode, evaluating
-from .records import Trajectory
-from .rollout import Engine, Sampling
-from .samples import Rollout
-from .share import LengthsSeen, deal, outline, owned
-from .streams import stream_key
-from .tasks import Grade, Prompt, Task
+from .log import Clock
+from .merge import first_head_trace, owned
+from .step import StepRollout
 
 
 class Sampler:
@@ -42,21 +43,27 @@ class Sampler:
             )
         self.reference = self._reference()
         self.engine = Engine(model, compressor_of(rollout), rollout.max_budget, rollout.interval, rollout.rows)
-        self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_ids=self._stop_ids(), for_correction=True)
+        self.sampling = Sampling(
+            rollout.max_new_tokens, rollout.temperature, stop_ids=self._stop_ids(), for_correction=True
+        )
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
 
-    def step(self, number: int, clock: Clock) -> Rollout:
+    def step(self, number: int, clock: Clock) -> StepRollout:
         """Completions of this process's prompts of a step, graded and scored; rejected ones replaced where the recipe says so."""
         n, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
         with clock.stage("rollout"):
             prompts = self.task.sample(number * n, n)
             ids = self.encode(prompts)
-            owner = deal(self.lengths.expect(prompts, list(map(len, ids))), self.recipe.learn.minibatches, self.processes)
+            owner = deal(
+                self.lengths.expect(prompts, list(map(len, ids))), self.recipe.learn.minibatches, self.processes
+            )
         mine = [i * group + j for i in range(n) for j in range(group) if owner[i] == self.rank]  # places in the step
         rollout = self._complete(number, 0, prompts, ids, mine, clock)
         for turn in range(1, self.recipe.learn.refill + 1):
-            rejected = (~corrected(rollout.scored, self.method.correction).accepted[rollout.chosen]).nonzero()[:, 0]
+            rejected = (~apply_correction(rollout.scored, self.method.correction).accepted[rollout.chosen]).nonzero()[
+                :, 0
+            ]
             if not len(rejected):
                 break
             more = self._complete(number, turn, prompts, ids, [mine[i] for i in rejected.tolist()], clock)
@@ -71,13 +78,15 @@ class Sampler:
                 chosen=rollout.chosen.clone(),
                 trace_bytes=rollout.trace_bytes + more.trace_bytes,
             )
-            good = corrected(more.scored, self.method.correction).accepted
+            good = apply_correction(more.scored, self.method.correction).accepted
             rollout.chosen[rejected[good]] = first + good.nonzero()[:, 0]
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, mine, n * group)
         return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
 
-    def _complete(self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], places: list[int], clock: Clock) -> Rollout:
+    def _complete(
+        self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], places: list[int], clock: Clock
+    ) -> StepRollout:
         """Completions for some places of a step."""
         group, learn = self.recipe.rollout.group_size, self.recipe.learn
         members = [[] for _ in ids]
@@ -94,14 +103,26 @@ class Sampler:
         with clock.stage("score"):
             reference = self.reference() if self.reference else None
             sampled = collate(trajectories)
-            scored = score(self.model, sampled, learn.micro_batch_tokens, self.sampling.temperature, reference, self.method.view)
+            scored = score(
+                self.model, sampled, learn.micro_batch_tokens, self.sampling.temperature, reference, self.method.view
+            )
         size = sum(t.trace.nbytes for t in trajectories)
-        return Rollout(asked, trajectories, texts, grades, owned(scored, self.rank), torch.arange(len(trajectories)), trace_bytes=size)
+        return StepRollout(
+            asked,
+            trajectories,
+            texts,
+            grades,
+            owned(scored, self.rank),
+            torch.arange(len(trajectories)),
+            trace_bytes=size,
+        )
 
-    def _alpha(self, rollout: Rollout, mine: list[int], places: int) -> dict[int, torch.Tensor]:
+    def _alpha(self, rollout: StepRollout, mine: list[int], places: int) -> dict[int, torch.Tensor]:
         """Overlaps of the dense with the sampler's distribution, of a few trajectories that are spread over the step."""
         wanted = (
-            range(0, places, max(1, places // self.recipe.run.diagnose))[: self.recipe.run.diagnose] if self.recipe.run.diagnose else ()
+            range(0, places, max(1, places // self.recipe.run.diagnose))[: self.recipe.run.diagnose]
+            if self.recipe.run.diagnose
+            else ()
         )
         with evaluating(self.model):
             return {
@@ -113,12 +134,12 @@ class Sampler:
     def complete_held_out(
         self, engine: Engine, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[tuple[Trajectory, Grade]]:
-        """This process's share of held-out completions; with several processes, their traces outlined."""
+        """This process's share of held-out completions; with several processes, their traces without_full_traces."""
         members = [list(range(samples)) if i % self.processes == self.rank else [] for i in range(len(prompts))]
         seed = stream_key(self.recipe.run.seed, [-2])
         trajectories, grades = complete(engine, self.tokenizer, task, prompts, samples, sampling, seed, members)
         if self.processes > 1:
-            trajectories = [replace(t, trace=outline(t.trace)) for t in trajectories]
+            trajectories = [replace(t, trace=first_head_trace(t.trace)) for t in trajectories]
         return list(zip(trajectories, grades, strict=True))
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """With nothing evicted, the engine is transformers' `generate`."""
 
 import torch
-from conftest import prompts_of
 
 from sparse_rl import Engine, Sampling, token_logprobs
+from tests.helpers.models import prompts_of
 
 NEW_TOKENS = 128
 
@@ -11,7 +11,11 @@ NEW_TOKENS = 128
 def reference(model, prompt):
     """Greedy tokens and their log-probs from `model.generate`, run alone."""
     out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
+        torch.tensor([prompt]),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
     )
     response = out.sequences[0, len(prompt) :]
     logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, response[:, None])[:, 0]
@@ -41,7 +45,9 @@ def test_prefill_does_not_depend_on_its_chunks(model):
     prompts = prompts_of(50)
     sampling = Sampling(max_new_tokens=20)
     runs = [
-        Engine(model, compressor="snapkv", budget=16, interval=8, rows=1, prefill_chunk=chunk).generate(prompts, sampling=sampling)[0]
+        Engine(model, compressor="snapkv", budget=16, interval=8, rows=1, prefill_chunk=chunk).generate(
+            prompts, sampling=sampling
+        )[0]
         for chunk in (1, 7, 16, 512)
     ]
     for run in runs[1:]:

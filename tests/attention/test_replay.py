@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, prompts_of, tiny
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, token_logprobs
+from tests.helpers.models import ARCHITECTURES, prompts_of, tiny
 
 SETTINGS = [(12, 4, 40), (20, 16, 60)]  # budget, interval, new tokens
 
@@ -23,7 +23,9 @@ def gaps(model, trajectory, temperature=1.0):
 def test_shadow_view_equals_sampler(compressor, architecture, budget, interval, new):
     model = tiny(architecture)
     engine = Engine(model, compressor=compressor, budget=budget, interval=interval, rows=4)
-    prompts = prompts_of(5, budget + interval, 3 * (budget + interval), seed=budget)  # shorter than, equal to, beyond capacity
+    prompts = prompts_of(
+        5, budget + interval, 3 * (budget + interval), seed=budget
+    )  # shorter than, equal to, beyond capacity
     trajectories = engine.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=new), seed=1)
     assert len(trajectories) == 6
     differs = 0.0

@@ -5,24 +5,23 @@ import json
 
 import pytest
 import torch
-from conftest import VOCABULARY, prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_decode import fuse_everywhere, same
 
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.attention import use_attention
-from sparse_rl.beacon import FILE, add_beacon, beacon_of, beaconed, every, lay_out
-from sparse_rl.checkpoint import save_model
+from sparse_rl.beacon import FILE, add_beacon, beacon_of, beaconed, fixed_chunk_ends, insert_beacons
 from sparse_rl.compressors import make
 from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.score import hidden_states, overlap, replay_of, token_logprobs
 from sparse_rl.models import load_model, tiny_tokenizer
 from sparse_rl.records import TrajectoryWriter, kv_tokens_saved, read_trajectories
 from sparse_rl.rollout.fold import Chunks, begin
+from sparse_rl.train.checkpoint import save_model
+from tests.helpers.decoding import FAMILY, fuse_everywhere, same
+from tests.helpers.models import VOCABULARY, prompts_of, tiny
 
-FAMILY = ("llama", "qwen2", "qwen3")
 SAMPLING = Sampling(max_new_tokens=37, stop_ids=())
 
 
@@ -89,7 +88,9 @@ def test_a_chunk_longer_than_the_response_leaves_the_model_dense():
     dense = Engine(model, "dense", rows=4).generate(prompts_of(5, 11, 3), 2, SAMPLING, seed=3)
     for ours, theirs in zip(folded, dense, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(token_logprobs(model, ours.tokens, ours.trace), token_logprobs(model, theirs.tokens, theirs.trace))
+        assert torch.equal(
+            token_logprobs(model, ours.tokens, ours.trace), token_logprobs(model, theirs.tokens, theirs.trace)
+        )
         torch.testing.assert_close(ours.sampler_logprobs, theirs.sampler_logprobs, atol=1e-5, rtol=0)
 
 
@@ -131,7 +132,9 @@ def test_rows_with_open_chunks_move_together_when_the_batch_drains():
     together = Engine(model, "beacon:5", rows=12).generate(prompts, 1, sampling)
     assert len({len(t.response_tokens) for t in together}) > 5
     for t in together:
-        torch.testing.assert_close(token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0
+        )
         assert int((t.tokens == t.beacon_id).sum()) == max(0, len(t.response_tokens) - 2) // 5
 
 
@@ -140,13 +143,17 @@ def test_a_layers_own_window_counts_what_was_fed():
     model = add_beacon(copy.deepcopy(tiny("mistral", sliding_window=12)), seed=1)
     _, trajectories = generate(model, 4)
     for t in trajectories:
-        torch.testing.assert_close(token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0
+        )
 
 
 def test_beacons_with_positions_of_their_own_need_room_for_them():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model = add_beacon(tiny.__wrapped__("llama", rope_parameters=rope, max_position_embeddings=48), position="own")
-    with pytest.raises(SparseRLError, match=r"has 8 tokens and 57 new ones may follow, but this model cannot go beyond 48 positions"):
+    with pytest.raises(
+        SparseRLError, match=r"has 8 tokens and 57 new ones may follow, but this model cannot go beyond 48 positions"
+    ):
         Engine(model, "beacon:2").generate(prompts_of(8), 1, Sampling(39))
     beacon_of(model).position = "shared"
     Engine(model, "beacon:2").generate(prompts_of(8), 1, Sampling(39))
@@ -161,7 +168,9 @@ def test_stop_tokens_end_folded_rows_and_rows_are_used_again():
     for t, n in zip(trajectories, lengths, strict=True):
         assert int((t.tokens == t.beacon_id).sum()) == max(0, n - 2) // 3
         assert t.finish_reason == ("stop" if t.tokens[-1] % 7 == 0 else "length")
-        torch.testing.assert_close(token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("threshold", [0.5, 8.0, 1000.0])
@@ -174,7 +183,9 @@ def test_surprise_ends_chunks(threshold):
     sizes = []
     for t in trajectories:
         open_, surprise = 0, 0.0
-        for token, logprob, after in zip(t.tokens[t.num_prompt_tokens :], t.sampler_logprobs[t.num_prompt_tokens :], range(1, 10_000)):
+        for token, logprob, after in zip(
+            t.tokens[t.num_prompt_tokens :], t.sampler_logprobs[t.num_prompt_tokens :], range(1, 10_000)
+        ):
             if token == t.beacon_id:
                 assert open_ == 16 or (open_ in (2, 4, 8) and surprise > threshold - 1e-3)
                 sizes.append(open_)
@@ -183,7 +194,9 @@ def test_surprise_ends_chunks(threshold):
             due = open_ == 16 or (open_ in (2, 4, 8) and surprise > threshold + 1e-3)
             assert not due or after + t.num_prompt_tokens >= len(t.tokens)
             open_, surprise = open_ + 1, surprise - logprob.item()
-        torch.testing.assert_close(token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            token_logprobs(model, t.tokens, t.trace) * t.response_mask, t.sampler_logprobs, atol=1e-4, rtol=0
+        )
     assert set(sizes) == ({16} if threshold == 1000.0 else set(sizes) & {2, 4, 8, 16}) and sizes
     assert threshold == 1000.0 or len(set(sizes)) > 1 or set(sizes) == {2}
 
@@ -208,7 +221,7 @@ def visible_by_hand(tokens: list[int], prompt: int, beacon: int) -> torch.Tensor
 def test_the_trace_says_what_the_paper_says(prompt, ends):
     tokens, ends = torch.arange(prompt + len(ends)), [False] * prompt + ends
     half = prompt + len(ends[prompt:]) // 2  # the same cut off, in one batch with it
-    both = lay_out(
+    both = insert_beacons(
         torch.stack([tokens, tokens * (tokens < half)]),
         torch.tensor([prompt, min(prompt, half)]),
         torch.tensor([len(tokens), half]),
@@ -233,9 +246,11 @@ def test_distributions_and_gradients_are_those_of_an_explicit_mask_in_fp64(name)
     model.requires_grad_(True)
     beacon, tokens, prompt = beacon_of(model), torch.tensor(prompts_of(26)[0]), 6
     rows = torch.tensor([prompt]), torch.tensor([26])
-    ends = every(4, *rows, 26)
+    ends = fixed_chunk_ends(4, *rows, 26)
     assert ends[0].nonzero()[:, 0].tolist() == [9, 13, 17, 21]  # the last two of the 20 are followed by none
-    (fed,) = beaconed(beacon, tokens[None], *rows, ends, model.config.num_hidden_layers, model.config.num_key_value_heads)
+    (fed,) = beaconed(
+        beacon, tokens[None], *rows, ends, model.config.num_hidden_layers, model.config.num_key_value_heads
+    )
     mask = fed.sampled
     states = hidden_states(model, fed.tokens[None], replay_of(model, [(fed.tokens, fed.trace)])).last_hidden_state[0]
     ours = model.lm_head(states[:-1][mask[1:]]).log_softmax(-1)  # what predicts each token stands one place before it
@@ -254,7 +269,10 @@ def test_distributions_and_gradients_are_those_of_an_explicit_mask_in_fp64(name)
     bias.masked_fill_(~visible_by_hand(fed.tokens.tolist(), prompt, beacon.id), -torch.inf)
     model.set_attn_implementation("sdpa")
     logits = model(
-        inputs_embeds=torch.stack(embedded)[None], position_ids=torch.tensor([positions]), attention_mask=bias[None, None], use_cache=False
+        inputs_embeds=torch.stack(embedded)[None],
+        position_ids=torch.tensor([positions]),
+        attention_mask=bias[None, None],
+        use_cache=False,
     ).logits[0]
     theirs = torch.stack([logits[previous[i]].log_softmax(-1) for i in range(len(mask)) if mask[i]])
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
@@ -318,7 +336,9 @@ def test_refusals(tmp_path):
     save_model(tmp_path / "m", model, tiny_tokenizer())
     vector = (tmp_path / "m" / FILE).read_bytes()
     (tmp_path / "m" / FILE).unlink()
-    with pytest.raises(SparseRLError, match=r"was saved with a beacon, but its beacon.safetensors is not there; copy it"):
+    with pytest.raises(
+        SparseRLError, match=r"was saved with a beacon, but its beacon.safetensors is not there; copy it"
+    ):
         load_model(str(tmp_path / "m"))
     (tmp_path / "m" / FILE).write_bytes(vector[:-20])
     with pytest.raises(SparseRLError, match="is damaged"):
@@ -341,7 +361,9 @@ def test_refusals(tmp_path):
     _, (folded, *_) = generate(good, 4)
     with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: a beacon's"):
         token_logprobs(tiny("llama"), folded.tokens, folded.trace)
-    with pytest.raises(SparseRLError, match=r"a beacon after 2 tokens was asked for \(a threshold ends chunks early\), but"):
+    with pytest.raises(
+        SparseRLError, match=r"a beacon after 2 tokens was asked for \(a threshold ends chunks early\), but"
+    ):
         Engine(model, make("beacon", chunk=8, threshold=1.0))
     with pytest.raises(SparseRLError, match="write beacon:16"):
         make("beacon:²")
@@ -354,7 +376,10 @@ def test_refusals(tmp_path):
         make("beacon", threshold=0.0)
     with pytest.raises(SparseRLError, match="this model has no beacon"):
         Engine(tiny("llama"), "beacon:8")
-    with pytest.raises(SparseRLError, match=r"a beacon after 16 tokens was asked for, but this student was trained with one after 8; use"):
+    with pytest.raises(
+        SparseRLError,
+        match=r"a beacon after 16 tokens was asked for, but this student was trained with one after 8; use",
+    ):
         Engine(model, "beacon:16")
     with pytest.raises(SparseRLError, match="has a beacon already"):
         add_beacon(model)

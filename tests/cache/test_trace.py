@@ -4,19 +4,21 @@ import json
 
 import pytest
 import torch
-from conftest import prompts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from sparse_rl import NEVER, Engine, Sampling, SparseRLError, Trace
 from sparse_rl.records import TrajectoryWriter, read_trajectories
+from tests.helpers.models import prompts_of
 
 
 def random_trace(layers=2, heads=2, tokens=12, seed=0) -> Trace:
     g = torch.Generator().manual_seed(seed)
     index = torch.arange(tokens)
-    gone = index + 1 + torch.randint(0, tokens, (layers, heads, tokens), generator=g)  # after the token itself was a query
+    gone = (
+        index + 1 + torch.randint(0, tokens, (layers, heads, tokens), generator=g)
+    )  # after the token itself was a query
     return Trace(torch.where(gone < tokens, gone, NEVER).to(torch.uint16))
 
 
@@ -68,7 +70,9 @@ def traces(draw) -> Trace:
     layers, heads, tokens = draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 400))
     moments = draw(st.integers(0, 400))
     g = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    when = torch.randint(0, tokens + 1, (moments + 1,), generator=g)[torch.randint(0, moments + 1, (layers, heads, tokens), generator=g)]
+    when = torch.randint(0, tokens + 1, (moments + 1,), generator=g)[
+        torch.randint(0, moments + 1, (layers, heads, tokens), generator=g)
+    ]
     never = NEVER if draw(st.booleans()) else torch.iinfo(torch.int32).max
     gone = torch.where(when > torch.arange(tokens), when, never)
     return Trace(gone.to(torch.uint16 if never == NEVER and draw(st.booleans()) else torch.int32))
@@ -79,7 +83,11 @@ def assert_comes_back(trace: Trace, folder) -> int:
     path = folder / "t.safetensors"
     trace.save(path)
     loaded = Trace.load(path).evicted_at
-    assert loaded.dtype == trace.evicted_at.dtype and loaded.shape == trace.evicted_at.shape and loaded.equal(trace.evicted_at)
+    assert (
+        loaded.dtype == trace.evicted_at.dtype
+        and loaded.shape == trace.evicted_at.shape
+        and loaded.equal(trace.evicted_at)
+    )
     assert [p.name for p in folder.iterdir()] == ["t.safetensors"]  # nothing partial is left
     return path.stat().st_size
 

@@ -7,19 +7,19 @@ import re
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
-from test_cli import run
 from typer.testing import CliRunner
 
 from sparse_rl import Engine, Sampling, load_model, read_trajectories, token_logprobs
 from sparse_rl.attention import use_attention
 from sparse_rl.beacon import add_beacon, beacon_of
 from sparse_rl.bench import Setting, bench_rollout, fill
-from sparse_rl.checkpoint import save_model
-from sparse_rl.cli import app
+from sparse_rl.cli.main import app
 from sparse_rl.compressors import make
 from sparse_rl.models import ModelShape, load_config, shape_config
-from sparse_rl.plan import make_plan, make_training_plan
+from sparse_rl.planning.memory import make_plan, make_training_plan
+from sparse_rl.train.checkpoint import save_model
+from tests.helpers.models import prompts_of, tiny
+from tests.helpers.runs import run
 
 OPTIONS = {"beacon": {"chunk": 4}, "threshold": {"chunk": 16, "threshold": 1.0}}
 
@@ -30,13 +30,17 @@ def test_the_plan_is_what_an_engine_allocates(name, options):
     model = add_beacon(copy.deepcopy(tiny(name)))
     beacon, weights = make("beacon", **options), sum(p.nbytes for p in model.parameters())
     shape = ModelShape.of(model.config, torch.float32)
-    plan = make_plan(shape, beacon.bind(512, 128), rows=3, prompt_tokens=11, new_tokens=37, weight_bytes=weights, on_gpu=False)
+    plan = make_plan(
+        shape, beacon.bind(512, 128), rows=3, prompt_tokens=11, new_tokens=37, weight_bytes=weights, on_gpu=False
+    )
     engine = Engine(model, beacon, rows=3)
     engine.reserve(11, 37)
     state = engine.state
     assert plan == engine.plan(11, 37)
     assert plan.cache_bytes == engine.cache.nbytes and plan.scratch_bytes == engine.scratch.nbytes
-    assert plan.record_bytes == sum(t.nbytes for t in (state.tokens, state.logprobs, state.trace, *state.chunks.tensors))
+    assert plan.record_bytes == sum(
+        t.nbytes for t in (state.tokens, state.logprobs, state.trace, *state.chunks.tensors)
+    )
     assert plan.capacity == engine.cache.capacity == 11 + 36 // min(beacon.sizes) + beacon.chunk
     assert plan.trace_row_bytes == plan.eviction_bytes == plan.eviction_slot_bytes == plan.scoring_bytes == 0
     engine.generate(prompts_of(11, 5, 3, 8), 2, Sampling(max_new_tokens=37, stop_ids=()))
@@ -57,7 +61,9 @@ def test_the_largest_that_fits_speaks_of_no_budget():
     shape = ModelShape.of(shape_config("qwen2.5-1.5b"))
 
     def plan(new, chunk=16):
-        return make_plan(shape, make(f"beacon:{chunk}"), rows=1, prompt_tokens=100, new_tokens=new, weight_bytes=3 * 2**30)
+        return make_plan(
+            shape, make(f"beacon:{chunk}"), rows=1, prompt_tokens=100, new_tokens=new, weight_bytes=3 * 2**30
+        )
 
     memory = 8 * 2**30
     sentence = plan(10**8).largest_that_fits(memory)
@@ -72,7 +78,9 @@ def test_plan_and_list_know_beacons():
     def say(*arguments):
         return CliRunner().invoke(app, arguments).stdout
 
-    numbers = json.loads(say("plan", "--model", "qwen2.5-1.5b", "--compressor", "beacon:16", "--prompt-tokens", "256", "--json"))
+    numbers = json.loads(
+        say("plan", "--model", "qwen2.5-1.5b", "--compressor", "beacon:16", "--prompt-tokens", "256", "--json")
+    )
     layers, heads, dim = 28, 2, 128
     assert numbers["capacity"] == 256 + 4095 // 16 + 16
     assert numbers["row_bytes"] == numbers["capacity"] * layers * heads * (dim * 2 * 2 + 4)
@@ -101,7 +109,9 @@ def test_bench_gives_the_model_a_beacon():
     model, _ = load_model("tiny", device="cpu")
     result = bench_rollout(setting, model)
     assert beacon_of(model) is not None
-    assert result["steps"] == 20 + 19 // 4 and result["kv_bytes"] == result["kv_bytes_planned"] < result["kv_bytes_dense"]
+    assert (
+        result["steps"] == 20 + 19 // 4 and result["kv_bytes"] == result["kv_bytes_planned"] < result["kv_bytes_dense"]
+    )
     beacon = beacon_of(model)
     bench_rollout(dataclasses.replace(setting, compressor="beacon:8"), model)  # one that has a beacon keeps it
     assert beacon_of(model) is beacon
@@ -143,8 +153,14 @@ def test_rollout_of_a_folder_with_a_beacon(tmp_path):
         assert gap.abs().max() < 1e-4
     texts = [json.loads(line)["text"] for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]
     assert len(texts) == 4 and all(isinstance(text, str) for text in texts)
-    wrong = run("rollout", tmp_path / "student", "--compressor", "beacon:4", "--prompts", prompts, "--out", tmp_path / "no")
-    assert wrong.returncode == 1 and "was trained with one after 8; use that." in wrong.stderr and not (tmp_path / "no").exists()
+    wrong = run(
+        "rollout", tmp_path / "student", "--compressor", "beacon:4", "--prompts", prompts, "--out", tmp_path / "no"
+    )
+    assert (
+        wrong.returncode == 1
+        and "was trained with one after 8; use that." in wrong.stderr
+        and not (tmp_path / "no").exists()
+    )
 
 
 def test_saved_bytes_are_measured_against_rows_without_beacons():

@@ -1,7 +1,5 @@
 """What a user types and sees."""
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -14,26 +12,9 @@ import pytest
 import torch
 
 from sparse_rl import COMPRESSORS, load_model, read_trajectories, token_logprobs
-from sparse_rl.cli import main
+from tests.helpers.runs import run
 
 COMMAND = [sys.executable, "-c", "from sparse_rl.cli import main; main()"]
-
-
-def run(*arguments) -> subprocess.CompletedProcess:
-    """A command as a shell would run it, but in this process: starting one takes longer than most commands."""
-    said, told, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["sparse-rl", *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
-            main()
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.argv = before
-    if isinstance(code, str):  # what Python prints for it
-        told.write(f"{code}\n")
-        code = 1
-    return subprocess.CompletedProcess(sys.argv, code, said.getvalue(), told.getvalue())
 
 
 def test_help_does_not_import_torch():
@@ -53,7 +34,10 @@ def test_list_compressors():
 @pytest.fixture
 def prompts(tmp_path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "3+4="}\n\n{"tokens": [5, 6, 7]}\n{"tokens": null, "prompt": "Zw\u00f6lf\u2028\\n"}\n', encoding="utf-8")
+    path.write_text(
+        '{"prompt": "3+4="}\n\n{"tokens": [5, 6, 7]}\n{"tokens": null, "prompt": "Zw\u00f6lf\u2028\\n"}\n',
+        encoding="utf-8",
+    )
     return path
 
 
@@ -93,7 +77,9 @@ def test_chat_template(tmp_path):
     tokenizer = tiny_tokenizer()
     with pytest.raises(SparseRLError, match="no chat template"):
         encode(tokenizer, [{"role": "user", "content": "hi"}])
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
     assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "hi"}])) == "[hi]>"
     assert tokenizer.decode(encode(tokenizer, "hi")) == "hi"
 
@@ -104,7 +90,9 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path):
     out = tmp_path / "out"
     options = ["--rows", "4", "--max-new-tokens", "64", "--budget", "16", "--interval", "8"]
     process = subprocess.Popen(
-        [*COMMAND, "rollout", "tiny", "--prompts", str(prompts), "--out", str(out), *options], stderr=subprocess.PIPE, text=True
+        [*COMMAND, "rollout", "tiny", "--prompts", str(prompts), "--out", str(out), *options],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     lines = out / "trajectories.jsonl"
@@ -113,7 +101,9 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "finished trajectories are saved" in errors and "Traceback" not in errors, errors
+    assert process.returncode == 130 and "finished trajectories are saved" in errors and "Traceback" not in errors, (
+        errors
+    )
     saved = list(read_trajectories(out))
     assert 3 <= len(saved) < 2000
     assert f"the {len(saved)} finished" in errors
@@ -144,7 +134,18 @@ def test_bad_prompt_files(tmp_path, text, message):
 
 
 def test_plan_from_the_config_alone():
-    done = run("plan", "--model", "qwen2.5-1.5b", "--max-new-tokens", 4096, "--prompt-tokens", 256, "--gpu-memory", 80, "--json")
+    done = run(
+        "plan",
+        "--model",
+        "qwen2.5-1.5b",
+        "--max-new-tokens",
+        4096,
+        "--prompt-tokens",
+        256,
+        "--gpu-memory",
+        80,
+        "--json",
+    )
     plan = json.loads(done.stdout)
     layers, heads, dim = 28, 2, 128
     assert plan["kv_bytes_per_token"] == layers * heads * dim * 2 * 2
@@ -165,7 +166,7 @@ def test_plan_from_the_config_alone():
 def test_plan_grows_with_rows_and_budget():
     from sparse_rl.compressors import make
     from sparse_rl.models import ModelShape, shape_config
-    from sparse_rl.plan import make_plan
+    from sparse_rl.planning.memory import make_plan
 
     shape = ModelShape.of(shape_config("qwen2.5-1.5b"))
 
@@ -185,8 +186,12 @@ def test_plan_grows_with_rows_and_budget():
         make_plan(shape, make(name).bind(512, 128), rows=8, prompt_tokens=9000, new_tokens=100, weight_bytes=3 * 2**30)
         for name in ("dense", "h2o")
     )
-    assert h2o.dense_rows_that_fit(memory) == pytest.approx(dense.rows_that_fit(memory), rel=0.02)  # ours hold feed indices and traces too
-    short = make_plan(shape, make("rkv").bind(512, 128), rows=64, prompt_tokens=1, new_tokens=100, weight_bytes=3 * 2**30)
+    assert h2o.dense_rows_that_fit(memory) == pytest.approx(
+        dense.rows_that_fit(memory), rel=0.02
+    )  # ours hold feed indices and traces too
+    short = make_plan(
+        shape, make("rkv").bind(512, 128), rows=64, prompt_tokens=1, new_tokens=100, weight_bytes=3 * 2**30
+    )
     assert short.rows_that_fit(8 * 2**30) > 50
 
 
@@ -195,7 +200,7 @@ def test_lists_and_plans_for_training(tmp_path):
     assert all(done.returncode == 0 for done in (tasks, presets, keys))
     assert "countdown" in tasks.stdout and "gym:NAME" in tasks.stdout
     assert "reject_below 0.0001, cap 2.0" in presets.stdout and "rollout.budget" in keys.stdout
-    recipe = Path(__file__).parent.parent / "recipes" / "qwen2.5-1.5b-simplerl.yaml"
+    recipe = Path(__file__).parent.parent.parent / "recipes" / "qwen2.5-1.5b-simplerl.yaml"
     done = run("plan", "--recipe", recipe, "--gpu-memory", 80)
     assert done.returncode == 0 and "optimizer: fp32 masters" in done.stdout and "fits" in done.stdout
     fewer = run("plan", "--recipe", recipe, "--rows", 3, "--budget", 64)
@@ -205,7 +210,7 @@ def test_lists_and_plans_for_training(tmp_path):
 
 
 def test_training_mistakes_get_a_sentence(tmp_path):
-    recipe = Path(__file__).parent.parent / "recipes" / "tiny-sums.yaml"
+    recipe = Path(__file__).parent.parent.parent / "recipes" / "tiny-sums.yaml"
     for args, message in [
         (["train", tmp_path / "none.yaml"], "there is no recipe"),
         (["train", recipe, "budget"], "'budget' is no key"),
@@ -214,7 +219,10 @@ def test_training_mistakes_get_a_sentence(tmp_path):
         (["train", recipe, "--task.cuont", 3], "the task sums has no option 'cuont'; did you mean 'count'"),
         (["train", recipe, "--task.count", '"8"'], "the task sums cannot use the options"),
         (["train", recipe, "--rollout.compressor_options.window", "a"], "rkv"),
-        (["train", recipe, "--rollout.compressor_options.snks", 3], "rkv has no parameter 'snks'; did you mean 'sinks'"),
+        (
+            ["train", recipe, "--rollout.compressor_options.snks", 3],
+            "rkv has no parameter 'snks'; did you mean 'sinks'",
+        ),
         (["train", recipe, "--compressor", "rvk"], "did you mean 'rkv'"),
         (["train", recipe, "--model.name", "tinny-sums"], "cannot load 'tinny-sums'"),
         (["train", recipe, "--stop", "[<end>]"], "'<end>', which is not a token"),
@@ -243,13 +251,21 @@ def test_bench_rollout():
         "--device",
         "cpu",
     ]
-    result = json.loads(run("bench", "rollout", *options, "--repeats", "2", "--peer", "transformers", "--peer-new", "4", "--json").stdout)
+    result = json.loads(
+        run(
+            "bench", "rollout", *options, "--repeats", "2", "--peer", "transformers", "--peer-new", "4", "--json"
+        ).stdout
+    )
     assert result["steps"] == 39 and len(result["seconds_all"]) == 2
     assert result["tokens_per_s"] == pytest.approx(4 * 40 / result["seconds"])
     assert result["kv_bytes"] == result["kv_bytes_planned"] < result["kv_bytes_dense"]
     assert sum(result["share"].values()) == pytest.approx(1, abs=0.05)
     assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["peer_tokens_per_s"])
     assert "tokens/s, end to end" in run("bench", "rollout", *options, "--repeats", "1", "--compressor", "dense").stdout
-    for wrong, message in (("--peer", "there is no peer 'qwen9'"), ("--model-shape", "no model 'qwen9'"), ("--rows", "Invalid value")):
+    for wrong, message in (
+        ("--peer", "there is no peer 'qwen9'"),
+        ("--model-shape", "no model 'qwen9'"),
+        ("--rows", "Invalid value"),
+    ):
         refused = run("bench", "rollout", wrong, "qwen9")
         assert refused.returncode > 0 and message in refused.stderr and "Traceback" not in refused.stderr

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from conftest import prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from sparse_rl import COMPRESSORS, CacheView, Engine, Sampling
 from sparse_rl.compressors import make
 from sparse_rl.compressors.base import best
 from sparse_rl.errors import SparseRLError
+from tests.helpers.models import prompts_of
 
 
 def random_view(rows=2, heads=2, groups=2, used=20, dim=8, queries=8, seed=0, repeat=False):
@@ -56,7 +56,10 @@ def reference_importance(queries, keys, window, pool):
 def reference_redundancy(keys, threshold):
     used, dim = len(keys), len(keys[0])
     norm = [math.sqrt(sum(x * x for x in k)) for k in keys]
-    similar = [[sum(keys[i][d] * keys[j][d] for d in range(dim)) / (norm[i] * norm[j]) for j in range(used)] for i in range(used)]
+    similar = [
+        [sum(keys[i][d] * keys[j][d] for d in range(dim)) / (norm[i] * norm[j]) for j in range(used)]
+        for i in range(used)
+    ]
     for i in range(used):
         similar[i][i] = 0.0
     for i in range(used):
@@ -85,7 +88,9 @@ def test_rkv_and_snapkv_equal_the_loops(groups, used, queries, repeat):
             redundancy = reference_redundancy(keys, threshold=0.5)
             mixed = [0.1 * i - 0.9 * r for i, r in zip(importance, redundancy, strict=False)]
             for name, expected in (("snapkv", importance), ("rkv", mixed)):
-                torch.testing.assert_close(got[name][row, head, : used - window], torch.tensor(expected), atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    got[name][row, head, : used - window], torch.tensor(expected), atol=1e-5, rtol=1e-4
+                )
 
 
 def test_redundancy_is_the_same_in_blocks(monkeypatch):
@@ -106,7 +111,9 @@ def test_redundancy_spares_the_newest_copy():
     repeated = redundancy(keys, 0.5)[0, 0]
     # column 4: hit by row 0 and 1, spared by both (it is their newest copy). column 1: hit by 0 and 4, spared by 4 only.
     assert repeated[4] < repeated[1]
-    torch.testing.assert_close(repeated[0], repeated[4] * math.exp(2 / 6))  # column 0 is hit by rows 1 and 4, column 4 by none
+    torch.testing.assert_close(
+        repeated[0], repeated[4] * math.exp(2 / 6)
+    )  # column 0 is hit by rows 1 and 4, column 4 by none
 
 
 def test_tova_is_the_last_querys_attention():
@@ -198,10 +205,14 @@ def test_kvpress_scorer_by_name(llama):
 
     stock = dict(ALL_ATTENTION_FUNCTIONS)
     ours = Engine(llama, compressor="knorm", budget=16, interval=8).generate(prompts_of(30), sampling=Sampling(30))[0]
-    theirs = Engine(llama, compressor="kvpress:KnormPress", budget=16, interval=8).generate(prompts_of(30), sampling=Sampling(30))[0]
+    theirs = Engine(llama, compressor="kvpress:KnormPress", budget=16, interval=8).generate(
+        prompts_of(30), sampling=Sampling(30)
+    )[0]
     assert ours.tokens.equal(theirs.tokens)
     assert ours.trace.evicted_at.equal(theirs.trace.evicted_at)
-    assert all(ALL_ATTENTION_FUNCTIONS[name] is function for name, function in stock.items())  # importing kvpress patched nothing
+    assert all(
+        ALL_ATTENTION_FUNCTIONS[name] is function for name, function in stock.items()
+    )  # importing kvpress patched nothing
     with pytest.raises(SparseRLError, match="KnormPress"):
         Engine(llama, compressor="kvpress:KnromPress")
     with pytest.raises(SparseRLError, match="needs more than keys and values"):

@@ -9,13 +9,15 @@ import yaml
 from sparse_rl.config import SECTIONS, load_recipe, make_recipe, table_of_keys
 from sparse_rl.errors import SparseRLError
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").glob("*.yaml"))
 SMALL = {"model": {"name": "tiny-sums"}, "task": {"name": "sums", "count": 5}}
 
 
 def test_values_are_typed():
     recipe = make_recipe(
-        yaml.safe_load("{model: {name: tiny}, task: {name: sums}, optimizer: {lr: 1e-4, betas: [0, 0.95]}, loss: {beta: 1}}")
+        yaml.safe_load(
+            "{model: {name: tiny}, task: {name: sums}, optimizer: {lr: 1e-4, betas: [0, 0.95]}, loss: {beta: 1}}"
+        )
     )
     assert recipe.optimizer.lr == 1e-4 and isinstance(recipe.optimizer.lr, float)  # YAML itself reads 1e-4 as text
     assert recipe.optimizer.betas == (0.0, 0.95) and recipe.loss.beta == 1.0
@@ -30,14 +32,22 @@ def test_overrides_by_full_name_or_last_part():
         make_recipe(SMALL, pairs)
     pairs[-2] = ("learn.correction.mask-outside", "[0.1, 10]")
     recipe = make_recipe(SMALL, pairs)
-    assert (recipe.rollout.budget, recipe.optimizer.lr, recipe.learn.method, recipe.task.options) == (38, 1e-5, "tis", {"count": 7})
+    assert (recipe.rollout.budget, recipe.optimizer.lr, recipe.learn.method, recipe.task.options) == (
+        38,
+        1e-5,
+        "tis",
+        {"count": 7},
+    )
     assert (recipe.run.steps, recipe.warmup.steps, recipe.run.trackers) == (3, 9, ["wandb"])
     how = recipe.learn.how().correction
     assert how.cap == 3.0 and how.mask_outside == (0.1, 10.0) and how.reject_below is None
 
 
 def test_a_part_can_be_switched_off():
-    assert make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.how().correction.cap is None
+    assert (
+        make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.how().correction.cap
+        is None
+    )
 
 
 @pytest.mark.parametrize(

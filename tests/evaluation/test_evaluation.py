@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from sparse_rl import Engine, Sampling, SparseRLError, load_model, tasks
 from sparse_rl.beacon import add_beacon
-from sparse_rl.checkpoint import save_model
-from sparse_rl.cli import app
+from sparse_rl.cli.main import app
 from sparse_rl.config import make_recipe
 from sparse_rl.evaluation import Cache, Exam, Results, ask, summarize
 from sparse_rl.evaluation.ask import fingerprint
@@ -25,9 +24,10 @@ from sparse_rl.evaluation.cache import caches
 from sparse_rl.evaluation.compare import ALL, agreement, cross, difference
 from sparse_rl.evaluation.results import Item, shares
 from sparse_rl.evaluation.run import Asked, Evaluated, evaluate
+from sparse_rl.evaluation.statistics import interval, mcnemar, paired
 from sparse_rl.records import entries, kv_tokens_saved
-from sparse_rl.run import train
-from sparse_rl.statistics import interval, mcnemar, paired
+from sparse_rl.train.checkpoint import save_model
+from sparse_rl.train.run import train
 
 SMALL = ["--limit", 10, "--samples", 2, "--max-new-tokens", 40, "--rows", 4, "--seed", 3]
 SPARSE = ["--compressor", "rkv", "--budget", 24, "--interval", 4]
@@ -40,7 +40,9 @@ def run(*arguments):
 def asked_again(tmp_path, exams, rows=4, cache="rkv", **question):
     """What `ask` leaves in a folder, as items."""
     model, tokenizer = load_model("tiny-sums")
-    with Results(tmp_path, {"model": "tiny-sums", "benches": {e.name: e.settings() for e in exams}, **question}) as results:
+    with Results(
+        tmp_path, {"model": "tiny-sums", "benches": {e.name: e.settings() for e in exams}, **question}
+    ) as results:
         summaries = ask(Engine(model, cache, budget=24, interval=4, rows=rows), tokenizer, exams, 3, results)
     return results, summaries
 
@@ -56,7 +58,13 @@ def lines(path: Path) -> list[dict]:
 
 def item(bench="sums", index=0, sample=0, right=True, answer="1", **more) -> Item:
     usual = {"prompt": "p", "text": "t", "finish": "stop", "prompt_tokens": 4, "tokens": 6, "loop": False}
-    usual |= {"entries": 7.0, "peak_entries": 9.0, "last_entries": 9.0, "gold": "1", "verdict": "right" if right else "wrong"}
+    usual |= {
+        "entries": 7.0,
+        "peak_entries": 9.0,
+        "last_entries": 9.0,
+        "gold": "1",
+        "verdict": "right" if right else "wrong",
+    }
     return Item(bench=bench, index=index, sample=sample, answer=answer, reward=float(right), **(usual | more))
 
 
@@ -74,7 +82,12 @@ def test_items_say_what_the_engine_did(tmp_path):
     written = lines(tmp_path / "items.jsonl")
     assert len(written) == 12 == len(trajectories) and not (tmp_path / "completions.jsonl").exists()
     for line, t, text, grade in zip(written, trajectories, texts, grades, strict=True):
-        assert (line["index"], line["sample"], line["text"], line["finish"]) == (t.prompt_index, t.sample_index, text, t.finish_reason)
+        assert (line["index"], line["sample"], line["text"], line["finish"]) == (
+            t.prompt_index,
+            t.sample_index,
+            text,
+            t.finish_reason,
+        )
         assert line["prompt"] == e.prompts[t.prompt_index].text and line["gold"] == e.prompts[t.prompt_index].answer
         assert (line["verdict"], line["reward"]) == (grade.verdict, grade.reward)
         assert line["answer"] == e.task.extracted(text)
@@ -84,9 +97,16 @@ def test_items_say_what_the_engine_did(tmp_path):
     assert summary.accuracy == sum(g.reward >= 1 for g in grades) / 12
     bytes_per_entry = engine.cache.shape.kv_bytes_per_token
     assert summary.kv_bytes == pytest.approx(bytes_per_entry * sum(entries(t).mean().item() for t in trajectories) / 12)
-    assert summary.peak_kv_bytes == bytes_per_entry * max(entries(t).max().item() for t in trajectories) <= bytes_per_entry * 28
+    assert (
+        summary.peak_kv_bytes
+        == bytes_per_entry * max(entries(t).max().item() for t in trajectories)
+        <= bytes_per_entry * 28
+    )
     (call,) = results.calls()
-    assert call["tokens"] == sum(len(t.response_tokens) for t in trajectories) and call["cache_bytes"] == engine.cache.nbytes
+    assert (
+        call["tokens"] == sum(len(t.response_tokens) for t in trajectories)
+        and call["cache_bytes"] == engine.cache.nbytes
+    )
 
 
 @pytest.mark.parametrize("cache", ["rkv", "dense", "snapkv"])
@@ -96,7 +116,9 @@ def test_the_same_seed_gives_the_same_completions_whatever_the_batch(tmp_path, c
     alone, _ = asked_again(tmp_path / "alone", [sums], rows=1, cache=cache)
     for rows, exams in ((3, [sums]), (16, [few, sums]), (5, [sums, few])):
         other, _ = asked_again(tmp_path / f"{rows}", exams, rows, cache)
-        assert {key: i.text for key, i in other.items.items() if key[0] == "sums"} == {key: i.text for key, i in alone.items.items()}
+        assert {key: i.text for key, i in other.items.items() if key[0] == "sums"} == {
+            key: i.text for key, i in alone.items.items()
+        }
 
 
 def test_more_may_be_asked_for_later(tmp_path):
@@ -107,9 +129,13 @@ def test_more_may_be_asked_for_later(tmp_path):
     assert all(line in after for line in before) and len(after) == 12
     asked_again(tmp_path / "whole", [exam(count=5, samples=2), exam("countdown", 2, 1)])
     assert after == lines(tmp_path / "whole" / "items.jsonl")
-    assert sum(c["tokens"] for c in lines(tmp_path / "calls.jsonl")) == sum(line["tokens"] for line in after)  # none sampled twice
+    assert sum(c["tokens"] for c in lines(tmp_path / "calls.jsonl")) == sum(
+        line["tokens"] for line in after
+    )  # none sampled twice
     again, (few,) = asked_again(tmp_path, [exam(count=2, samples=1)])  # and less: nothing is sampled, nothing forgotten
-    assert (few.problems, few.samples) == (2, 1) and lines(tmp_path / "items.jsonl") == after and len(again.calls()) == 2
+    assert (
+        (few.problems, few.samples) == (2, 1) and lines(tmp_path / "items.jsonl") == after and len(again.calls()) == 2
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ stopped, killed
@@ -151,9 +177,30 @@ def test_a_kill_while_grading_grades_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_command_goes_on(tmp_path, number):
-    words = ["tiny-sums", "--bench", "sums", "--limit", 24, "--samples", 2, "--max-new-tokens", 48, "--rows", 2, *SPARSE]
+    words = [
+        "tiny-sums",
+        "--bench",
+        "sums",
+        "--limit",
+        24,
+        "--samples",
+        2,
+        "--max-new-tokens",
+        48,
+        "--rows",
+        2,
+        *SPARSE,
+    ]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-c", "from sparse_rl.cli import main; main()", "eval", *map(str, words), "--out", str(killed)]
+    command = [
+        sys.executable,
+        "-c",
+        "from sparse_rl.cli import main; main()",
+        "eval",
+        *map(str, words),
+        "--out",
+        str(killed),
+    ]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
     path = killed / "completions.jsonl"
     while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 6):
@@ -178,7 +225,10 @@ def test_a_killed_command_goes_on(tmp_path, number):
 def test_a_torn_line_is_forgotten(tmp_path):
     asked_again(tmp_path, [exam()])
     whole = (tmp_path / "items.jsonl").read_bytes()
-    written = [{k: v for k, v in i.items() if k not in ("gold", "answer", "verdict", "reward")} for i in lines(tmp_path / "items.jsonl")]
+    written = [
+        {k: v for k, v in i.items() if k not in ("gold", "answer", "verdict", "reward")}
+        for i in lines(tmp_path / "items.jsonl")
+    ]
     (tmp_path / "items.jsonl").unlink()
     text = "".join(json.dumps(w) + "\n" for w in written[:7])
     (tmp_path / "completions.jsonl").write_text(text[:-20])
@@ -191,7 +241,9 @@ def test_a_torn_line_is_forgotten(tmp_path):
 
 def test_another_question_needs_another_folder(tmp_path):
     asked_again(tmp_path, [exam()], seed=1)
-    with pytest.raises(SparseRLError, match=r"holds an evaluation with seed = 1, not 2; choose another folder with --out\."):
+    with pytest.raises(
+        SparseRLError, match=r"holds an evaluation with seed = 1, not 2; choose another folder with --out\."
+    ):
         asked_again(tmp_path, [exam()], seed=2)
     with pytest.raises(SparseRLError, match=r"sums.max_new_tokens = 40, not 41"):
         asked_again(tmp_path, [exam(new=41)], seed=1)
@@ -247,7 +299,15 @@ def test_a_summary_is_what_its_items_say():
     right = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1]]
     verdicts = iter(["timeout", "error", "bad gold", "no answer", "no answer"])
     items = [
-        item(index=i, sample=s, right=bool(r), tokens=10 * i + s, entries=float(i), peak_entries=float(i + s), loop=i == 1)
+        item(
+            index=i,
+            sample=s,
+            right=bool(r),
+            tokens=10 * i + s,
+            entries=float(i),
+            peak_entries=float(i + s),
+            loop=i == 1,
+        )
         for i, row in enumerate(right)
         for s, r in enumerate(row)
     ]
@@ -270,7 +330,10 @@ def test_a_summary_is_what_its_items_say():
 
 def evaluated(model: str, cache: Cache, items: list[Item]) -> Evaluated:
     benches = list(dict.fromkeys(i.bench for i in items))
-    summaries = [summarize([i for i in items if i.bench == b], Counter((i.bench, i.index) for i in items)[b, 0], 1) for b in benches]
+    summaries = [
+        summarize([i for i in items if i.bench == b], Counter((i.bench, i.index) for i in items)[b, 0], 1)
+        for b in benches
+    ]
     return Evaluated(model, cache, "", Path(), summaries, items, 10.0, 0)
 
 
@@ -282,7 +345,11 @@ def test_models_and_caches_are_compared_on_the_same_problems():
         ("b", "rkv"): "11111100",
     }
     found = [
-        evaluated(model, Cache(name, 8 if name == "rkv" else None), [item(index=i, right=r == "1", answer=r) for i, r in enumerate(row)])
+        evaluated(
+            model,
+            Cache(name, 8 if name == "rkv" else None),
+            [item(index=i, right=r == "1", answer=r) for i, r in enumerate(row)],
+        )
         for (model, name), row in outcomes.items()
     ]
     cells = {(c.model, c.cache): c for c in cross(found)}
@@ -302,7 +369,11 @@ def test_models_and_caches_are_compared_on_the_same_problems():
 
 def test_several_benchmarks_are_also_pooled():
     def both(first: str, second: str) -> list[Item]:
-        return [item(bench, i, right=r == "1") for bench, row in (("sums", first), ("more", second)) for i, r in enumerate(row)]
+        return [
+            item(bench, i, right=r == "1")
+            for bench, row in (("sums", first), ("more", second))
+            for i, r in enumerate(row)
+        ]
 
     found = [evaluated("a", Cache("dense"), both("110", "1")), evaluated("a", Cache("rkv", 8), both("100", "0"))]
     cells = {(c.bench, c.cache): c for c in cross(found)}
@@ -316,9 +387,14 @@ def test_pairs_are_problems_with_all_their_completions():
     a, b = shares(first), shares(second)
     assert difference(first, second) == paired(list(a.values()), list(b.values()))
     assert difference(first, second[4:]) == paired(list(a.values())[2:], list(b.values())[2:])
-    assert agreement(second, first)[0] == sum(((i + s) % 3 == 0) == (i % 2 == 0) for i in range(9) for s in range(2)) / 18
+    assert (
+        agreement(second, first)[0] == sum(((i + s) % 3 == 0) == (i % 2 == 0) for i in range(9) for s in range(2)) / 18
+    )
     assert agreement([item(answer=None)], [item(answer=None)]) == (1.0, None, 1.0)
-    assert agreement([item(text="abxd"), item(sample=1, text="")], [item(text="abcde"), item(sample=1, text="a")])[2] == 0.2
+    assert (
+        agreement([item(text="abxd"), item(sample=1, text="")], [item(text="abcde"), item(sample=1, text="a")])[2]
+        == 0.2
+    )
 
 
 def test_caches_of_a_comparison():
@@ -388,7 +464,19 @@ def test_the_length_does_not_depend_on_how_much_is_asked(tmp_path, gsm8k, short)
 
 
 def test_a_changed_reference_is_graded_again(tmp_path, gsm8k):
-    words = ["tiny-sums", "--bench", "gsm8k", "--gsm8k.subset", "true", "--data", gsm8k, "--max-new-tokens", 4, "--rows", 2]
+    words = [
+        "tiny-sums",
+        "--bench",
+        "gsm8k",
+        "--gsm8k.subset",
+        "true",
+        "--data",
+        gsm8k,
+        "--max-new-tokens",
+        4,
+        "--rows",
+        2,
+    ]
     assert run(*words, "--out", tmp_path / "x").exit_code == 0
     path = gsm8k / "gsm8k.jsonl"
     path.write_text(path.read_text().replace("#### 5", "#### 6"))
@@ -419,7 +507,18 @@ def test_a_model_is_asked_as_it_was_trained(tmp_path, gsm8k, lora_rank):
     for n, other in enumerate((["--template", "plain"], ["--gsm8k.template", "plain"])):
         done = run(*words, *other, "--out", tmp_path / f"other{n}")
         assert "prompts are in the template plain, but" in done.stderr and "was trained with qwen-boxed" in done.stderr
-    files = ["--bench", "math", "--math.files", tmp_path / "train.jsonl", "--math.holdout", "all", "--limit", 2, "--max-new-tokens", 4]
+    files = [
+        "--bench",
+        "math",
+        "--math.files",
+        tmp_path / "train.jsonl",
+        "--math.holdout",
+        "all",
+        "--limit",
+        2,
+        "--max-new-tokens",
+        4,
+    ]
     done = run(model, *files, "--template", "plain", "--out", tmp_path / "files")
     assert "was trained with qwen-boxed" in done.stderr
 
@@ -464,7 +563,10 @@ def test_the_folder_has_a_name_of_its_own(tmp_path, monkeypatch):
     for more in ([], SPARSE):
         done = run("tiny-sums", "--bench", "sums", "--limit", 2, "--max-new-tokens", 8, *more)
         assert done.exit_code == 0, done.exception
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("evals/*/*")) == ["evals/tiny-sums/dense", "evals/tiny-sums/rkv-24"]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("evals/*/*")) == [
+        "evals/tiny-sums/dense",
+        "evals/tiny-sums/rkv-24",
+    ]
 
 
 class Page(HTMLParser):
@@ -483,17 +585,32 @@ class Page(HTMLParser):
 def test_compare(tmp_path):
     model, tokenizer = load_model("tiny-sums")
     model.lm_head.weight.data.mul_(0.5)  # a worse one
-    save_model(tmp_path / "_other $x^$<b>", model, tokenizer)  # in its picture it is no mathematics, in its page no markup
-    words = ["--compare", "tiny-sums", tmp_path / "_other $x^$<b>", "--bench", "sums,countdown", "--compressors", "dense,rkv,snapkv"]
+    save_model(
+        tmp_path / "_other $x^$<b>", model, tokenizer
+    )  # in its picture it is no mathematics, in its page no markup
+    words = [
+        "--compare",
+        "tiny-sums",
+        tmp_path / "_other $x^$<b>",
+        "--bench",
+        "sums,countdown",
+        "--compressors",
+        "dense,rkv,snapkv",
+    ]
     words += ["--budgets", "24,32", "--interval", 4, *SMALL, "--sums.count", 3, "--out", tmp_path / "x"]
     done = run(*words)
     assert done.exit_code == 0, done.exception
     folders = {str(p.parent.relative_to(tmp_path / "x")) for p in tmp_path.glob("x/*/*/items.jsonl")}
-    assert len(folders) == 10 and {f"tiny-sums/{c}" for c in ("dense", "rkv-24", "rkv-32", "snapkv-24", "snapkv-32")} < folders
+    assert (
+        len(folders) == 10
+        and {f"tiny-sums/{c}" for c in ("dense", "rkv-24", "rkv-32", "snapkv-24", "snapkv-32")} < folders
+    )
     parsed = Page()
     parsed.feed((tmp_path / "x" / "compare.html").read_text())
     assert parsed.rows == 3 * (1 + 10)  # three tables: a heading, five caches of two models
-    assert len(parsed.sources) == 1 and parsed.sources[0].startswith("data:image/png;base64,")  # nothing outside the page
+    assert len(parsed.sources) == 1 and parsed.sources[0].startswith(
+        "data:image/png;base64,"
+    )  # nothing outside the page
     assert (tmp_path / "x" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert "39 tests" in "".join(parsed.text)  # 8 + 5 of each table
     assert "_other $x^$<b>" in "".join(parsed.text)
@@ -511,32 +628,74 @@ def test_compare(tmp_path):
 def test_eval_of_a_folder_with_a_beacon(tmp_path):
     model, tokenizer = load_model("tiny-sums")
     save_model(tmp_path / "student", add_beacon(model, (4, 2)), tokenizer)
-    options = [tmp_path / "student", "--bench", "sums", "--limit", 6, "--max-new-tokens", 40, "--compressor", "beacon", "--json"]
+    options = [
+        tmp_path / "student",
+        "--bench",
+        "sums",
+        "--limit",
+        6,
+        "--max-new-tokens",
+        40,
+        "--compressor",
+        "beacon",
+        "--json",
+    ]
     equal, early = (
-        json.loads(run(*options, "--chunk", 4, *more, "--out", tmp_path / str(len(more))).stdout) for more in ([], ["--threshold", 0.1])
+        json.loads(run(*options, "--chunk", 4, *more, "--out", tmp_path / str(len(more))).stdout)
+        for more in ([], ["--threshold", 0.1])
     )
-    assert equal["rule"] == "prompt + a beacon per 4 tokens + a chunk" and early["rule"] == "prompt + a beacon per 2 to 4 tokens + a chunk"
+    assert (
+        equal["rule"] == "prompt + a beacon per 4 tokens + a chunk"
+        and early["rule"] == "prompt + a beacon per 2 to 4 tokens + a chunk"
+    )
     assert equal["benches"][0]["tokens_saved"] > 0.2
-    with pytest.raises(SparseRLError, match="a beacon after 16 tokens was asked for, but this student was trained with one after 4 or 2"):
+    with pytest.raises(
+        SparseRLError,
+        match="a beacon after 16 tokens was asked for, but this student was trained with one after 4 or 2",
+    ):
         raise run(*options, "--out", tmp_path / "x").exception
 
 
 def test_a_reward_that_fails_is_told(tmp_path):
     """Tasks that are graded in processes of their own, which are gone afterwards."""
-    (tmp_path / "mine.py").write_text("def prompt(i): return f'{i}+1=', i + 1\ndef reward(answer, text): return 1 // (answer % 2)\n")
-    done = run("tiny-sums", "--bench", tmp_path / "mine.py", "--limit", 8, "--max-new-tokens", 4, "--json", "--out", tmp_path / "x")
+    (tmp_path / "mine.py").write_text(
+        "def prompt(i): return f'{i}+1=', i + 1\ndef reward(answer, text): return 1 // (answer % 2)\n"
+    )
+    done = run(
+        "tiny-sums",
+        "--bench",
+        tmp_path / "mine.py",
+        "--limit",
+        8,
+        "--max-new-tokens",
+        4,
+        "--json",
+        "--out",
+        tmp_path / "x",
+    )
     (found,) = json.loads(done.stdout)["benches"]
-    assert found["accuracy"] == 0.5 and found["errors"] == 4 and "grading failed in" in done.stderr and "ZeroDivisionError" in done.stderr
+    assert (
+        found["accuracy"] == 0.5
+        and found["errors"] == 4
+        and "grading failed in" in done.stderr
+        and "ZeroDivisionError" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--chunk", 8], "--chunk 8 is for beacons, but the compressor is dense; leave it away, or use --compressor beacon."),
+        (
+            ["--chunk", 8],
+            "--chunk 8 is for beacons, but the compressor is dense; leave it away, or use --compressor beacon.",
+        ),
         (["--compressor", "rkv", "--threshold", 0.5], "--threshold 0.5 is for beacons, but the compressor is rkv"),
         (["--compressor", "beacon", "--chunk", 8], "this model has no beacon"),
         (["--compressor", "beacon", "--chunk", 1], "must be a whole number from 2 on"),
-        (["--compressor", "beacon:16", "--chunk", 8], "beacon:16 has its chunk in its name, but chunk=8 was given too; give it once."),
+        (
+            ["--compressor", "beacon:16", "--chunk", 8],
+            "beacon:16 has its chunk in its name, but chunk=8 was given too; give it once.",
+        ),
         (
             ["--compressor", "beacon", "--compressor.sinks", 8],
             "beacon has no parameter 'sinks'; did you mean 'chunk'? Known: chunk",
@@ -554,13 +713,22 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--limit", 0], "limit is 0; it must be a whole number of at least 1."),
         (["--samples", 0], "samples is 0"),
         (["--max-new-tokens", 0], "max_new_tokens"),
-        (["--compare", "--budgets", "12,x"], "--budgets is '12,x'; give whole numbers of at least 1, with commas, such as 128,256."),
+        (
+            ["--compare", "--budgets", "12,x"],
+            "--budgets is '12,x'; give whole numbers of at least 1, with commas, such as 128,256.",
+        ),
         (["--compare", "--compressors", "rkv"], "has no dense cache to compare with"),
         (["--compare", "--compressors", ","], "--compressors is ','; name at least one."),
-        (["--compare", "tiny-sums"], "two of tiny-sums, tiny-sums are the same, or would have the same folder; name each model once."),
+        (
+            ["--compare", "tiny-sums"],
+            "two of tiny-sums, tiny-sums are the same, or would have the same folder; name each model once.",
+        ),
         (["--compare", "--budget", 40], "--budget has no meaning with --compare; use --budgets"),
         (["--compare", "--compressor", "snapkv"], "--compressor has no meaning with --compare; use --compressors"),
-        (["--compare", "--chunk", 7], "--chunk has no meaning with --compare; use --compressors, such as beacon:16 for beacons."),
+        (
+            ["--compare", "--chunk", 7],
+            "--chunk has no meaning with --compare; use --compressors, such as beacon:16 for beacons.",
+        ),
         (["--compressors", "dense,rkv"], "--compressors has no meaning without --compare; use --compressor"),
         (["--budgets", 40], "--budgets has no meaning without --compare; use --budget"),
         (["--compressor", "rkv", "--budget", 0], "budget"),
@@ -577,7 +745,9 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, arguments, message):
     assert not list(tmp_path.rglob("items.jsonl"))
 
 
-@pytest.mark.parametrize("bench, message", [("sums,sums", "each once"), (",", "name at least one"), ("smus", "did you mean 'sums'")])
+@pytest.mark.parametrize(
+    "bench, message", [("sums,sums", "each once"), (",", "name at least one"), ("smus", "did you mean 'sums'")]
+)
 def test_mistakes_in_benchmarks_get_a_sentence(tmp_path, monkeypatch, bench, message):
     monkeypatch.chdir(tmp_path)
     done = run("tiny-sums", "--bench", bench)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from sparse_rl.statistics import interval, mcnemar, paired, pass_at_k, wilson
+from sparse_rl.evaluation.statistics import interval, mcnemar, paired, pass_at_k, wilson
 
 
 @given(st.integers(1, 200), st.data())
@@ -42,7 +42,11 @@ def test_pass_at_k_refuses_what_it_cannot_know():
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_mcnemar_counts_every_outcome(gained, lost):
     total, observed = gained + lost, abs(gained - lost)
-    outcomes = [abs(2 * sum(signs) - total) for signs in itertools.product((0, 1), repeat=min(total, 10))] if total <= 10 else None
+    outcomes = (
+        [abs(2 * sum(signs) - total) for signs in itertools.product((0, 1), repeat=min(total, 10))]
+        if total <= 10
+        else None
+    )
     if outcomes is not None:
         assert mcnemar(gained, lost) == pytest.approx(sum(gap >= observed for gap in outcomes) / len(outcomes))
     assert 0 < mcnemar(gained, lost) <= 1 and mcnemar(gained, lost) == mcnemar(lost, gained)
@@ -58,7 +62,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     draw, held = random.Random(0), {1: 0, 8: 0}
     for samples in held:
         for _ in range(400):
-            rates = [draw.betavariate(0.5, 1.0) for _ in range(60)]  # problems are drawn, too: the truth is the mean of all, 1/3
+            rates = [
+                draw.betavariate(0.5, 1.0) for _ in range(60)
+            ]  # problems are drawn, too: the truth is the mean of all, 1/3
             shares = [sum(draw.random() < rate for _ in range(samples)) / samples for rate in rates]
             low, high = interval(shares, samples)
             held[samples] += low <= 1 / 3 <= high
@@ -97,7 +103,11 @@ def test_a_difference_is_found_where_there_is_one_and_only_there():
     base = [float(draw.random() < 0.5) for _ in range(300)]
     better = [1.0 if a == 0 and draw.random() < 0.25 else a for a in base]
     found = paired(base, better)
-    assert found.mean == pytest.approx(statistics.fmean(better) - statistics.fmean(base)) and found.low > 0 and found.p < 1e-6
+    assert (
+        found.mean == pytest.approx(statistics.fmean(better) - statistics.fmean(base))
+        and found.low > 0
+        and found.p < 1e-6
+    )
     same = paired(base, base)
     assert (same.mean, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
     rejected = 0

@@ -1,41 +1,18 @@
 """The same equations on a CUDA device, and memory as the device itself counts it."""
 
-import copy
 import json
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, prompts_of, tiny
-from test_parity import NEW_TOKENS
+
+from tests.helpers.models import ARCHITECTURES, prompts_of
+
+NEW_TOKENS = 128
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, token_logprobs
-from sparse_rl.rollout import capture
+from tests.helpers.gpu import SMALL, eagerly, mean_gap, on_gpu
 
 pytestmark = pytest.mark.gpu
-
-
-SMALL = dict(
-    hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4, initializer_range=0.05
-)
-
-
-def on_gpu(name: str, dtype=torch.float32, **changes):
-    return copy.deepcopy(tiny(name, **changes)).to("cuda", dtype)
-
-
-def eagerly(monkeypatch):
-    """Decode launch by launch, through the model's own modules."""
-    monkeypatch.setattr(capture, "fusing_pays", lambda device: False)
-    monkeypatch.setattr(capture.Decoder, "capture", lambda self, width: setattr(self, "graphs", None))
-
-
-def mean_gap(model, trajectories, shadow: bool) -> float:
-    gaps = []
-    for t in trajectories:
-        with torch.no_grad():
-            gap = token_logprobs(model, t.tokens, t.trace if shadow else None).cpu() - t.sampler_logprobs
-        gaps.append(gap[t.num_prompt_tokens :].abs())
-    return torch.cat(gaps).mean().item()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -73,7 +50,9 @@ def test_captured_steps_are_the_eager_ones(name, compressor, monkeypatch):
 
     engine, captured = rollout()
     (decoder,) = engine.decoders.values()
-    assert decoder.graphs and (decoder.forward is not None) == (name in ("qwen2", "qwen3", "llama") and compressor != "h2o")
+    assert decoder.graphs and (decoder.forward is not None) == (
+        name in ("qwen2", "qwen3", "llama") and compressor != "h2o"
+    )
     eagerly(monkeypatch)
     engine, eager = rollout()
     assert next(iter(engine.decoders.values())).graphs is None
@@ -94,7 +73,14 @@ def test_teacher_forced_logprobs_of_captured_samples(name):
 
 
 @pytest.mark.parametrize(
-    "name, changes", [("llama", {}), ("llama", SMALL), ("qwen2", SMALL), ("qwen3", SMALL), ("llama", SMALL | dict(intermediate_size=4096))]
+    "name, changes",
+    [
+        ("llama", {}),
+        ("llama", SMALL),
+        ("qwen2", SMALL),
+        ("qwen3", SMALL),
+        ("llama", SMALL | dict(intermediate_size=4096)),
+    ],
 )
 def test_bf16_gap_is_at_the_noise_floor_of_dense_rollouts(name, changes):
     """In bf16 the shadow view differs from the sampler by what any two bf16 kernels differ by."""
@@ -138,8 +124,12 @@ def test_after_an_update_nothing_is_captured_again():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    trajectories = engine.generate(prompts_of(20), group_size=8, sampling=Sampling(40))  # fewer tokens: the same graphs serve
-    assert engine.decoders == {next(iter(engine.decoders)): decoder} and all(decoder.graphs[w] is g for w, g in graphs.items())
+    trajectories = engine.generate(
+        prompts_of(20), group_size=8, sampling=Sampling(40)
+    )  # fewer tokens: the same graphs serve
+    assert engine.decoders == {next(iter(engine.decoders)): decoder} and all(
+        decoder.graphs[w] is g for w, g in graphs.items()
+    )
     assert mean_gap(model, trajectories, shadow=True) < 1e-5
     model.lm_head.weight.data = model.lm_head.weight.data * 0.5  # moved: captured anew
     assert mean_gap(model, engine.generate(prompts_of(20), group_size=8, sampling=Sampling(40)), shadow=True) < 1e-5
@@ -157,7 +147,9 @@ def test_another_budget_needs_no_new_capture(compressor):
         engine.set_budget(budget)
         mine = engine.generate(prompts_of(20, 90), group_size=4, sampling=Sampling(100, temperature=0.0))
         made = Engine(model, compressor=compressor, budget=budget, interval=16, rows=8)
-        for a, b in zip(mine, made.generate(prompts_of(20, 90), group_size=4, sampling=Sampling(100, temperature=0.0)), strict=True):
+        for a, b in zip(
+            mine, made.generate(prompts_of(20, 90), group_size=4, sampling=Sampling(100, temperature=0.0)), strict=True
+        ):
             assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
         assert mean_gap(model, mine, shadow=True) < 1e-5
     assert list(engine.decoders.values()) == [decoder] and all(decoder.graphs[w] is g for w, g in graphs.items())
@@ -201,9 +193,15 @@ def test_device_memory_does_not_grow_with_the_response():
 
 def test_two_steps_of_training(tmp_path):
     from sparse_rl.config import load_recipe
-    from sparse_rl.run import train
+    from sparse_rl.train.run import train
 
-    keys = {"run.steps": "2", "rollout.prompts": "8", "eval.every": "1", "eval.prompts": "16", "model.dtype": "bfloat16"}
+    keys = {
+        "run.steps": "2",
+        "rollout.prompts": "8",
+        "eval.every": "1",
+        "eval.prompts": "16",
+        "model.dtype": "bfloat16",
+    }
     trainer = train(load_recipe("tiny-sums", list(keys.items())), tmp_path / "run", show=False)
     assert next(trainer.learner.model.parameters()).is_cuda
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

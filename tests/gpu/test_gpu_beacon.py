@@ -4,10 +4,6 @@ import copy
 
 import pytest
 import torch
-from conftest import prompts_of
-from test_beacon import FAMILY
-from test_gpu import SMALL, eagerly, mean_gap, on_gpu
-from test_gpu_shadow import logprobs_and_gradients
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.attention import shadow
@@ -16,6 +12,9 @@ from sparse_rl.compressors import make
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.student import Students, StudentSettings
+from tests.helpers.decoding import FAMILY
+from tests.helpers.gpu import SMALL, eagerly, logprobs_and_gradients, mean_gap, on_gpu
+from tests.helpers.models import prompts_of
 
 pytestmark = pytest.mark.gpu
 

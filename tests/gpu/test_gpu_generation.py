@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from conftest import prompts_of
-from test_gpu import on_gpu
 
 import sparse_rl
 from sparse_rl import Engine, Sampling, load_model, tasks
 from sparse_rl.beacon import add_beacon
 from sparse_rl.evaluation import Exam, Results, ask
+from tests.helpers.gpu import on_gpu
+from tests.helpers.models import prompts_of
 
 pytestmark = pytest.mark.gpu
 SUMS = ["2+9+9+8+6+4+8+1=", "5+5+4+2+6+4+7+4=", "1+1+2+3+5+8+1+3=", "9+9+9="]
@@ -21,9 +21,18 @@ SUMS = ["2+9+9+8+6+4+8+1=", "5+5+4+2+6+4+7+4=", "1+1+2+3+5+8+1+3=", "9+9+9="]
 def test_text_is_what_the_engine_samples(compressor, temperature):
     model, tokenizer = load_model("tiny-sums")
     model = add_beacon(model) if compressor.startswith("beacon") else model
-    how = {"compressor": compressor, "budget": 40, "interval": 4, "max_new_tokens": 80, "temperature": temperature, "seed": 3}
+    how = {
+        "compressor": compressor,
+        "budget": 40,
+        "interval": 4,
+        "max_new_tokens": 80,
+        "temperature": temperature,
+        "seed": 3,
+    }
     answers = sparse_rl.generate(model, tokenizer, SUMS, **how)
-    expected = Engine(model, compressor, 40, 4, rows=4).generate([tokenizer.encode(s) for s in SUMS], 1, Sampling(80, temperature), 3)
+    expected = Engine(model, compressor, 40, 4, rows=4).generate(
+        [tokenizer.encode(s) for s in SUMS], 1, Sampling(80, temperature), 3
+    )
     assert answers == [tokenizer.decode(t.response_tokens, skip_special_tokens=True) for t in expected]
     single = sparse_rl.generate(model, tokenizer, SUMS[0], **how)
     pieces = list(sparse_rl.generate(model, tokenizer, SUMS[0], **how, stream=True))
@@ -46,7 +55,9 @@ def test_every_token_is_told_once(compressor):
     model = add_beacon(on_gpu("llama"))
     engine, told = Engine(model, compressor, budget=24, interval=8, rows=4), {}
     sampling = Sampling(61, stop_ids=tuple(range(0, 40)))
-    done = engine.generate(prompts_of(5, 30, 9), 5, sampling, 1, on_tokens=lambda p, s, tokens: told.setdefault((p, s), []).append(tokens))
+    done = engine.generate(
+        prompts_of(5, 30, 9), 5, sampling, 1, on_tokens=lambda p, s, tokens: told.setdefault((p, s), []).append(tokens)
+    )
     assert {len(t.response_tokens) for t in done} != {61}
     for t in done:
         assert [token for part in told[t.prompt_index, t.sample_index] for token in part] == t.response_tokens.tolist()

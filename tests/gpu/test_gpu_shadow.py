@@ -6,38 +6,30 @@ import json
 
 import pytest
 import torch
-from conftest import prompts_of
-from test_gpu import SMALL, on_gpu
 
 from sparse_rl import Engine, Sampling, Trace
 from sparse_rl.attention import shadow
 from sparse_rl.cache.segments import find_segments
 from sparse_rl.config import load_recipe
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import collate, score, weigh
+from sparse_rl.learn.batch import collate, make_batches, score
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.models import with_lora
-from sparse_rl.run import train
+from sparse_rl.train.run import train
+from tests.helpers.gpu import SMALL, logprobs_and_gradients, on_gpu
+from tests.helpers.models import prompts_of
 
 pytestmark = pytest.mark.gpu
 
 
 def rollouts(model, compressor="rkv", budget=40, interval=16, lengths=(5, 90, 30), new=120):
-    return Engine(model, compressor=compressor, budget=budget, interval=interval, rows=6).generate(prompts_of(*lengths), 2, Sampling(new))
-
-
-def logprobs_and_gradients(model, trajectories, upstream):
-    """Of a padded micro-batch: fp32 [B, T], and every trained parameter's gradient."""
-    sampled = collate(trajectories)
-    replay = replay_of(model, [(t.tokens, t.trace) for t in trajectories])
-    model.zero_grad()
-    logprobs = batch_logprobs(model, sampled.tokens.cuda(), sampled.mask.cuda(), 1.0, replay)
-    (logprobs * upstream).sum().backward()
-    return logprobs.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return Engine(model, compressor=compressor, budget=budget, interval=interval, rows=6).generate(
+        prompts_of(*lengths), 2, Sampling(new)
+    )
 
 
 def refuse(*args, **kwargs):
@@ -49,7 +41,9 @@ def under_the_mask(monkeypatch):
 
 
 def by_flex(monkeypatch):
-    monkeypatch.setattr(shadow, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False))
+    monkeypatch.setattr(
+        shadow, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
+    )
 
 
 def error(a, b):
@@ -110,9 +104,11 @@ def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
         if view == "shadow":
             rewards = torch.tensor([1.0, 0.0] * (len(done) // 2))
             advantages, _ = advantage(rewards, torch.tensor([t.prompt_index for t in done]))
-            (batch,) = weigh(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
+            (batch,) = make_batches(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
             assert torch.equal(batch.mask, scored.sampled.mask)  # nothing to reject
-            found = Learner(copy.deepcopy(model), OptimizerSettings(lr=1e-6), Loss(), micro_batch_tokens=1024).step(batch)
+            found = Learner(copy.deepcopy(model), OptimizerSettings(lr=1e-6), Loss(), micro_batch_tokens=1024).step(
+                batch
+            )
             assert abs(found["update/drift/mean"]) < 1e-3 and found["update/clip/frac"] < 0.01
     assert gaps[compressor, "shadow"] < 1.5 * gaps["dense", "dense"]
     assert gaps[compressor, "dense"] > 3 * gaps["dense", "dense"]
@@ -123,7 +119,9 @@ def test_memory_follows_the_tokens():
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     peaks = []
     for tokens in (2048, 8192):
-        evicted_at = Trace.dense(SMALL["num_hidden_layers"], SMALL["num_key_value_heads"], tokens).evicted_at.to(torch.int32)
+        evicted_at = Trace.dense(SMALL["num_hidden_layers"], SMALL["num_key_value_heads"], tokens).evicted_at.to(
+            torch.int32
+        )
         for moment in range(640, tokens, 128):  # a window: the oldest go
             evicted_at[..., moment - 640 : moment - 512] = moment
         trace = Trace(evicted_at.to(torch.uint16))
@@ -141,7 +139,14 @@ def test_memory_follows_the_tokens():
 
 def test_training_in_the_shadow_view(tmp_path):
     """A bf16 run with distillation, through the recipe: finite, and the gap is rounding."""
-    keys = {"learn.method": "smd", "learn.distill": "b", "run.steps": "2", "model.dtype": "bfloat16", "eval.every": "2", "run.samples": "0"}
+    keys = {
+        "learn.method": "smd",
+        "learn.distill": "b",
+        "run.steps": "2",
+        "model.dtype": "bfloat16",
+        "eval.every": "2",
+        "run.samples": "0",
+    }
     train(load_recipe("tiny-sums", list(keys.items())), tmp_path / "run", show=False)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     steps = [line for line in lines if "gap/abs/mean" in line]

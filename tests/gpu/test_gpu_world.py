@@ -6,17 +6,17 @@ import os
 
 import pytest
 import torch
-from conftest import tiny
-from processes import OPTIMIZER, batches
-from test_train import recipe
 
+from sparse_rl.distributed.world import World
+from sparse_rl.files import read_lines
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS
 from sparse_rl.learn.shards import full, publish, shard
-from sparse_rl.metrics import read_lines
-from sparse_rl.run import train
-from sparse_rl.world import World
+from sparse_rl.train.run import train
+from tests.helpers.models import tiny
+from tests.helpers.processes import OPTIMIZER, batches
+from tests.helpers.runs import recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("method", ["shadow", "sparse-rl"])
 def test_rollouts_ahead_are_those_of_the_weights_that_sampled(tmp_path, method):
     """Captured, replayed and scored in a thread while the learner works: what eviction replay finds again is the sampler's to rounding."""
-    settings = dict(rollout={"ahead": 1}, learn={"method": method}, optimizer={"lr": 1e-3}, run={"steps": 6, "checkpoint_every": 6})
+    settings = dict(
+        rollout={"ahead": 1}, learn={"method": method}, optimizer={"lr": 1e-3}, run={"steps": 6, "checkpoint_every": 6}
+    )
     trainer = train(recipe(**settings), tmp_path / "run", show=False)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "gap/abs/mean" in line]
     assert len(lines) == 6 and trainer.sampler.model is not trainer.model

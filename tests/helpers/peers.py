@@ -30,7 +30,9 @@ def module(monkeypatch, path: str, **names) -> types.ModuleType:
 # verl
 
 
-def verl_agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, loss_scale_factor=None):
+def verl_agg_loss(
+    loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, loss_scale_factor=None
+):
     total = (loss_mat * loss_mask).sum(-1)
     count = loss_mask.sum(-1)
     if loss_agg_mode == "token-mean":
@@ -145,7 +147,10 @@ def prime_rl_loss(loss, kwargs, logprobs, inference, advantages, masks, weights,
     """The rl component over packed sequences: a call for each, the sum divided by the count of tokens."""
     total, metrics = logprobs[0].sum() * 0.0, []
     for i, mask in enumerate(masks):
-        done = loss(LossInputs(logprobs[i], inference[i], None, advantages[i], mask, None if weights is None else weights[i]), **kwargs)
+        done = loss(
+            LossInputs(logprobs[i], inference[i], None, advantages[i], mask, None if weights is None else weights[i]),
+            **kwargs,
+        )
         assert done.loss.dim() == 0 and all(value.dim() == 0 for value in done.metrics.values())
         total, metrics = total + done.loss, [*metrics, done.metrics]
     return total / scale, metrics

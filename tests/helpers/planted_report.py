@@ -26,7 +26,10 @@ def curve(steps: list[int], values: list[float | None], spread: float = 0.0) -> 
     plain = {"step": steps, "mean": values}
     if not spread:
         return plain
-    return plain | {side: [None if v is None else round(v + sign * spread, 5) for v in values] for side, sign in (("low", -1), ("high", 1))}
+    return plain | {
+        side: [None if v is None else round(v + sign * spread, 5) for v in values]
+        for side, sign in (("low", -1), ("high", 1))
+    }
 
 
 def curves(points: int, seed: int, names=MAIN, spread: float = 0.0) -> dict:
@@ -87,7 +90,12 @@ def seen(gone: np.ndarray, query: int) -> np.ndarray:
 
 
 def trajectory(
-    tokens: int = 60, prompt: int = 8, seed: int = 0, gone: np.ndarray | None = None, beacons: tuple[int, ...] = (), **changes
+    tokens: int = 60,
+    prompt: int = 8,
+    seed: int = 0,
+    gone: np.ndarray | None = None,
+    beacons: tuple[int, ...] = (),
+    **changes,
 ) -> dict:
     rng = np.random.default_rng(seed)
     words = [" the", " sum", " of", " 17", " and", " 25", " is", " 42", ",", "\n", " so", " we", " carry", " one", "."]

@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 import torch
-from conftest import tiny
-from test_train import recipe
 from torch.distributed.tensor import DTensor
 
-import sparse_rl.checkpoint
-from sparse_rl.checkpoint import find_checkpoints, load_state, save_checkpoint
+import sparse_rl.train.checkpoint
+from sparse_rl.distributed.world import PeerFailed, World, is_lost, join_world, leave_world
 from sparse_rl.errors import SparseRLError
-from sparse_rl.learn.batch import collate, score, weigh
+from sparse_rl.files import find_checkpoints
+from sparse_rl.learn.batch import collate, make_batches, score
 from sparse_rl.learn.learner import Disagreement, Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS
@@ -27,8 +26,10 @@ from sparse_rl.learn.shards import full, publish, save_shards, shard
 from sparse_rl.learn.student import Students, StudentSettings
 from sparse_rl.models import tiny_tokenizer, with_lora
 from sparse_rl.rollout import Engine, Sampling
-from sparse_rl.train import Trainer
-from sparse_rl.world import Elsewhere, World, is_lost, join_world, leave_world
+from sparse_rl.train.checkpoint import load_state, save_checkpoint
+from sparse_rl.train.loop import Trainer
+from tests.helpers.models import tiny
+from tests.helpers.runs import recipe
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
 
@@ -44,7 +45,7 @@ def batches(model, method, loss, world, minibatches=2):
     owner[:first] = torch.arange(first) % max(world.size - 1, 1)
     scored = dataclasses.replace(scored, sampled=dataclasses.replace(scored.sampled, owner=owner))
     advantages = torch.linspace(-1.5, 1.2, len(done))
-    return weigh(scored, advantages, method.correction, loss, minibatches)
+    return make_batches(scored, advantages, method.correction, loss, minibatches)
 
 
 def recorded(learner):
@@ -80,7 +81,9 @@ def step_alone_and_together(world, name, divided, lora=0, checkpointing=False, l
     whole = copy.deepcopy(model)  # what a sampler would have
     sharded = shard(model, world.size) if divided else None
     if divided:
-        assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters() if p.dim() == 2)
+        assert all(
+            isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters() if p.dim() == 2
+        )
     together = Learner(model, OPTIMIZER, loss, world=world, sharded=sharded, **how)
     ours, theirs = recorded(alone), recorded(together)
     everybody = [dataclasses.replace(b, owner=torch.zeros_like(b.owner)) for b in every]
@@ -96,7 +99,11 @@ def step_alone_and_together(world, name, divided, lora=0, checkpointing=False, l
         found, expected = together.step(all_), alone.step(one)
         assert found.keys() == expected.keys()
         for key in expected:
-            assert abs(found[key] - expected[key]) <= 1e-5 * max(1, abs(expected[key])) if exact else True, (key, found[key], expected[key])
+            assert abs(found[key] - expected[key]) <= 1e-5 * max(1, abs(expected[key])) if exact else True, (
+                key,
+                found[key],
+                expected[key],
+            )
     assert len(ours) == len(theirs) == len(every) and any(g.abs().max() > 1e-4 for g in ours[0])
     for mine, all_of_us in zip(ours, theirs):
         for one, other in zip(mine, all_of_us, strict=True):
@@ -118,7 +125,9 @@ def check_steps(world, folder):
         step_alone_and_together(world, "sparse-rl", divided)
         step_alone_and_together(world, "shadow", divided, loss=Loss(mean="token-mean"))
         step_alone_and_together(world, "smd", divided)
-        step_alone_and_together(world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24))  # weights normalised
+        step_alone_and_together(
+            world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24)
+        )  # weights normalised
         step_alone_and_together(world, "shadow", divided, lora=4, checkpointing=True)
         step_alone_and_together(world, "sparse-rl", divided, checkpointing=True)
         step_alone_and_together(world, "shadow", divided, dtype=torch.bfloat16)
@@ -144,9 +153,9 @@ def check_students(world, folder):
 
 def check_meetings(world, folder):
     """A failure or a stop of one is every one's, and afterwards they can meet again."""
-    assert world.together(lambda: world.rank) == list(range(world.size))
+    assert world.run_on_all(lambda: world.rank) == list(range(world.size))
     odd = (torch.arange(3) + world.rank).to(torch.uint16)
-    assert [t.tolist() for t in world.together(lambda: odd)] == [[r, r + 1, r + 2] for r in range(world.size)]
+    assert [t.tolist() for t in world.run_on_all(lambda: odd)] == [[r, r + 1, r + 2] for r in range(world.size)]
 
     def fails():
         if world.rank == 1:
@@ -154,9 +163,9 @@ def check_meetings(world, folder):
         return 1
 
     try:
-        world.together(fails)
+        world.run_on_all(fails)
     except SparseRLError as error:
-        assert isinstance(error, Elsewhere) == (world.rank != 1) and "has had enough" in str(error)
+        assert isinstance(error, PeerFailed) == (world.rank != 1) and "has had enough" in str(error)
     else:
         raise AssertionError("nobody was told")
 
@@ -164,9 +173,9 @@ def check_meetings(world, folder):
         raise SparseRLError("this recipe is no good.")
 
     try:
-        world.together(all_fail)
+        world.run_on_all(all_fail)
     except SparseRLError as error:
-        assert isinstance(error, Elsewhere) == (not world.first)  # the first one says it, and nobody else
+        assert isinstance(error, PeerFailed) == (not world.first)  # the first one says it, and nobody else
     else:
         raise AssertionError("nobody failed")
 
@@ -176,12 +185,12 @@ def check_meetings(world, folder):
 
     for _ in range(2):
         try:
-            world.together(stops)
+            world.run_on_all(stops)
         except KeyboardInterrupt:
             pass
         else:
             raise AssertionError("nobody stopped")
-    assert world.from_first(lambda: world.rank) == 0
+    assert world.run_on_first(lambda: world.rank) == 0
     numbers = world.add_numbers({"a": 1.0, "b": float(world.rank)})
     assert numbers == {"a": world.size, "b": sum(range(world.size))}
     tensors = [torch.full((3,), float(world.rank + 1)), torch.ones(2, 2)]
@@ -209,18 +218,18 @@ def check_stopping(world, folder):
     made = Trainer(recipe(eval={"every": 0}), Path(folder) / "run", show=False, world=world)
     made.step = 1
     made._save_after(Disagreement("planted"))
-    world.together(lambda: None)
+    world.run_on_all(lambda: None)
     assert not find_checkpoints(Path(folder) / "run" / "checkpoints")
-    original = sparse_rl.checkpoint.save_model
+    original = sparse_rl.train.loop.checkpoint.save_model
 
     def slowly(*given):
         time.sleep(1)
         original(*given)
 
-    sparse_rl.checkpoint.save_model = slowly
+    sparse_rl.train.loop.checkpoint.save_model = slowly
     world.stop = True  # Ctrl-C again, after the meeting that stopped the run
     made._save_after(KeyboardInterrupt())
-    sparse_rl.checkpoint.save_model = original
+    sparse_rl.train.loop.checkpoint.save_model = original
     assert [step for step, _ in find_checkpoints(Path(folder) / "run" / "checkpoints")] == [1]
 
 
@@ -293,7 +302,7 @@ def check_leaving(world, folder):
     """Comes last. Who learns with shards says in a sentence that another has left."""
     model = copy.deepcopy(tiny("llama"))
     sharded = shard(model, world.size)
-    world.together(lambda: None)
+    world.run_on_all(lambda: None)
     if world.rank == 1:
         leave_world(world, failed=True)
         return
@@ -308,7 +317,15 @@ def check_leaving(world, folder):
 
 if __name__ == "__main__":
     here: World = join_world()
-    for check in (check_meetings, check_disagreement, check_students, check_shards, check_stopping, check_steps, check_leaving):
+    for check in (
+        check_meetings,
+        check_disagreement,
+        check_students,
+        check_shards,
+        check_stopping,
+        check_steps,
+        check_leaving,
+    ):
         check(here, sys.argv[1])
         print(f"{check.__name__} {here.rank}", flush=True)
     leave_world(here)

@@ -13,7 +13,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import peers
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +21,9 @@ from hypothesis import strategies as st
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn.correct import PRESETS, correct, correction
 from sparse_rl.learn.loss import Loss, policy_loss, token_scale
+from tests.helpers import peers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 REAL_VERL = importlib.util.find_spec("verl") is not None
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 # a released preset without what no host can give; and combinations that no preset has
@@ -92,7 +92,9 @@ def by_hand(name, data, denominator, stale=False):
     after = []
     for row in gap:
         middle = math.exp(sum(row.values()) / max(len(row), 1))
-        rejected = any(math.exp(x) < lowest for x in row.values()) or (mean_band and not mean_band[0] <= middle <= mean_band[1])
+        rejected = any(math.exp(x) < lowest for x in row.values()) or (
+            mean_band and not mean_band[0] <= middle <= mean_band[1]
+        )
         after.append([] if rejected else [t for t, x in row.items() if not band or band[0] <= math.exp(x) <= band[1]])
     loss, grad = 0.0, torch.zeros(n, width, dtype=torch.float64)
     for i, row in enumerate(after):
@@ -141,11 +143,18 @@ def verl_weights(old, sampler, mask, threshold=1e9, level="token"):
 def verl_config(verl, variant=("sparse-rl", {}), **info):
     section = verl.PolicyLoss(loss_mode="sparse-rl", preset=variant[0], correction=variant[1])
     if not REAL_VERL:
-        return Namespace(policy_loss=section, clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info=info)
+        return Namespace(
+            policy_loss=section, clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info=info
+        )
     from verl.workers.config import FSDPActorConfig
 
     return FSDPActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=section, clip_ratio_high=0.28, global_batch_info=info
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        policy_loss=section,
+        clip_ratio_high=0.28,
+        global_batch_info=info,
     )
 
 
@@ -191,7 +200,10 @@ def test_verl_gives_our_loss_and_gradient(verl, seed, variant):
 def test_verl_micro_batches_add_up(verl, seed, variant):
     data = batch(seed)
     n = len(data[0])
-    halves = [verl_loss(verl, variant, data, "seq-mean-token-mean", rows=slice(i, None, 2), global_batch_size=n) for i in range(min(n, 2))]
+    halves = [
+        verl_loss(verl, variant, data, "seq-mean-token-mean", rows=slice(i, None, 2), global_batch_size=n)
+        for i in range(min(n, 2))
+    ]
     same((sum(h[0] for h in halves), sum(h[1] for h in halves)), ours(variant, data))
 
 
@@ -222,7 +234,10 @@ def test_verl_bounds_the_gap_at_20(verl):
     data[1][0, 0] = data[0][0, 0] + 30
     for variant in VARIANTS:
         if variant[0] not in ("naive", "geo"):
-            same(verl_loss(verl, variant, data, "seq-mean-token-mean", global_batch_size=len(data[0])), ours(variant, data))
+            same(
+                verl_loss(verl, variant, data, "seq-mean-token-mean", global_batch_size=len(data[0])),
+                ours(variant, data),
+            )
 
 
 def test_verl_normalises_weights_where_it_sees_the_whole_step(verl):
@@ -237,7 +252,9 @@ def test_verl_normalises_weights_where_it_sees_the_whole_step(verl):
         (slice(None), dict(global_batch_size=n)),
         (slice(None), {}),
     ):
-        with pytest.raises(SparseRLError, match=r"normalise_weights .* verl hands over a micro-batch of \d+ trajectories"):
+        with pytest.raises(
+            SparseRLError, match=r"normalise_weights .* verl hands over a micro-batch of \d+ trajectories"
+        ):
             verl_loss(verl, variant, data, "seq-mean-token-mean", rows=rows, **info)
 
 
@@ -251,7 +268,13 @@ def test_verl_weights_that_are_not_xi_are_refused(verl):
         return verl_loss(verl, variant, data, "seq-mean-token-mean", weights, global_batch_size=len(old))
 
     cut = verl_weights(old, sampler, mask, threshold=2.0)
-    for variant in (("mis", {}), ("geo", {}), ("naive", {}), ("tis", {"cap": 3.0}), ("tis", {"mask_outside": [0.1, 2.0]})):
+    for variant in (
+        ("mis", {}),
+        ("geo", {}),
+        ("naive", {}),
+        ("tis", {"cap": 3.0}),
+        ("tis", {"mask_outside": [0.1, 2.0]}),
+    ):
         with pytest.raises(SparseRLError, match=r"weights end at 2, where they were cut off; set .*threshold=1e9"):
             run(variant, cut)
     with pytest.raises(SparseRLError, match="weights end at 2, where they were cut off"):
@@ -266,7 +289,9 @@ def test_verl_weights_that_are_not_xi_are_refused(verl):
     with pytest.raises(SparseRLError, match=r"one importance weight for all its tokens; set .*rollout_is=token"):
         run(("tis", {}), gap.exp() * mask)
     run(("mis", {}), mask.float())  # a sampler without any gap is no mistake
-    with pytest.raises(SparseRLError, match=r"no importance weights; set .*rollout_is=token .*calculate_log_probs=True"):
+    with pytest.raises(
+        SparseRLError, match=r"no importance weights; set .*rollout_is=token .*calculate_log_probs=True"
+    ):
         verl.policy_loss(old, old, old, mask, config=verl_config(verl))
 
 
@@ -307,7 +332,9 @@ def test_verl_itself_finds_the_plugin(tmp_path):
     folder.mkdir()
     (folder / "entry_points.txt").write_text(entry_points())
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-    command = next(part for part in (ROOT / "docs/verl.md").read_text().split("```") if "python3 -m verl.trainer.main_ppo" in part)
+    command = next(
+        part for part in (ROOT / "docs/verl.md").read_text().split("```") if "python3 -m verl.trainer.main_ppo" in part
+    )
     overrides = [word for word in command.replace("\\\n", " ").split() if "=" in word]
     code = f"""
 import verl
@@ -321,9 +348,14 @@ print(get_policy_loss_fn(actor.policy_loss.loss_mode).__module__, actor.policy_l
 print(config.algorithm.rollout_correction.rollout_is, config.algorithm.rollout_correction.rollout_is_threshold)
 """
     path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-2:] == ["sparse_rl.integrations.verl sparse-rl {'reject_below': 0.001}", "token 1000000000.0"]
+    assert done.stdout.splitlines()[-2:] == [
+        "sparse_rl.integrations.verl sparse-rl {'reject_below': 0.001}",
+        "token 1000000000.0",
+    ]
 
 
 @pytest.mark.skipif(not REAL_VERL, reason="verl is not installed")
@@ -343,12 +375,15 @@ def test_verl_trains_through_it(verl, name):
         "rollout_is_weights": verl_weights(old, sampler, mask),
     }
     nested = {
-        k: torch.nested.as_nested_tensor([v[i, :size] for i, size in enumerate(lengths)], layout=torch.jagged) for k, v in kept.items()
+        k: torch.nested.as_nested_tensor([v[i, :size] for i, size in enumerate(lengths)], layout=torch.jagged)
+        for k, v in kept.items()
     }
     ids = [torch.zeros(prompt + int(size), dtype=torch.long) for size in lengths]
     nested["input_ids"] = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
     nested["prompts"] = torch.nested.as_nested_tensor([torch.zeros(prompt, dtype=torch.long)] * n, layout=torch.jagged)
-    nested["responses"] = torch.nested.as_nested_tensor([torch.zeros(int(s), dtype=torch.long) for s in lengths], layout=torch.jagged)
+    nested["responses"] = torch.nested.as_nested_tensor(
+        [torch.zeros(int(s), dtype=torch.long) for s in lengths], layout=torch.jagged
+    )
     td = TensorDict(nested, batch_size=n)
     for key, value in dict(dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=n).items():
         td.set_non_tensor(key, value)
@@ -380,9 +415,13 @@ def slime_loss(monkeypatch, variant, data, denominators, per_token=False, own=No
         k: [v[i, : sizes[i]][at] for i, at in enumerate(index)]
         for k, v in dict(s=sampler, o=old, lp=lp, a=advantages[:, None] * mask).items()
     }
-    pg_loss = peers.slime_token_loss(torch.cat(local["lp"]), torch.cat(local["o"]), torch.cat(local["a"]), *CLIP.values())
+    pg_loss = peers.slime_token_loss(
+        torch.cat(local["lp"]), torch.cat(local["o"]), torch.cat(local["a"]), *CLIP.values()
+    )
     masks = [mask[i, :size].int() for i, size in enumerate(sizes)]
-    args = Namespace(use_tis=True, use_rollout_logprobs=False, sparse_rl_preset=variant[0], sparse_rl_correction=variant[1])
+    args = Namespace(
+        use_tis=True, use_rollout_logprobs=False, sparse_rl_preset=variant[0], sparse_rl_correction=variant[1]
+    )
     pg_loss, kept, metrics = slime.corrected(
         args=args,
         pg_loss=pg_loss,
@@ -468,7 +507,11 @@ def test_slime_defaults_and_metrics_alone(monkeypatch):
     given |= dict(pg_loss=torch.ones(3), total_lengths=[4, 3], response_lengths=[2, 1])
     loss, masks, metrics = slime.corrected(Namespace(use_tis=True, use_rollout_logprobs=False), **given)
     torch.testing.assert_close(loss, torch.tensor([0.0, 0.0, math.exp(0.5)]))
-    assert [m.tolist() for m in masks] == [[0.0, 0.0], [1.0]] and metrics["sparse_rl_rejected"].tolist() == [1.0, 1.0, 0.0]
+    assert [m.tolist() for m in masks] == [[0.0, 0.0], [1.0]] and metrics["sparse_rl_rejected"].tolist() == [
+        1.0,
+        1.0,
+        0.0,
+    ]
     loss, masks, again = slime.corrected(Namespace(use_tis=False, use_rollout_logprobs=False), **given)
     assert loss is given["pg_loss"] and masks is given["loss_masks"] and again.keys() == metrics.keys()
 
@@ -483,7 +526,15 @@ def prime_loss(monkeypatch, variant, data, weights=None, scale=None):
     sampler, _, logprobs, advantages, mask, _ = data
     lp = logprobs.clone().requires_grad_()
     kwargs = {"preset": variant[0], **CLIP, **variant[1]}
-    args = (kwargs, lp, sampler, advantages[:, None].expand_as(lp), mask, weights, int(mask.sum()) if scale is None else scale)
+    args = (
+        kwargs,
+        lp,
+        sampler,
+        advantages[:, None].expand_as(lp),
+        mask,
+        weights,
+        int(mask.sum()) if scale is None else scale,
+    )
     loss, metrics = peers.prime_rl_loss(prime_rl.loss, *args)
     loss.backward()
     return loss.detach(), lp.grad, metrics

@@ -19,7 +19,6 @@ import functools
 
 import pytest
 import torch
-from conftest import tiny
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl.learn.advantage import advantage
@@ -27,6 +26,7 @@ from sparse_rl.learn.correct import PRESETS, Correction, correct
 from sparse_rl.learn.loss import Loss, k3, policy_loss, ratio, token_scale
 from sparse_rl.learn.score import token_logprobs
 from sparse_rl.models import tiny_tokenizer
+from tests.helpers.models import tiny
 
 trl = pytest.importorskip("trl", minversion="1.12")
 datasets = pytest.importorskip("datasets")
@@ -37,7 +37,13 @@ GROUP = torch.arange(len(PROMPTS)).repeat_interleave(GENERATIONS)
 LENGTHS = [5, 1, 8, 3, 7, 2, 6, 4, 3, 1, 5, 9]  # tokens of each completion, the end included
 CUT_OFF = 3  # this completion does not end, so none of its tokens count
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.0, 0.0, 2.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5])  # the last group has no spread
-GAPS = {(0, 2): -12.0, (2, 5): 3.0, (4, 0): -0.8, (6, 1): 0.8, (9, 0): 1.1}  # (completion, token): planted old - sampler
+GAPS = {
+    (0, 2): -12.0,
+    (2, 5): 3.0,
+    (4, 0): -0.8,
+    (6, 1): 0.8,
+    (9, 0): 1.1,
+}  # (completion, token): planted old - sampler
 ACCEPT_ALL = torch.ones(len(LENGTHS), dtype=torch.bool)
 MAX_LENGTH = 16
 
@@ -49,7 +55,10 @@ OBJECTIVES = {
         Loss(beta=0.3, clip_low=0.1, clip_high=0.3),
     ),
     "dr-grpo": (dict(loss_type="dr_grpo", scale_rewards="none"), Loss(mean="dr-grpo", constant=MAX_LENGTH)),
-    "dr-grpo-kl": (dict(loss_type="dr_grpo", scale_rewards="none", beta=0.3), Loss(mean="dr-grpo", constant=MAX_LENGTH, beta=0.3)),
+    "dr-grpo-kl": (
+        dict(loss_type="dr_grpo", scale_rewards="none", beta=0.3),
+        Loss(mean="dr-grpo", constant=MAX_LENGTH, beta=0.3),
+    ),
     "dapo": (dict(loss_type="dapo", epsilon_high=0.28), Loss(mean="token-mean", clip_high=0.28)),
     "bnpo-kl": (dict(loss_type="bnpo", beta=0.3), Loss(mean="token-mean", beta=0.3)),
     "gspo": (
@@ -69,7 +78,11 @@ CORRECTIONS = {
     "geo": _OFF,
     "tis": _TRUNCATE,
     "sparse-rl": _TRUNCATE,
-    "mis": dict(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=0.5, vllm_importance_sampling_clip_max=2.0),
+    "mis": dict(
+        vllm_importance_sampling_mode="token_mask",
+        vllm_importance_sampling_clip_min=0.5,
+        vllm_importance_sampling_clip_max=2.0,
+    ),
 }
 
 
@@ -178,7 +191,9 @@ def trainer_of(tmp_path):
 
 
 def their_batch(trainer) -> dict:
-    return trainer._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS for _ in range(GENERATIONS)])
+    return trainer._generate_and_score_completions(
+        [{"prompt": prompt} for prompt in PROMPTS for _ in range(GENERATIONS)]
+    )
 
 
 def their_loss(trainer, *micro_batches: dict) -> torch.Tensor:
@@ -192,7 +207,12 @@ def our_loss(options: dict, how: Loss, fix: Correction, **changes):
     old = sampler if fix.old == "sampler" else old
     advantages, _ = advantage(REWARDS, GROUP, "dr-grpo" if options.get("scale_rewards") == "none" else "grpo", eps=1e-4)
     fixed = correct(old - sampler, response_mask(), fix)
-    passed = {"mask": fixed.mask, "weights": fixed.weights, "scale": token_scale(fixed.mask, fixed.accepted, how), **changes}
+    passed = {
+        "mask": fixed.mask,
+        "weights": fixed.weights,
+        "scale": token_scale(fixed.mask, fixed.accepted, how),
+        **changes,
+    }
     logprobs = score(policy("new"), options.get("temperature", 1.0))
     return policy_loss(logprobs, old, advantages.float(), **passed, how=how, reference_logprobs=reference)[:2]
 
@@ -217,7 +237,9 @@ def test_loss_and_gradient(trainer_of, objective, preset):
     theirs = their_loss(trainer, their_batch(trainer))
     ours, sums = our_loss(options, how, PRESETS[preset])
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0  # both ends of the clip are at work
+    assert (
+        metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
+    )  # both ends of the clip are at work
     if how.level == "token":
         assert (sums["clipped"] / sums["tokens"]).item() == pytest.approx(metrics["clip_ratio/region_mean"])
     if how.beta:
@@ -334,11 +356,17 @@ def test_the_ratio_of_a_sequence(trainer_of):
 
 
 def test_the_veto_is_a_token_mask_for_the_whole_trajectory(trainer_of):
-    mode = dict(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=1e-4, vllm_importance_sampling_clip_max=None)
+    mode = dict(
+        vllm_importance_sampling_mode="token_mask",
+        vllm_importance_sampling_clip_min=1e-4,
+        vllm_importance_sampling_clip_max=None,
+    )
     theirs = their_batch(trainer_of(**mode))["importance_sampling_ratio"]
     sampler, old, _ = known()
     accepted = correct(old - sampler, response_mask(), PRESETS["sparse-rl"]).accepted
-    assert accepted.tolist() == (theirs > 0).all(1).tolist() == [i != 0 for i in range(len(LENGTHS))]  # the planted gap of -12
+    assert (
+        accepted.tolist() == (theirs > 0).all(1).tolist() == [i != 0 for i in range(len(LENGTHS))]
+    )  # the planted gap of -12
 
 
 @pytest.mark.parametrize(("scale_rewards", "estimator"), [("group", "grpo"), ("none", "dr-grpo")])
@@ -348,4 +376,6 @@ def test_advantages(trainer_of, scale_rewards, estimator):
     ours, metrics = advantage(REWARDS, GROUP, estimator, eps=1e-4)
     torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=1e-6)
     assert theirs[:8].abs().min() > 0 and not theirs[8:].any()
-    assert metrics["advantage/groups_without_variance/frac"] == pytest.approx(trainer._metrics["train"]["frac_reward_zero_std"][-1])
+    assert metrics["advantage/groups_without_variance/frac"] == pytest.approx(
+        trainer._metrics["train"]["frac_reward_zero_std"][-1]
+    )

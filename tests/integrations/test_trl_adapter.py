@@ -14,24 +14,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.attention import shadow
 from sparse_rl.errors import SparseRLError
-from sparse_rl.learn.batch import collate, score, weigh
+from sparse_rl.learn.batch import collate, make_batches, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import tiny_tokenizer
+from tests.helpers.models import tiny
 
 trl = pytest.importorskip("trl", minversion="1.12")
 datasets = pytest.importorskip("datasets")
 
 from sparse_rl.integrations.trl import TRACES, rollout_seed, use_sparse_rollouts  # noqa: E402
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "trl_grpo.py"
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "trl_grpo.py"
 PROMPTS = ["3+4=", "sum of 12 and 7", "x", "17 times 4 is"]
 GENERATIONS = 3
 ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GENERATIONS)]
@@ -42,7 +42,9 @@ LOSSES = {
     "dapo": Loss(mean="token-mean"),
     "dr_grpo": Loss(mean="dr-grpo", constant=NEW),
 }
-STRICT = Correction(reject_below=0.25, cap=2.0)  # sparse-rl with a bound at which a model this small loses some, not all
+STRICT = Correction(
+    reject_below=0.25, cap=2.0
+)  # sparse-rl with a bound at which a model this small loses some, not all
 
 
 def model_of(architecture: str = "llama", nudge: float = 0.0):
@@ -63,7 +65,15 @@ def rewards(completions, **_):
 def made(tmp_path):
     """A trainer as a script makes one."""
 
-    def make(model=None, micro_batches: int = 1, peft_config=None, tokenizer=None, prompts=PROMPTS, eval_dataset=None, **options):
+    def make(
+        model=None,
+        micro_batches: int = 1,
+        peft_config=None,
+        tokenizer=None,
+        prompts=PROMPTS,
+        eval_dataset=None,
+        **options,
+    ):
         model = model or model_of()
         if options.get("beta"):  # TRL loads the reference from where the config says that the model is from
             model_of(nudge=0.02).save_pretrained(tmp_path / "reference")
@@ -122,7 +132,7 @@ def our_batch(trainer, advantages, how: Correction, loss: Loss, view: str, refer
     """The rollouts of the trainer's last generation, scored and weighed by our own pipeline."""
     sampled = collate(trainer.vllm_generation.trajectories)
     scored = score(trainer.model, sampled, 10_000, trainer.temperature, reference=reference, view=view)
-    return weigh(scored, advantages, how, loss, minibatches=1)[0]
+    return make_batches(scored, advantages, how, loss, minibatches=1)[0]
 
 
 def our_gradient(model, batch, loss: Loss, temperature: float = 1.0) -> tuple[float, torch.Tensor]:
@@ -166,7 +176,10 @@ def test_completions_are_those_of_our_engine(sparse, rows, temperature):
     for i, trajectory in enumerate(expected):
         assert batch["completion_ids"][i][mask[i]].tolist() == trajectory.response_tokens.tolist()
         torch.testing.assert_close(
-            batch["sampling_per_token_logps"][i][mask[i]], trajectory.sampler_logprobs[trajectory.num_prompt_tokens :], rtol=0, atol=1e-6
+            batch["sampling_per_token_logps"][i][mask[i]],
+            trajectory.sampler_logprobs[trajectory.num_prompt_tokens :],
+            rtol=0,
+            atol=1e-6,
         )
     assert any((t.trace.evicted_at.long() < len(t.tokens)).any() for t in expected)
     assert generated(trainer)["completion_ids"].tolist() != batch["completion_ids"].tolist()  # the next call draws anew
@@ -236,7 +249,9 @@ def test_the_replayed_gradient_is_our_learner_s(sparse, loss_type, checkpointing
 def test_the_reference_is_replayed_too(sparse):
     trainer = sparse(replay=True, loss_type="grpo", beta=0.3)
     batch, loss = generated(trainer), Loss(beta=0.3)
-    expected = our_batch(trainer, batch["advantages"], PRESETS["none"], loss, "shadow", contextlib.nullcontext(model_of(nudge=0.02)))
+    expected = our_batch(
+        trainer, batch["advantages"], PRESETS["none"], loss, "shadow", contextlib.nullcontext(model_of(nudge=0.02))
+    )
     nudge(trainer.model)
     theirs = trainer._compute_loss(trainer.model, batch)
     theirs.backward()
@@ -255,8 +270,12 @@ def test_training_steps_add_up_to_our_optimizer_step(sparse, replay, micro_batch
         return sum(trainer.training_step(trainer.model, rows, None).item() for _ in range(micro_batches))
 
     optimizer_step()  # generates
-    advantages = dict(zip(map(tuple, _completions(trainer)), torch.cat([b["advantages"] for b in trainer._buffered_inputs]).tolist()))
-    ordered = torch.tensor([advantages[tuple(t.response_tokens.tolist())] for t in trainer.vllm_generation.trajectories])
+    advantages = dict(
+        zip(map(tuple, _completions(trainer)), torch.cat([b["advantages"] for b in trainer._buffered_inputs]).tolist())
+    )
+    ordered = torch.tensor(
+        [advantages[tuple(t.response_tokens.tolist())] for t in trainer.vllm_generation.trajectories]
+    )
     expected = our_batch(trainer, ordered, how, LOSSES["dapo"], "shadow" if replay else "dense")
     nudge(trainer.model)
     assert_same((optimizer_step(), gradient(trainer.model)), our_gradient(trainer.model, expected, LOSSES["dapo"]))
@@ -273,18 +292,24 @@ def _completions(trainer) -> list[list[int]]:
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("how", [*PRESETS, STRICT, dataclasses.replace(STRICT, mask_outside=(0.8, 1.25))], ids=str)
 def test_our_corrections_give_our_weights_masks_and_loss(sparse, how, loss_type):
-    trainer = sparse(correction=how, loss_type=loss_type, vllm_importance_sampling_correction=False)  # ours are on all the same
+    trainer = sparse(
+        correction=how, loss_type=loss_type, vllm_importance_sampling_correction=False
+    )  # ours are on all the same
     batch, loss = generated(trainer), LOSSES[loss_type]
     preset = PRESETS[how] if isinstance(how, str) else how
     expected = our_batch(trainer, batch["advantages"], preset, loss, "dense")
     mask, response = batch["tool_mask"].bool(), batch["completion_mask"].bool()
     assert mask.sum(1).tolist() == expected.mask.sum(1).tolist()
-    assert batch["importance_sampling_ratio"][mask].tolist() == pytest.approx(expected.weights[expected.mask].tolist(), rel=1e-4)
+    assert batch["importance_sampling_ratio"][mask].tolist() == pytest.approx(
+        expected.weights[expected.mask].tolist(), rel=1e-4
+    )
     assert batch["num_items_in_batch"] == expected.mask.sum()
     if not isinstance(how, str):
         rejected = trainer._metrics["train"]["sparse_rl/reject/trajectories/frac"][-1]
         assert 0 < rejected < 1 and mask.any(1).float().mean().item() == pytest.approx(1 - rejected)
-        assert trainer._metrics["train"]["sparse_rl/reject/tokens/frac"][-1] == pytest.approx(1 - (mask.sum() / response.sum()).item())
+        assert trainer._metrics["train"]["sparse_rl/reject/tokens/frac"][-1] == pytest.approx(
+            1 - (mask.sum() / response.sum()).item()
+        )
     if not mask.any():  # geo's band: nothing is left of rollouts this different
         assert how == "geo"
         return
@@ -292,7 +317,9 @@ def test_our_corrections_give_our_weights_masks_and_loss(sparse, how, loss_type)
     theirs = trainer._compute_loss(trainer.model, batch)
     theirs.backward()
     found = theirs.item(), gradient(trainer.model)
-    assert_same(found, our_gradient(trainer.model, expected, loss), 3e-5)  # TRL's dense rows are padded, so their positions round elsewhere
+    assert_same(
+        found, our_gradient(trainer.model, expected, loss), 3e-5
+    )  # TRL's dense rows are padded, so their positions round elsewhere
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask"])
@@ -302,7 +329,9 @@ def test_trl_s_own_correction(made, recwarn, mode):
     said = [str(w.message) for w in recwarn if "token_truncate" in str(w.message)]
     assert len(said) == (mode == "sequence_mask")
     batch = generated(trainer)
-    gap = torch.where(batch["completion_mask"].bool(), batch["old_per_token_logps"] - batch["sampling_per_token_logps"], 0.0)
+    gap = torch.where(
+        batch["completion_mask"].bool(), batch["old_per_token_logps"] - batch["sampling_per_token_logps"], 0.0
+    )
     xi = gap.sum(1, keepdim=True).exp() if mode == "sequence_mask" else gap.exp()
     expected = xi.clamp(max=1.2) if mode == "token_truncate" else torch.where(xi > 1.2, 0.0, xi)
     torch.testing.assert_close(batch["importance_sampling_ratio"], expected)
@@ -314,14 +343,26 @@ def test_trl_s_own_correction(made, recwarn, mode):
 def test_training_logs_ratios_and_savings_and_moves_the_weights(sparse):
     evaluation = datasets.Dataset.from_dict({"prompt": PROMPTS[:2]})
     trainer = sparse(
-        max_steps=2, eval_strategy="steps", eval_steps=1, num_generations_eval=2, per_device_eval_batch_size=2, eval_dataset=evaluation
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        num_generations_eval=2,
+        per_device_eval_batch_size=2,
+        eval_dataset=evaluation,
     )
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     first, evaluated = trainer.state.log_history[:2]
-    assert first["sampling/importance_sampling_ratio/min"] < 0.9 and first["sampling/importance_sampling_ratio/max"] <= 2
+    assert (
+        first["sampling/importance_sampling_ratio/min"] < 0.9 and first["sampling/importance_sampling_ratio/max"] <= 2
+    )
     assert 0 < first["sparse_rl/kv_tokens_saved"] < 1 and first["sparse_rl/gap/abs/mean"] > 0.01
-    assert {"sparse_rl/reject/trajectories/frac", "sparse_rl/gap/xi/p05", "sparse_rl/kv_bytes_saved", "loss"} <= first.keys()
+    assert {
+        "sparse_rl/reject/trajectories/frac",
+        "sparse_rl/gap/xi/p05",
+        "sparse_rl/kv_bytes_saved",
+        "loss",
+    } <= first.keys()
     assert {"eval_sparse_rl/gap/abs/mean", "eval_sparse_rl/kv_tokens_saved", "eval_reward"} <= evaluated.keys()
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     assert trainer.vllm_generation.engine.version == 2
@@ -353,7 +394,9 @@ def test_replay_under_autocast_attends_in_one_dtype(sparse, monkeypatch):
     """As stock attention does; the kernels of a GPU take nothing else."""
     seen = set()
     fits = shadow.fits_kernels
-    monkeypatch.setattr(shadow, "fits_kernels", lambda *tensors: seen.add(tuple(x.dtype for x in tensors[:3])) or fits(*tensors))
+    monkeypatch.setattr(
+        shadow, "fits_kernels", lambda *tensors: seen.add(tuple(x.dtype for x in tensors[:3])) or fits(*tensors)
+    )
     sparse(replay=True, max_steps=1, bf16=True).train()
     assert seen == {(torch.bfloat16,) * 3}
 
@@ -362,7 +405,11 @@ def test_replay_under_autocast_attends_in_one_dtype(sparse, monkeypatch):
 def test_a_resumed_run_is_the_uninterrupted_one(sparse, tmp_path, replay):
     def run(folder: str, steps: int, resume: bool = False):
         options = dict(
-            output_dir=str(tmp_path / folder), max_steps=steps, save_strategy="steps", save_steps=2, lr_scheduler_type="constant"
+            output_dir=str(tmp_path / folder),
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=2,
+            lr_scheduler_type="constant",
         )
         trainer = sparse(replay=replay, **options)
         trainer.train(resume_from_checkpoint=resume)
@@ -373,7 +420,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(sparse, tmp_path, replay):
     assert first.state.global_step == 2
     for name, parameter in whole.model.named_parameters():  # TRL sums over rows in another order, hence the tolerance
         torch.testing.assert_close(parameter, parts.model.get_parameter(name), rtol=0, atol=1e-6)
-    drawn, again = (sorted(t.tokens.tolist() for t in trainer.vllm_generation.trajectories) for trainer in (whole, parts))
+    drawn, again = (
+        sorted(t.tokens.tolist() for t in trainer.vllm_generation.trajectories) for trainer in (whole, parts)
+    )
     assert drawn == again
     for one, other in zip(whole.state.log_history[:4], parts.state.log_history[:4], strict=True):
         for name in ("loss", "reward", "sparse_rl/gap/abs/mean", "sparse_rl/reject/tokens/frac", "num_tokens"):
@@ -438,15 +487,31 @@ if trainer.accelerator.is_main_process:
 def test_two_processes_share_a_group_and_keep_the_same_weights(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parent.parent), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+        str(tmp_path / "out"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parent.parent), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    apart, gap, first, second = ast.literal_eval(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
+    apart, gap, first, second = ast.literal_eval(
+        next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:]
+    )
     assert apart == 0 and gap < 1e-4
     assert len(first) == len(second) == 4
     assert len({tuple(prompt) for prompt, _ in first + second}) == 1  # half of a group each
-    assert not {tuple(response) for _, response in first} & {tuple(response) for _, response in second}  # of streams of their own
+    assert not {tuple(response) for _, response in first} & {
+        tuple(response) for _, response in second
+    }  # of streams of their own
 
 
 def test_conversations(sparse):
@@ -534,7 +599,9 @@ def test_refusals_of_other_trainers_and_versions(made, monkeypatch):
         use_sparse_rollouts(trainer, **CACHE)
     other = made()
     del other.vllm_importance_sampling_mode
-    with pytest.raises(SparseRLError, match=r"has no vllm_importance_sampling_mode: sparse rollouts support trl>=1\.12,<2"):
+    with pytest.raises(
+        SparseRLError, match=r"has no vllm_importance_sampling_mode: sparse rollouts support trl>=1\.12,<2"
+    ):
         use_sparse_rollouts(other, **CACHE)
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda self, model, tokens: None)
     with pytest.raises(SparseRLError, match=r"has no _get_per_token_logps_and_entropies\(input_ids\)"):
@@ -558,7 +625,9 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     resumed = run("--steps", "3", "--resume")["trainer"]
     logs = [log for log in resumed.state.log_history if "loss" in log]
     assert [log["step"] for log in logs] == [1, 2, 3]
-    assert all({"sampling/importance_sampling_ratio/mean", "sparse_rl/kv_tokens_saved", "reward"} <= log.keys() for log in logs)
+    assert all(
+        {"sampling/importance_sampling_ratio/mean", "sparse_rl/kv_tokens_saved", "reward"} <= log.keys() for log in logs
+    )
     assert any(not torch.equal(p, before[name]) for name, p in resumed.model.named_parameters())
     run("--steps", "1", "--replay", "--out", str(tmp_path / "replay"))
     assert "ratio" in capsys.readouterr().out

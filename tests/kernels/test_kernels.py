@@ -47,7 +47,11 @@ def close(actual, expected, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, size", [(1, 16), (3, 96), (5, 1536), (2, 3000)])
 def test_add_rms_norm(rows, size, dtype):
-    new, residual, weight = draw(rows, size, dtype=dtype), draw(rows, size, dtype=dtype, seed=1), draw(size, dtype=dtype)
+    new, residual, weight = (
+        draw(rows, size, dtype=dtype),
+        draw(rows, size, dtype=dtype, seed=1),
+        draw(size, dtype=dtype),
+    )
     for given in (None, new):
         mine, theirs = residual.clone(), residual.clone()
         close(decode.add_rms_norm(given, mine, weight, 1e-6), twins.add_rms_norm(given, theirs, weight, 1e-6), dtype)
@@ -65,7 +69,11 @@ def test_silu_mul(rows, size, dtype):
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_add_rms_norm_of_a_sum_in_parts(parts):
-    new, residual, weight = draw(parts, 3, 96), draw(3, 96, dtype=torch.bfloat16, seed=1), draw(96, dtype=torch.bfloat16)
+    new, residual, weight = (
+        draw(parts, 3, 96),
+        draw(3, 96, dtype=torch.bfloat16, seed=1),
+        draw(96, dtype=torch.bfloat16),
+    )
     mine, theirs = residual.clone(), residual.clone()
     close(decode.add_rms_norm(new, mine, weight, 1e-6), twins.add_rms_norm(new, theirs, weight, 1e-6), torch.bfloat16)
     close(mine, theirs, torch.bfloat16)
@@ -77,7 +85,9 @@ def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
     used = torch.tensor([0, capacity - 1, capacity // 2, capacity, 1, capacity // 3, 2], device=DEVICE)
     index = used * 3 + torch.tensor([0, 1, 40, 3, 2, 70, 1], device=DEVICE)
     live = torch.tensor([True, True, True, False, True, True, False], device=DEVICE)
-    qkv = draw(rows, query_heads + 2 * heads, dim, dtype=dtype)  # heads of one buffer, as the joint projection leaves them
+    qkv = draw(
+        rows, query_heads + 2 * heads, dim, dtype=dtype
+    )  # heads of one buffer, as the joint projection leaves them
     keys, values = (draw(total, heads, capacity, dim, dtype=dtype, seed=s) for s in (5, 6))
     for row, length in enumerate(used.tolist()):
         keys[row, :, length:] = values[row, :, length:] = float("nan")
@@ -89,7 +99,8 @@ def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
 @pytest.mark.parametrize("dtype, splits", [(torch.float32, None), (torch.float32, 1), (torch.float32, 3), (HALF, None)])
 @pytest.mark.parametrize("rope, norms", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
-    "heads, group, dim, ring, capacity", [(2, 2, 16, 3, 70), (2, 6, 128, 8, 65), (1, 7, 64, 0, 33), (3, 1, 24, 1, 100), (1, 20, 80, 5, 64)]
+    "heads, group, dim, ring, capacity",
+    [(2, 2, 16, 3, 70), (2, 6, 128, 8, 65), (1, 7, 64, 0, 33), (3, 1, 24, 1, 100), (1, 20, 80, 5, 64)],
 )
 def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits, dtype):
     turn = tuple(draw(7, dim, dtype=dtype, seed=s) for s in (1, 2)) if rope else None
@@ -97,7 +108,9 @@ def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits
     for softcap, window in ((None, None), (2.0, None), (None, 20)) if splits is None else ((None, None),):
         token, cache, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
         mine = LayerSlots(*[None if x is None else x.clone() for x in cache])
-        actual = decode.store_and_attend(*token, mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32)
+        actual = decode.store_and_attend(
+            *token, mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32
+        )
         live = row[2]
         theirs = LayerSlots(*[None if x is None else x.clone() for x in cache])
         twins.store(*token, theirs, *row, turn, weights)
@@ -109,7 +122,9 @@ def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits
             if a is not None:
                 close(a.nan_to_num(), b.nan_to_num(), dtype)
                 assert torch.equal(a.isnan(), b.isnan())
-                assert torch.equal(a[[3, 6, 7, 8]].nan_to_num(), before[[3, 6, 7, 8]].nan_to_num())  # rows that do not run, and beyond
+                assert torch.equal(
+                    a[[3, 6, 7, 8]].nan_to_num(), before[[3, 6, 7, 8]].nan_to_num()
+                )  # rows that do not run, and beyond
                 assert not torch.equal(a[2].nan_to_num(), before[2].nan_to_num())
 
 
@@ -120,8 +135,21 @@ def state_of(rows: int, new: int, seed: int = 0) -> RowState:
     stream = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     used = torch.randint(0, 11, (rows,), generator=generator)
     done = torch.rand(rows, generator=generator) < 0.2
-    fields = [torch.zeros(rows).long(), counts + 3, used, stream, counts, done, torch.zeros(rows, new).long(), torch.zeros(rows, new)]
-    return RowState(*[f.to(DEVICE) for f in fields], torch.zeros(1, device=DEVICE), *torch.tensor([[new - 1], [CAPACITY]], device=DEVICE))
+    fields = [
+        torch.zeros(rows).long(),
+        counts + 3,
+        used,
+        stream,
+        counts,
+        done,
+        torch.zeros(rows, new).long(),
+        torch.zeros(rows, new),
+    ]
+    return RowState(
+        *[f.to(DEVICE) for f in fields],
+        torch.zeros(1, device=DEVICE),
+        *torch.tensor([[new - 1], [CAPACITY]], device=DEVICE),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,7 +172,8 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "dtype, temperature, vocabulary", [(torch.float32, 0.7, 1100), (torch.bfloat16, 1.0, 4200), (torch.float16, 2.0, 61)]
+    "dtype, temperature, vocabulary",
+    [(torch.float32, 0.7, 1100), (torch.bfloat16, 1.0, 4200), (torch.float16, 2.0, 61)],
 )
 @pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=1e-46), dict(top_k=7), dict(top_k=40, top_p=0.6)])
 def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype, monkeypatch):

@@ -30,7 +30,9 @@ def wide_dots(monkeypatch):
     plain = InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, *rest):
-        return plain(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+        return plain(
+            self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest
+        )
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
@@ -77,7 +79,9 @@ def cosines(keys):
 def far_from_ties(keys, around):
     """A threshold close to `around` that no cosine comes within 1e-4 of: rounding decides nothing."""
     found = cosines(keys).flatten()
-    edges = torch.cat([torch.tensor([around - 0.05, around + 0.05]), found[(found - around).abs() < 0.05]]).sort().values
+    edges = (
+        torch.cat([torch.tensor([around - 0.05, around + 0.05]), found[(found - around).abs() < 0.05]]).sort().values
+    )
     widest = edges.diff().argmax()
     assert edges.diff()[widest] > 2e-4
     return ((edges[widest] + edges[widest + 1]) / 2).item()
@@ -110,7 +114,9 @@ def test_redundancy(shape, dtype, poisoned):
     torch.testing.assert_close(result.cpu(), rkv.redundancy(keys, threshold), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("threshold", [-2.0, -0.2, 0.9, 2.0])  # all are copies (a key of itself, too: cosine 0), ..., none is
+@pytest.mark.parametrize(
+    "threshold", [-2.0, -0.2, 0.9, 2.0]
+)  # all are copies (a key of itself, too: cosine 0), ..., none is
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_redundancy_at_other_thresholds(threshold, dtype, poisoned):
     keys = planted_keys(1, 2, 150, 24, dtype)
@@ -118,7 +124,9 @@ def test_redundancy_at_other_thresholds(threshold, dtype, poisoned):
     keys[:, :, 9:20] *= 1e-13  # shorter than what a norm is taken for at least
     if abs(threshold) < 1:
         threshold = far_from_ties(keys, threshold)
-    torch.testing.assert_close(evict.redundancy(keys.to(DEVICE), threshold).cpu(), rkv.redundancy(keys, threshold), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        evict.redundancy(keys.to(DEVICE), threshold).cpu(), rkv.redundancy(keys, threshold), rtol=1e-5, atol=0
+    )
 
 
 def test_redundancy_finds_the_newest_of_copies_anywhere():
@@ -136,7 +144,10 @@ def test_redundancy_finds_the_newest_of_copies_anywhere():
 
         class Spy:
             def __getitem__(self, grid, launch=launch, newest=newest):
-                return lambda *args, **options: (launch[grid](*args, **options), newest.update(found=args[2], cosine=args[3]))
+                return lambda *args, **options: (
+                    launch[grid](*args, **options),
+                    newest.update(found=args[2], cosine=args[3]),
+                )
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(evict, "_newest_copy", Spy())
@@ -225,7 +236,9 @@ def test_compact(capacity, used, budget, dims, dtype, mass, margin, layers, choi
     kept = random_kept((len(range(3)[layers]), len(chosen), heads), used, budget, choice, g)
 
     cache = cache_over(expected, margin)
-    trace = torch.randint(30_000, (rows, num_layers, heads, tokens), generator=g).to(torch.int32 if wide else torch.int16)
+    trace = torch.randint(30_000, (rows, num_layers, heads, tokens), generator=g).to(
+        torch.int32 if wide else torch.int16
+    )
     trace.scatter_(3, cache.feed[..., :used].transpose(0, 1).long(), never)  # in use, so not evicted yet
     traced = trace.clone().to(DEVICE)
     evicted = cache.keep(layers, chosen[live], used, kept[:, live])
@@ -234,7 +247,9 @@ def test_compact(capacity, used, budget, dims, dtype, mass, margin, layers, choi
 
     cache = cache_over(result, margin)
     rest = (x.to(DEVICE) for x in (kept, fed, live))
-    evict.compact(cache.keys, cache.values, cache.feed, cache.mass, traced, layers, chosen.to(DEVICE), used, *rest, never)
+    evict.compact(
+        cache.keys, cache.values, cache.feed, cache.mass, traced, layers, chosen.to(DEVICE), used, *rest, never
+    )
     for name in storage:
         assert torch.equal(result[name].cpu(), expected[name]), name
     assert torch.equal(traced.cpu(), trace)
@@ -248,12 +263,27 @@ def test_offsets_beyond_32_bits():
     keys = row.repeat(rows, 1, 1, 1)
     assert torch.equal(evict.redundancy(keys, 0.5)[-1], evict.redundancy(row, 0.5)[0])
     queries = torch.randn(1, 2, 8, dim, device="cuda", dtype=BF16)
-    assert torch.equal(evict.observed_logits(queries.repeat(rows, 1, 1, 1), keys, 0.1)[-1], evict.observed_logits(queries, row, 0.1)[0])
+    assert torch.equal(
+        evict.observed_logits(queries.repeat(rows, 1, 1, 1), keys, 0.1)[-1], evict.observed_logits(queries, row, 0.1)[0]
+    )
     feed = torch.arange(used, dtype=torch.int32, device="cuda").expand(1, rows, 1, used).contiguous()
     trace = torch.full((rows, 1, 1, used), -1, dtype=torch.int16, device="cuda")
     kept = random_kept((1, 2, 1), used, 512, "random", generator(0)).cuda()
     ends, live = torch.tensor([0, rows - 1], device="cuda"), torch.tensor([False, True], device="cuda")
-    evict.compact(keys[None], keys[None], feed, None, trace, slice(0, 1), ends, used, kept, torch.tensor([9, 9], device="cuda"), live, -1)
+    evict.compact(
+        keys[None],
+        keys[None],
+        feed,
+        None,
+        trace,
+        slice(0, 1),
+        ends,
+        used,
+        kept,
+        torch.tensor([9, 9], device="cuda"),
+        live,
+        -1,
+    )
     assert torch.equal(keys[0, 0], row[0, 0])
     assert feed[0, -1, 0, :512].tolist() == kept[0, 1, 0].tolist()
     assert (trace[-1] == 9).sum() == 512 and (trace[:-1] == -1).all()

@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from conftest import prompts_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,12 +19,13 @@ from sparse_rl.attention import shadow
 from sparse_rl.attention.core import attend
 from sparse_rl.attention.flex import visible_blocks
 from sparse_rl.attention.shadow import Replay, layer_mask
-from sparse_rl.beacon import every
-from sparse_rl.beacon import lay_out as lay_out_beacons
+from sparse_rl.beacon import fixed_chunk_ends
+from sparse_rl.beacon import insert_beacons as lay_out_beacons
 from sparse_rl.cache.segments import find_segments, key_tiles, query_tiles
-from sparse_rl.kernels.segments import _list_kept, lay_out, segment_attention
+from sparse_rl.kernels.segments import _list_kept, insert_beacons, segment_attention
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.score import batch_logprobs, replay_of
+from tests.helpers.models import prompts_of, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
@@ -33,7 +33,16 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 NEVER = torch.iinfo(torch.int32).max
 
 
-def trace(tokens: int, length: int, budget: int, interval: int, prompt: int = 1, layers: int = 2, heads: int = 2, seed: int = 0):
+def trace(
+    tokens: int,
+    length: int,
+    budget: int,
+    interval: int,
+    prompt: int = 1,
+    layers: int = 2,
+    heads: int = 2,
+    seed: int = 0,
+):
     """int32 [L, H, T]: random survivors at the moments an engine would evict at; padded with "never"."""
     generator = torch.Generator().manual_seed(seed)
     evicted_at = torch.full((layers, heads, tokens), NEVER, dtype=torch.int32)
@@ -51,7 +60,9 @@ def any_trace(tokens: int, length: int, seed: int, layers: int = 2, heads: int =
     generator = torch.Generator().manual_seed(seed)
     life = 1 + (torch.rand(layers, heads, tokens, generator=generator) ** 3 * tokens).int()
     evicted_at = torch.arange(tokens, dtype=torch.int32) + life
-    return torch.where((evicted_at <= length) & (torch.arange(tokens) < length), evicted_at, NEVER)  # also after the last one
+    return torch.where(
+        (evicted_at <= length) & (torch.arange(tokens) < length), evicted_at, NEVER
+    )  # also after the last one
 
 
 def micro_batch(kind: str, tokens: int = 70):
@@ -90,14 +101,16 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
         pytest.skip("many segments are slow in the interpreter: a window, or a soft-cap, is enough")
     evicted_at, lengths = micro_batch(kind)
     (rows, _, heads, tokens), layer, scaling = evicted_at.shape, 1, 0.3
-    query = draw(rows, tokens, heads * group, dim, dtype=dtype).transpose(1, 2)  # as a model has them: heads inside tokens in memory
+    query = draw(rows, tokens, heads * group, dim, dtype=dtype).transpose(
+        1, 2
+    )  # as a model has them: heads inside tokens in memory
     key, value = (draw(rows, heads, tokens, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     upstream = draw(rows, tokens, heads * group, dim, dtype=dtype, seed=3)
     real = torch.arange(tokens, device=DEVICE) < lengths[:, None]  # [B, T]
     upstream = upstream * real[:, :, None, None]  # nobody asks for padding
 
     mine = [x.detach().requires_grad_() for x in (query, key, value)]
-    layout = lay_out(find_segments(evicted_at, lengths), evicted_at, dim, dtype)
+    layout = insert_beacons(find_segments(evicted_at, lengths), evicted_at, dim, dtype)
     out = segment_attention(*mine, layout, layer, scaling, window, softcap)
     out.backward(upstream)
 
@@ -117,10 +130,16 @@ def test_gradients_of_inputs_that_are_slices(innermost):
     """Queries, keys and values cut out of one projection, with the head dim innermost in memory or not: strides are honoured."""
     evicted_at, lengths = micro_batch("even")
     rows, _, heads, tokens = evicted_at.shape
-    whole = (draw(rows, tokens, 3 * heads, 16) if innermost else draw(rows, tokens, 16, 3 * heads).transpose(2, 3)).requires_grad_()
+    whole = (
+        draw(rows, tokens, 3 * heads, 16) if innermost else draw(rows, tokens, 16, 3 * heads).transpose(2, 3)
+    ).requires_grad_()
     query, key, value = whole.transpose(1, 2).split(heads, 1)
-    layout = lay_out(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
-    upstream = draw(rows, heads, tokens, 16, seed=3).transpose(1, 2) if innermost else draw(rows, tokens, 16, heads, seed=3).transpose(2, 3)
+    layout = insert_beacons(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
+    upstream = (
+        draw(rows, heads, tokens, 16, seed=3).transpose(1, 2)
+        if innermost
+        else draw(rows, tokens, 16, heads, seed=3).transpose(2, 3)
+    )
     upstream = upstream * (torch.arange(tokens, device=DEVICE) < lengths[:, None])[:, :, None, None]
     assert innermost == (upstream.stride(-1) == 1) == (query.stride(-1) == 1)
     segment_attention(query, key, value, layout, 0, 0.25, None, None).backward(upstream)
@@ -134,7 +153,7 @@ def test_lists_of_long_rows():
     tokens = 2600
     evicted_at = torch.stack([trace(tokens, n, 300, 200, layers=1, seed=n) for n in (tokens, 1700)]).to(DEVICE)
     segments = find_segments(evicted_at, torch.tensor([tokens, 1700], device=DEVICE))
-    layout = lay_out(segments, evicted_at, 16, torch.float32)
+    layout = insert_beacons(segments, evicted_at, 16, torch.float32)
     assert segments.most_kept == 300 and segments.begins.shape[1] == 12
     for b in range(2):
         for s, begin in enumerate(segments.begins[b].tolist()):
@@ -147,7 +166,7 @@ def test_lists_of_long_rows():
 def test_a_second_derivative_is_refused():
     evicted_at, lengths = micro_batch("irregular")
     query, key, value = (draw(3, 2, 20, 16, seed=seed).requires_grad_() for seed in range(3))
-    layout = lay_out(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
+    layout = insert_beacons(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
     out = segment_attention(query, key, value, layout, 0, 0.25, None, None)
     (gradient,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -169,7 +188,9 @@ def test_through_a_model(name, monkeypatch):
         logprobs = batch_logprobs(model, tokens.tokens, tokens.mask, 1.0, replay)
         logprobs.sum().backward()
         assert bool(replay.layouts) == way  # the kernels were used, or were not
-        found.append((logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+        found.append(
+            (logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        )
     assert (found[0][0] - found[1][0]).abs().max() < 1e-4 and error(found[0][1], found[1][1]) < 1e-4
 
 
@@ -181,7 +202,9 @@ def test_segments_say_what_each_query_sees(tokens, seed):
     lengths[0] = tokens
     evicted_at = torch.stack([any_trace(tokens, n, seed + i) for i, n in enumerate(lengths.tolist())])
     segments = find_segments(evicted_at, lengths)
-    mask = (torch.arange(tokens)[None, :] <= torch.arange(tokens)[:, None]) & (torch.arange(tokens)[:, None] < evicted_at[..., None, :])
+    mask = (torch.arange(tokens)[None, :] <= torch.arange(tokens)[:, None]) & (
+        torch.arange(tokens)[:, None] < evicted_at[..., None, :]
+    )
     for b, length in enumerate(lengths.tolist()):
         begins = segments.begins[b].tolist()
         assert begins[0] == 0 and begins == sorted(begins) and begins[-1] <= length
@@ -194,12 +217,15 @@ def test_segments_say_what_each_query_sees(tokens, seed):
     for size in (1, 4, 16):
         tiles, listed = query_tiles(segments, size), key_tiles(segments, size)
         for b, length in enumerate(lengths.tolist()):
-            covered = [q for first, end, _, _ in tiles[b].tolist() if first >= 0 for q in range(first, min(first + size, end))]
+            covered = [
+                q for first, end, _, _ in tiles[b].tolist() if first >= 0 for q in range(first, min(first + size, end))
+            ]
             assert covered == list(range(length))
             for _, end, begin, s in listed[b].tolist():
                 starts = [row[0] for row in listed[b].tolist() if row[3] == s and s >= 0]
                 assert s < 0 or (
-                    starts == list(range(0, starts[-1] + 1, size)) and starts[-1] + size >= segments.counts[b, ..., s].max() + end - begin
+                    starts == list(range(0, starts[-1] + 1, size))
+                    and starts[-1] + size >= segments.counts[b, ..., s].max() + end - begin
                 )
 
 
@@ -208,14 +234,20 @@ def test_segments_say_what_each_query_sees(tokens, seed):
 def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
     """`some` are the blocks in which, but for causality and the window, something is visible; `whole` those in which all is."""
     generator = torch.Generator().manual_seed(seed)
-    edges = torch.randint(1, 6, (1, 2, -(-tokens // 128)), generator=generator) * 128 + torch.randint(-1, 2, (1, 2, 1), generator=generator)
-    evicted_at = edges.repeat_interleave(128, -1)[..., :tokens].int()  # whole blocks leave together, at or beside the edges of others
+    edges = torch.randint(1, 6, (1, 2, -(-tokens // 128)), generator=generator) * 128 + torch.randint(
+        -1, 2, (1, 2, 1), generator=generator
+    )
+    evicted_at = edges.repeat_interleave(128, -1)[
+        ..., :tokens
+    ].int()  # whole blocks leave together, at or beside the edges of others
     lonely = torch.rand(1, 2, tokens, generator=generator) < 0.005
     evicted_at = torch.where(lonely, NEVER, evicted_at).maximum(torch.arange(1, tokens + 1, dtype=torch.int32))
     some, whole = visible_blocks(evicted_at, window)
     mask = layer_mask(evicted_at, window)[0]  # [H, T, T]
     short = -tokens % 128
-    blocks = torch.nn.functional.pad(mask, (0, short, 0, short)).unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))  # [H, Q, 128, K, 128]
+    blocks = (
+        torch.nn.functional.pad(mask, (0, short, 0, short)).unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+    )  # [H, Q, 128, K, 128]
     below = torch.ones(blocks.shape[1], blocks.shape[3], dtype=torch.bool).tril(-1)
     anything, everything = blocks.any(-1).any(-2), blocks.all(-1).all(-2) & below
     assert not (anything & ~some[0]).any()
@@ -228,27 +260,44 @@ def test_many_segments_are_told_apart():
     """Kept tokens are listed where the lists stay small beside the tokens: a budget and an interval; not where every token is an event."""
     few = trace(4096, 4096, 512, 128, layers=1, heads=2)[None]
     assert find_segments(few, torch.tensor([4096])).are_few
-    chunks = torch.arange(1, 4097, dtype=torch.int32).expand(1, 1, 2, -1).clone()  # every other token goes at once, the rest stays: beacons
+    chunks = (
+        torch.arange(1, 4097, dtype=torch.int32).expand(1, 1, 2, -1).clone()
+    )  # every other token goes at once, the rest stays: beacons
     chunks[..., ::2] = NEVER
     assert not find_segments(chunks, torch.tensor([4096])).are_few
     for interval, few in ((8, True), (6, False)):  # 512 kept at every eighth token are 64 a token; more is too much
-        assert find_segments(trace(4096, 4096, 512, interval, layers=1, heads=2)[None], torch.tensor([4096])).are_few == few
-    assert find_segments(trace(4096, 4096, 512, 6, layers=1, heads=1)[None], torch.tensor([4096])).are_few  # one list for all
+        assert (
+            find_segments(trace(4096, 4096, 512, interval, layers=1, heads=2)[None], torch.tensor([4096])).are_few
+            == few
+        )
+    assert find_segments(
+        trace(4096, 4096, 512, 6, layers=1, heads=1)[None], torch.tensor([4096])
+    ).are_few  # one list for all
 
 
 @pytest.mark.parametrize("chunk", [4, 9])
 def test_layers_and_heads_may_share_their_lists(chunk):
     """As beacons do: what one head sees, all see."""
     prompts, lengths, group, dim = torch.tensor([6, 20]), torch.tensor([50, 33]), 2, 16
-    laid = lay_out_beacons(torch.zeros(2, 50, dtype=torch.int64), prompts, lengths, every(chunk, prompts, lengths, 50), 99, NEVER)
+    laid = lay_out_beacons(
+        torch.zeros(2, 50, dtype=torch.int64),
+        prompts,
+        lengths,
+        fixed_chunk_ends(chunk, prompts, lengths, 50),
+        99,
+        NEVER,
+    )
     shared, fed = laid.evicted_at.to(DEVICE, torch.int32)[:, None, None], laid.lengths.to(DEVICE)
     tokens, heads = shared.shape[-1], 3
     query, key, value = (draw(2, h, tokens, dim, seed=seed) for seed, h in enumerate((heads * group, heads, heads)))
-    upstream = draw(2, tokens, heads * group, dim, seed=3) * (torch.arange(tokens, device=DEVICE) < fed[:, None])[:, :, None, None]
+    upstream = (
+        draw(2, tokens, heads * group, dim, seed=3)
+        * (torch.arange(tokens, device=DEVICE) < fed[:, None])[:, :, None, None]
+    )
     found = []
     for evicted_at in (shared, shared.expand(-1, 4, heads, -1)):
         mine = [x.detach().requires_grad_() for x in (query, key, value)]
-        layout = lay_out(find_segments(evicted_at, fed), evicted_at, dim, torch.float32)
+        layout = insert_beacons(find_segments(evicted_at, fed), evicted_at, dim, torch.float32)
         assert layout.kept.shape[1:3] == evicted_at.shape[1:3]
         out = segment_attention(*mine, layout, 3, 0.3, None, None)
         out.backward(upstream)

@@ -5,16 +5,23 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.cache import Trace
 from sparse_rl.learn.correct import PRESETS, correct
-from sparse_rl.learn.diagnose import ends_in_loop, gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
+from sparse_rl.learn.diagnose import (
+    ends_in_loop,
+    gap_metrics,
+    gap_since_eviction,
+    percentiles,
+    rejection_metrics,
+    rollout_metrics,
+)
 from sparse_rl.learn.score import overlap, replay_of
 from sparse_rl.records import Trajectory
+from tests.helpers.models import prompts_of, tiny
 
 
 def planted():
@@ -51,9 +58,13 @@ def test_gap_figures_are_those_of_the_planted_gaps():
     assert found["gap/abs/mean"] == pytest.approx(np.abs(values).mean(), rel=1e-6)
     assert found["gap/k3/mean"] == pytest.approx((xi - 1 - values).mean(), rel=1e-6)
     assert found["gap/chi2/mean"] == pytest.approx((xi**2).mean() - 1, rel=1e-5)
-    weights = np.array([2.0] * 5 + [1.0] * 135)  # what the loss uses: 140 tokens of accepted trajectories, 5 capped; 50 are dropped
+    weights = np.array(
+        [2.0] * 5 + [1.0] * 135
+    )  # what the loss uses: 140 tokens of accepted trajectories, 5 capped; 50 are dropped
     assert found["gap/ess/frac"] == pytest.approx(weights.sum() ** 2 / (190 * (weights**2).sum()), rel=1e-6)
-    sequences = np.exp([math.log(1e-5) / 20, math.log(3) / 4, 0, 0, math.log(1e-5) / 20, 0, 0, 0, 0, math.log(1e-5) / 10])
+    sequences = np.exp(
+        [math.log(1e-5) / 20, math.log(3) / 4, 0, 0, math.log(1e-5) / 20, 0, 0, 0, 0, math.log(1e-5) / 10]
+    )
     assert found["gap/ppl_ratio/mean"] == pytest.approx(sequences.mean(), rel=1e-6)
 
 
@@ -61,7 +72,10 @@ def test_nothing_sampled_gives_no_figures():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     fixed = correct(torch.zeros(2, 3), mask, PRESETS["none"])
     assert gap_metrics(torch.zeros(2, 3), mask, fixed) == {}
-    assert rejection_metrics(mask, fixed, torch.zeros(2)) == {"reject/trajectories/frac": 0.0, "reject/unrewarded/frac": 0.0}
+    assert rejection_metrics(mask, fixed, torch.zeros(2)) == {
+        "reject/trajectories/frac": 0.0,
+        "reject/unrewarded/frac": 0.0,
+    }
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50), st.floats(0, 1))
@@ -95,7 +109,9 @@ def test_gap_by_distance_from_the_last_eviction():
 
 def test_evictions_are_found_in_real_traces(llama):
     done = Engine(llama, budget=12, interval=4, rows=2).generate(prompts_of(9, 30), sampling=Sampling(20))
-    for t, first in zip(done, (16, 30)):  # capacity 16: full after 16 tokens; a longer prompt is compressed once, after itself
+    for t, first in zip(
+        done, (16, 30)
+    ):  # capacity 16: full after 16 tokens; a longer prompt is compressed once, after itself
         gap = torch.zeros(1, len(t.tokens))
         gap[0, first + 1] = 1.0
         mask = torch.arange(len(t.tokens))[None] >= t.num_prompt_tokens
@@ -142,10 +158,17 @@ def test_alpha_is_one_minus_total_variation(temperature):
         assert q[pick, t.response_tokens[pick]].log().item() == pytest.approx(logprob.item(), abs=1e-4)
 
 
-@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 5), max_size=70), st.integers(0, 6), st.integers(0, 69))
+@given(
+    st.lists(st.integers(0, 2), max_size=40),
+    st.lists(st.integers(0, 5), max_size=70),
+    st.integers(0, 6),
+    st.integers(0, 69),
+)
 def test_loops_are_what_their_definition_says(start, unit, times, more):
     response = torch.tensor(start + unit * times + unit[:more], dtype=torch.int64)
     n = len(response)
     spans = {period: max(24, 4 * period) for period in range(1, 65)}
-    looping = any(s <= n and all(response[n - i] == response[n - i - p] for i in range(1, s - p + 1)) for p, s in spans.items())
+    looping = any(
+        s <= n and all(response[n - i] == response[n - i - p] for i in range(1, s - p + 1)) for p, s in spans.items()
+    )
     assert ends_in_loop(response) == looping

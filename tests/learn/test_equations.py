@@ -11,7 +11,16 @@ from sparse_rl.learn.correct import PRESETS, Correction, correct, correction
 from sparse_rl.learn.loss import Loss, policy_loss, token_scale
 
 # One trajectory per line: response length (0: empty), gap that a token is planted with, reward.
-PLANTED = [(6, None, 1.0), (5, -12.0, 0.0), (1, None, 1.0), (0, None, 0.0), (7, 3.0, 0.0), (7, -0.9, 1.0), (2, 25.0, 1.0), (4, 0.6, 0.0)]
+PLANTED = [
+    (6, None, 1.0),
+    (5, -12.0, 0.0),
+    (1, None, 1.0),
+    (0, None, 0.0),
+    (7, 3.0, 0.0),
+    (7, -0.9, 1.0),
+    (2, 25.0, 1.0),
+    (4, 0.6, 0.0),
+]
 GROUP = [0, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -137,14 +146,18 @@ LOSSES = [
 @pytest.mark.parametrize("preset", PRESETS)
 def test_loss_and_gradient_equal_the_loops(preset, loss, seed):
     sampler, old, logprobs, reference, mask, rewards = planted_batch(seed)
-    expected, gradient = reference_loss(preset, *(x.tolist() for x in (sampler, old, logprobs, reference, mask, rewards)), loss)
+    expected, gradient = reference_loss(
+        preset, *(x.tolist() for x in (sampler, old, logprobs, reference, mask, rewards)), loss
+    )
     how = PRESETS[preset]
     used_old = sampler if how.old == "sampler" else old
     advantages, _ = advantage(rewards, torch.tensor(GROUP))
     fixed = correct(used_old - sampler, mask, how)
     scale = token_scale(fixed.mask, fixed.accepted, loss).double()
     leaf = logprobs.clone().requires_grad_()
-    value, *_ = policy_loss(leaf, used_old, advantages, fixed.mask, fixed.weights.double(), scale, loss, reference, how.clip_kl)
+    value, *_ = policy_loss(
+        leaf, used_old, advantages, fixed.mask, fixed.weights.double(), scale, loss, reference, how.clip_kl
+    )
     value.backward()
     assert value.item() == pytest.approx(expected, rel=1e-5, abs=1e-9)
     torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-9)
@@ -157,9 +170,16 @@ def test_micro_batches_add_up():
     scale, (adv, _) = token_scale(fixed.mask, fixed.accepted, loss), advantage(rewards, torch.tensor(GROUP))
 
     def part(rows):
-        return policy_loss(logprobs[rows], old[rows], adv[rows], fixed.mask[rows], fixed.weights[rows], scale[rows], loss, reference[rows])[
-            0
-        ]
+        return policy_loss(
+            logprobs[rows],
+            old[rows],
+            adv[rows],
+            fixed.mask[rows],
+            fixed.weights[rows],
+            scale[rows],
+            loss,
+            reference[rows],
+        )[0]
 
     whole = part(slice(None))
     torch.testing.assert_close(part(slice(0, 3)) + part(slice(3, 4)) + part(slice(4, 8)), whole)
@@ -212,10 +232,21 @@ def test_parts_combine_and_are_checked():
 def test_everything_rejected_is_a_loss_of_zero():
     sampler, old, logprobs, _, mask, rewards = planted_batch(0)
     fixed = correct(old - sampler - 20, mask, PRESETS["sparse-rl"])
-    assert fixed.accepted.tolist() == [False, False, False, True, False, False, False, False]  # the empty response has nothing to reject
+    assert fixed.accepted.tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]  # the empty response has nothing to reject
     leaf = logprobs.clone().requires_grad_()
     loss = Loss(renormalise=True)
     adv, _ = advantage(rewards, torch.tensor(GROUP))
-    value, *_ = policy_loss(leaf, old, adv, fixed.mask, fixed.weights, token_scale(fixed.mask, fixed.accepted, loss), loss)
+    value, *_ = policy_loss(
+        leaf, old, adv, fixed.mask, fixed.weights, token_scale(fixed.mask, fixed.accepted, loss), loss
+    )
     value.backward()
     assert value.item() == 0 and leaf.grad.abs().max() == 0

@@ -5,20 +5,20 @@ import math
 
 import pytest
 import torch
-from conftest import VOCABULARY, prompts_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_score import Largest
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import Batch, collate, join, pack, score, weigh
+from sparse_rl.learn.batch import Batch, collate, join, make_batches, pack, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
+from tests.helpers.largest import Largest
+from tests.helpers.models import VOCABULARY, prompts_of, tiny
 
 STEADY = OptimizerSettings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -33,7 +33,7 @@ def make_batch(model, preset="sparse-rl", loss=None, minibatches=1, temperature=
     scored = score(model, collate(done), 64, temperature)
     rewards = torch.tensor([1.0, 0.0] * (len(done) // 2))
     advantages, _ = advantage(rewards, torch.tensor([t.prompt_index for t in done]))
-    return weigh(scored, advantages, PRESETS[preset], loss or Loss(), minibatches), done, advantages
+    return make_batches(scored, advantages, PRESETS[preset], loss or Loss(), minibatches), done, advantages
 
 
 def test_batches_change_no_logprob(model):
@@ -54,7 +54,9 @@ def test_batches_change_no_logprob(model):
             off = (scored.ranks[i][sampled.mask[i]] - 1 - likelier).abs()
             assert off.max() <= 1 and (off == 0).float().mean() > 0.95  # two that are equally likely may change places
             assert (scored.ranks[i][~sampled.mask[i]] == 0).all()
-            assert (scored.old_logprobs[i][~sampled.mask[i]] == 0).all() and (scored.gap[i][~sampled.mask[i]] == 0).all()
+            assert (scored.old_logprobs[i][~sampled.mask[i]] == 0).all() and (
+                scored.gap[i][~sampled.mask[i]] == 0
+            ).all()
 
 
 def test_records_keep_what_was_sampled():
@@ -72,7 +74,9 @@ def test_joining_keeps_rows():
     both = join(first, second)
     n, width = first.sampled.tokens.shape
     assert both.sampled.tokens[:n, :width].equal(first.sampled.tokens) and not both.sampled.mask[:n, width:].any()
-    assert both.rows(torch.tensor([n, n + 1])).old_logprobs[:, : second.old_logprobs.shape[1]].equal(second.old_logprobs)
+    assert (
+        both.rows(torch.tensor([n, n + 1])).old_logprobs[:, : second.old_logprobs.shape[1]].equal(second.old_logprobs)
+    )
     assert both.reference_logprobs is None
 
 
@@ -112,7 +116,9 @@ def reference_step(model, batch: Batch, loss: Loss, temperature: float) -> torch
         for t in range(1, len(tokens)):
             if batch.mask[i, t]:
                 r = (logprobs[t - 1] - batch.old_logprobs[i, t]).exp()
-                gain = torch.minimum(r * batch.advantages[i], r.clamp(1 - loss.clip_low, 1 + loss.clip_high) * batch.advantages[i])
+                gain = torch.minimum(
+                    r * batch.advantages[i], r.clamp(1 - loss.clip_low, 1 + loss.clip_high) * batch.advantages[i]
+                )
                 total = total - batch.scale[i, t] * batch.weights[i, t] * gain
     total.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -136,7 +142,7 @@ def test_a_step_is_adamw_on_the_whole_batch(architecture, limit):
 def test_naive_is_centred_on_the_sampler():
     done = rollouts(tiny("llama"))
     scored = score(tiny("llama"), collate(done), 64)
-    naive, none = (weigh(scored, torch.ones(6), PRESETS[name], Loss(), 1)[0] for name in ("naive", "none"))
+    naive, none = (make_batches(scored, torch.ones(6), PRESETS[name], Loss(), 1)[0] for name in ("naive", "none"))
     assert naive.old_logprobs.equal(scored.sampled.sampler_logprobs) and none.old_logprobs.equal(scored.old_logprobs)
     assert (scored.gap.abs() > 0.01).any() and naive.weights[naive.mask].eq(1).all()
 
@@ -159,7 +165,9 @@ def test_no_dropout_of_any_kind_while_learning(architecture):
 
     if architecture == "gpt2":
         torch.manual_seed(0)
-        config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+        )
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     else:
         model = copy.deepcopy(tiny("llama", attention_dropout=0.5))
@@ -174,7 +182,12 @@ def test_models_whose_decoder_cannot_be_caught_are_refused():
     import transformers
 
     config = transformers.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
     )
     with pytest.raises(SparseRLError, match="does not run its decoder as a whole"):
         token_logprobs(transformers.AutoModelForCausalLM.from_config(config), torch.arange(9))
@@ -217,9 +230,13 @@ def test_the_reference_is_another_model():
             expected = token_logprobs(other, t.tokens, temperature=0.9)[t.num_prompt_tokens :]
         torch.testing.assert_close(scored.reference_logprobs[i][scored.sampled.mask[i]], expected, rtol=1e-4, atol=1e-5)
     advantages = torch.zeros(len(done))
-    (batch,) = weigh(scored, advantages, PRESETS["none"], Loss(beta=0.1), 1)
-    metrics = Learner(model, STEADY, Loss(beta=0.1), temperature=0.9).step(batch)  # no advantage anywhere: the KL alone moves the weights
-    assert metrics["update/kl/mean"] > 0 and metrics["update/loss"] == pytest.approx(0.1 * mean_of_sequences(scored), rel=1e-4)
+    (batch,) = make_batches(scored, advantages, PRESETS["none"], Loss(beta=0.1), 1)
+    metrics = Learner(model, STEADY, Loss(beta=0.1), temperature=0.9).step(
+        batch
+    )  # no advantage anywhere: the KL alone moves the weights
+    assert metrics["update/kl/mean"] > 0 and metrics["update/loss"] == pytest.approx(
+        0.1 * mean_of_sequences(scored), rel=1e-4
+    )
     without = Learner(copy.deepcopy(model), STEADY, Loss()).step(batch)
     assert without == {"update/empty/count": 1.0}
 
@@ -235,7 +252,7 @@ def test_optimizer_steps_have_their_own_normalisation():
     model = tiny("llama")
     done = rollouts(model)
     scored = score(model, collate(done), 64)
-    batches = weigh(scored, torch.ones(6), PRESETS["sparse-rl-released"], Loss(), 3)
+    batches = make_batches(scored, torch.ones(6), PRESETS["sparse-rl-released"], Loss(), 3)
     for i, batch in enumerate(batches):
         mask = scored.sampled.mask[2 * i : 2 * i + 2]
         assert batch.tokens.equal(scored.sampled.tokens[2 * i : 2 * i + 2]) and batch.response_tokens == int(mask.sum())
@@ -301,7 +318,7 @@ def test_everything_rejected_leaves_no_mark():
     done = rollouts(model)
     scored = score(model, collate(done), 64)
     how = Correction(reject_below=1e9)
-    (batch,) = weigh(scored, torch.ones(len(done)), how, Loss(renormalise=True), 1)
+    (batch,) = make_batches(scored, torch.ones(len(done)), how, Loss(renormalise=True), 1)
     learner = Learner(model, STEADY, Loss())
     assert unchanged(model, lambda: learner.step(batch)) == {"update/empty/count": 1.0}
     assert learner.version == 0
@@ -329,7 +346,9 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_finally_stops(value):
     assert "update/loss" in learner.step(good) and learner.skipped == 0  # a good step forgives
     for _ in range(2):
         learner.step(batch)
-    with pytest.raises(SparseRLError, match=r"3 optimizer steps in a row .* not finite; the weights are those of optimizer step 1"):
+    with pytest.raises(
+        SparseRLError, match=r"3 optimizer steps in a row .* not finite; the weights are those of optimizer step 1"
+    ):
         unchanged(model, lambda: learner.step(batch))
 
 
@@ -388,7 +407,9 @@ def test_a_positive_advantage_raises_the_log_prob(seed):
             return torch.stack([token_logprobs(model, row)[4:].sum() for row in tokens])
 
     before = logprobs()
-    batch = Batch(**{**vars(batch), "old_logprobs": torch.stack([token_logprobs(model, row).detach() for row in tokens])})
+    batch = Batch(
+        **{**vars(batch), "old_logprobs": torch.stack([token_logprobs(model, row).detach() for row in tokens])}
+    )
     Learner(model, OptimizerSettings(lr=1e-5, weight_decay=0.0), Loss()).step(batch)
     change = logprobs() - before
     assert change[0] - change[1] > 0

@@ -2,26 +2,11 @@
 
 import pytest
 import torch
-from conftest import VOCABULARY, prompts_of, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.learn import score
-
-
-class Largest(TorchDispatchMode):
-    """The most rows any result over the vocabulary had, whatever its dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,) and tensor.shape != (32, VOCABULARY):  # not W^T
-                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
-        return out
+from tests.helpers.largest import Largest
+from tests.helpers.models import prompts_of, tiny
 
 
 def gradients(model, tokens, trace):

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from transformers import AttentionInterface
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, Trace
@@ -14,13 +13,14 @@ from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import check_replay, collate, join, score, weigh
+from sparse_rl.learn.batch import check_replay, collate, join, make_batches, score
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS, method
 from sparse_rl.learn.optimizer import OptimizerSettings
-from sparse_rl.run import plan_run, train
+from sparse_rl.train.run import plan_run, train
+from tests.helpers.models import prompts_of, tiny
 
 STEADY = OptimizerSettings(lr=1e-3)
 
@@ -78,7 +78,9 @@ def assert_close(mine, theirs, tolerance=1e-8):
 @pytest.fixture(autouse=True)
 def fp64_logits(monkeypatch):
     """The head's logits stay in fp64, so that an fp64 model is one throughout."""
-    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else self.to(torch.float32))
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else self.to(torch.float32)
+    )
 
 
 @pytest.mark.parametrize("compressor", list(COMPRESSORS))
@@ -95,7 +97,9 @@ def test_logprobs_and_gradients_are_those_of_an_explicit_mask(compressor, name, 
         model.train()
     replay = scoring.replay_of(model, [(t.tokens, t.trace) for t in done])
     states = scoring.hidden_states(model, sampled.tokens, replay)
-    values = scoring.over_chunks(model, states, sampled.mask, scoring.chosen_logprobs(1.0), sampled.tokens[sampled.mask])
+    values = scoring.over_chunks(
+        model, states, sampled.mask, scoring.chosen_logprobs(1.0), sampled.tokens[sampled.mask]
+    )
     (values * weights[sampled.mask]).sum().backward()
     mine = gradients(model)
     model.eval()
@@ -165,11 +169,13 @@ def test_the_first_ratio_is_one_and_nothing_is_rejected(compressor):
     for view in ("dense", "shadow"):
         scored = score(model, collate(done), 64, view=view)
         gaps[view] = scored.gap.abs().max().item()
-        (batch,) = weigh(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
+        (batch,) = make_batches(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
         if view == "shadow":
             assert (batch.mask == scored.sampled.mask).all() and (batch.weights[batch.mask] - 1).abs().max() < 1e-4
         found = Learner(copy.deepcopy(model), STEADY, Loss(), micro_batch_tokens=64).step(batch)
-        assert abs(found["update/drift/mean"]) < 1e-5 and found["update/clip/frac"] == 0  # old and learner are the same view
+        assert (
+            abs(found["update/drift/mean"]) < 1e-5 and found["update/clip/frac"] == 0
+        )  # old and learner are the same view
     assert gaps["shadow"] < 1e-4 < 0.01 < gaps["dense"]
 
 
@@ -178,7 +184,7 @@ def test_distillation_is_the_kl_of_the_full_distributions(direction):
     done = rollouts(tiny("llama"), temperature=0.7)
     scored = score(tiny("llama"), collate(done), 10_000, 0.7, view="shadow")
     model = copy.deepcopy(tiny("llama")).double()
-    (batch,) = weigh(scored, torch.zeros(len(done)), PRESETS["none"], Loss(mean="token-mean"), 1)
+    (batch,) = make_batches(scored, torch.zeros(len(done)), PRESETS["none"], Loss(mean="token-mean"), 1)
     kept = batch.mask.clone()
     kept[2], kept[4, ::2] = False, False  # as a correction would: a rejected trajectory, dropped tokens, weights
     scale = kept / kept.sum()
@@ -200,7 +206,10 @@ def test_distillation_is_the_kl_of_the_full_distributions(direction):
     mine = masters_gradients(learner)
     total = 0.0
     for row, t in zip(kept, done, strict=True):
-        dense, shadow = (explicit_logits(model, t, view).div(0.7).log_softmax(-1)[t.num_prompt_tokens - 1 : -1] for view in (False, True))
+        dense, shadow = (
+            explicit_logits(model, t, view).div(0.7).log_softmax(-1)[t.num_prompt_tokens - 1 : -1]
+            for view in (False, True)
+        )
         pair = {"a": (dense, shadow.detach()), "b": (dense.detach(), shadow), "c": (shadow, dense.detach())}[direction]
         total = total + sum(
             torch.nn.functional.kl_div(pair[1][i], pair[0][i], reduction="sum", log_target=True)
@@ -217,7 +226,7 @@ def test_distillation_is_the_kl_of_the_full_distributions(direction):
 def test_with_distillation_trajectories_without_advantage_count():
     model = copy.deepcopy(tiny("llama"))
     scored = score(model, collate(rollouts(model)), 64, view="shadow")
-    (batch,) = weigh(scored, torch.zeros(6), PRESETS["none"], Loss(), 1)
+    (batch,) = make_batches(scored, torch.zeros(6), PRESETS["none"], Loss(), 1)
     assert "update/empty/count" in Learner(copy.deepcopy(model), STEADY, Loss()).step(batch)
     assert Learner(copy.deepcopy(model), STEADY, Loss(), distill="b").step(batch)["update/distill/mean"] > 0
     with pytest.raises(SparseRLError, match="needs the shadow view"):
@@ -230,7 +239,7 @@ def test_traces_stay_with_their_trajectories():
     joined = join(*(score(model, collate(part), 64, view="shadow") for part in (first, second)))
     order = torch.tensor([5, 0, 3, 1])
     everyone = [*first, *second]
-    (batch,) = weigh(joined.rows(order), torch.ones(4), PRESETS["none"], Loss(), 1)
+    (batch,) = make_batches(joined.rows(order), torch.ones(4), PRESETS["none"], Loss(), 1)
     for i, row in enumerate(order.tolist()):
         assert batch.traces[i] is everyone[row].trace
         assert batch.tokens[i, : batch.lengths[i]].tolist() == everyone[row].tokens.tolist()
@@ -251,7 +260,11 @@ def test_a_trace_that_does_not_belong_is_refused_before_any_update():
 
 
 @pytest.mark.parametrize(
-    "keys", [{"learn.method": "shadow"}, {"learn.method": "smd", "learn.distill": "b", "learn.distill_weight": "0.5", "loss.beta": "0.01"}]
+    "keys",
+    [
+        {"learn.method": "shadow"},
+        {"learn.method": "smd", "learn.distill": "b", "learn.distill_weight": "0.5", "loss.beta": "0.01"},
+    ],
 )
 def test_a_run_in_the_shadow_view_resumes_to_the_bit(keys, tmp_path):
     small = {
@@ -313,9 +326,12 @@ def test_traces_of_other_trajectories_are_refused_though_their_shapes_fit(dtype)
     first, second = done[0], next(t for t in done[1:] if t.prompt_index != done[0].prompt_index)
     length = min(len(first.tokens), len(second.tokens))
     swapped = [cut(first, length, second.trace), cut(second, length, first.trace)]
-    score(model, collate([cut(first, length, first.trace), cut(second, length, second.trace)]), 1000, view="shadow")  # their own are fine
+    score(
+        model, collate([cut(first, length, first.trace), cut(second, length, second.trace)]), 1000, view="shadow"
+    )  # their own are fine
     with pytest.raises(
-        SparseRLError, match=r"nats off the sampler's on average, where rounding in \w+ explains .*sample the trajectories again"
+        SparseRLError,
+        match=r"nats off the sampler's on average, where rounding in \w+ explains .*sample the trajectories again",
     ):
         score(model, collate(swapped), 1000, view="shadow")
     with pytest.raises(SparseRLError, match="other weights or another temperature"):
@@ -346,7 +362,10 @@ def cut(t, length: int, trace: Trace):
 
 def test_the_plan_counts_traces():
     """Beside the dense learner: what was gone when, what each segment keeps, and fp32 gradients of one layer's keys and values."""
-    plans = [plan_run(load_recipe("qwen2.5-1.5b-simplerl", [("learn.method", name)]), prompt_tokens=256) for name in ("none", "shadow")]
+    plans = [
+        plan_run(load_recipe("qwen2.5-1.5b-simplerl", [("learn.method", name)]), prompt_tokens=256)
+        for name in ("none", "shadow")
+    ]
     more = plans[1].update_bytes - plans[0].update_bytes
     tokens, layers, heads, dim = 16384, 28, 2, 128
     lists = 4 * tokens * layers * heads * (1 + 512 / 128)  # evicted_at, and 512 tokens kept every 128

@@ -8,27 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 
-import sparse_rl.held_out
-import sparse_rl.train
+import sparse_rl.train.held_out
+import sparse_rl.train.loop
 from sparse_rl import Engine, Sampling, SparseRLError
-from sparse_rl.beacon import beacon_of, drawn, every
-from sparse_rl.checkpoint import find_checkpoints
+from sparse_rl.beacon import beacon_of, fixed_chunk_ends, random_chunk_ends
 from sparse_rl.config import make_recipe
+from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.student import Student, Students, StudentSettings, copied, name_of, seen, sizes_of
-from sparse_rl.metrics import read_lines
 from sparse_rl.models import load_model
-from sparse_rl.run import checkpoint_bytes, plan_run, train
-from sparse_rl.train import Trainer
+from sparse_rl.train.loop import Trainer
+from sparse_rl.train.run import checkpoint_bytes, plan_run, train
+from tests.helpers.models import prompts_of, tiny
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.0)
 
 
 def rolled(model, new: int = 21):
-    return collate(Engine(model, "dense", rows=4).generate(prompts_of(5, 9, 3), 2, Sampling(new, stop_ids=(7, 8, 9)), seed=1))
+    return collate(
+        Engine(model, "dense", rows=4).generate(prompts_of(5, 9, 3), 2, Sampling(new, stop_ids=(7, 8, 9)), seed=1)
+    )
 
 
 def recipe(**sections):
@@ -56,7 +57,7 @@ def test_the_loss_is_the_kl_of_full_distributions_from_the_teacher(name):
     sampled = rolled(copy.deepcopy(tiny(name)))
     rows = torch.arange(len(sampled.lengths))
     prompts = sampled.mask.int().argmax(1)
-    fed = student.lay_out(sampled.tokens, prompts, sampled.lengths, [0] * len(rows))
+    fed = student.insert_beacons(sampled.tokens, prompts, sampled.lengths, [0] * len(rows))
     ours = student.kl(fed, seen(teacher, sampled, rows), 0.7)
 
     theirs, beacon = [], beacon_of(student.model)
@@ -67,7 +68,11 @@ def test_the_loss_is_the_kl_of_full_distributions_from_the_teacher(name):
             index = torch.arange(len(folded))
             mask = (index[None] <= index[:, None]) & (index[:, None] < fed.evicted_at[i, : len(folded)][None])
             bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-            inputs = {"position_ids": beacon.positions(folded)[None], "attention_mask": bias[None, None], "use_cache": False}
+            inputs = {
+                "position_ids": beacon.positions(folded)[None],
+                "attention_mask": bias[None, None],
+                "use_cache": False,
+            }
             logits = student.model(folded[None], **inputs).logits[0]
         places = (folded != beacon.id).nonzero()[:, 0]  # of tokens, among what is fed
         for t in range(int(prompts[i]), len(tokens)):
@@ -91,9 +96,14 @@ def test_only_students_move_and_the_gradient_is_that_of_one_batch():
         assert value == pytest.approx(second[name], rel=1e-4) and value > 0
     for a, b in zip(ours, theirs, strict=True):
         for name, p in a.items():
-            assert (p - b[name]).abs().mean() < 2e-5  # AdamW's first step is the gradient's sign, which rounding may turn where it is 0
+            assert (
+                p - b[name]
+            ).abs().mean() < 2e-5  # AdamW's first step is the gradient's sign, which rounding may turn where it is 0
             assert name == "model.embed_tokens.beacon" or p.shape == before[name].shape
-        assert (a["model.embed_tokens.beacon"] - beacon_of(Student(teacher, (4,), StudentSettings([4]), OPTIMIZER, 0).model).beacon).any()
+        assert (
+            a["model.embed_tokens.beacon"]
+            - beacon_of(Student(teacher, (4,), StudentSettings([4]), OPTIMIZER, 0).model).beacon
+        ).any()
 
 
 def test_a_step_is_that_of_the_mean_kl_and_warms_up():
@@ -102,13 +112,19 @@ def test_a_step_is_that_of_the_mean_kl_and_warms_up():
     how, optimizer = StudentSettings([4], lr=1e-3), OptimizerSettings(lr=0.5, weight_decay=0.0, warmup_steps=10)
     students, again = Students(teacher, how, optimizer), Student(teacher, (4,), how, optimizer, 0)
     rows, prompts = torch.arange(len(sampled.lengths)), sampled.mask.int().argmax(1)
-    kl = again.kl(again.lay_out(sampled.tokens, prompts, sampled.lengths, [0] * len(rows)), seen(teacher, sampled, rows), 1.0)
+    kl = again.kl(
+        again.insert_beacons(sampled.tokens, prompts, sampled.lengths, [0] * len(rows)),
+        seen(teacher, sampled, rows),
+        1.0,
+    )
     assert len(kl) == sampled.mask.sum()
     kl.mean().backward()
     norm = torch.stack([p.grad.norm() for p in again.model.parameters()]).norm().item()
     before = beacon_of(students.every[0].model).beacon.detach().clone()
     metrics = students.learn(teacher, sampled, minibatches=1, step=0)
-    assert metrics["student/c4/grad_norm"] == pytest.approx(norm, rel=1e-4) and metrics["student/c4/kl"] == pytest.approx(kl.mean().item())
+    assert metrics["student/c4/grad_norm"] == pytest.approx(norm, rel=1e-4) and metrics[
+        "student/c4/kl"
+    ] == pytest.approx(kl.mean().item())
     moved = (beacon_of(students.every[0].model).beacon.detach() - before).abs()
     assert moved.median().item() == pytest.approx(1e-4, rel=1e-2)
 
@@ -125,7 +141,9 @@ def test_adapters_stand_on_the_teacher_as_it_is():
     students = Students(teacher, StudentSettings([4], lr=1e-3, lora_rank=2), OPTIMIZER)
     (student,) = students.every
     trained = {name for name, p in student.model.named_parameters() if p.requires_grad}
-    assert all("lora_" in name or name.endswith("beacon") for name in trained) and any(name.endswith("beacon") for name in trained)
+    assert all("lora_" in name or name.endswith("beacon") for name in trained) and any(
+        name.endswith("beacon") for name in trained
+    )
     students.learn(teacher, sampled, 1, 0)
     beacon = beacon_of(student.model).beacon.clone()
     with torch.no_grad():
@@ -134,7 +152,9 @@ def test_adapters_stand_on_the_teacher_as_it_is():
     students.follow()
     found = dict(student.model.named_parameters())
     for name, p in teacher.named_parameters():
-        mine = next(q for n, q in found.items() if n.replace("base_model.model.", "").replace(".base_layer", "") == name)
+        mine = next(
+            q for n, q in found.items() if n.replace("base_model.model.", "").replace(".base_layer", "") == name
+        )
         assert torch.equal(mine, p)
     assert torch.equal(beacon_of(student.model).beacon, beacon)
     merged = student.to_save()
@@ -161,14 +181,16 @@ def test_sizes_are_drawn_for_sequences_or_chunks():
         found[draw] = []
         for stream in range(30):
             given = (tokens[None], torch.tensor([4]), torch.tensor([64]), [stream])
-            fed = student.lay_out(*given)
+            fed = student.insert_beacons(*given)
             at = (fed.tokens[0] == beacon_of(student.model).id).nonzero()[:, 0]
             found[draw].append(set((at.diff() - 1).tolist()))
-            assert torch.equal(fed.tokens, student.lay_out(*given).tokens)
+            assert torch.equal(fed.tokens, student.insert_beacons(*given).tokens)
     assert {2} in found["sequence"] and {5} in found["sequence"] and {2, 5} not in found["sequence"]
     assert found["chunk"].count({2, 5}) > 25
     prompts, lengths = torch.tensor([4, 2, 6]), torch.tensor([24, 2, 9])
-    assert torch.equal(drawn((3,), [5, 6, 7], prompts, lengths, 24), every(3, prompts, lengths, 24))
+    assert torch.equal(
+        random_chunk_ends((3,), [5, 6, 7], prompts, lengths, 24), fixed_chunk_ends(3, prompts, lengths, 24)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ a run
@@ -196,7 +218,10 @@ def test_a_run_says_and_saves_what_its_students_do(finished):
 
 def test_the_teacher_learns_as_if_it_had_no_students(finished, tmp_path):
     train(recipe(student={"chunks": []}), tmp_path / "run", show=False)
-    alone, taught = ([line for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line] for f in (tmp_path / "run", finished))
+    alone, taught = (
+        [line for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line]
+        for f in (tmp_path / "run", finished)
+    )
     for a, b in zip(alone, taught, strict=True):
         assert all(b[name] == value for name, value in a.items())
 
@@ -205,14 +230,19 @@ def test_a_run_with_students_resumes_to_the_bit(finished, tmp_path):
     train(recipe(run={"steps": 2}), tmp_path / "run", show=False)
     train(recipe(), tmp_path / "run", resume=True, show=False)
     ours, theirs = (
-        [{k: v for k, v in line.items() if k.startswith(("student/", "step"))} for line in read_lines(f / "metrics.jsonl")]
+        [
+            {k: v for k, v in line.items() if k.startswith(("student/", "step"))}
+            for line in read_lines(f / "metrics.jsonl")
+        ]
         for f in (tmp_path / "run", finished)
     )
     assert [line for line in ours if len(line) > 1] == [line for line in theirs if len(line) > 1]
 
 
 def test_late_distillation_leaves_the_teacher_as_it_is(tmp_path):
-    train(recipe(student={"chunks": [4], "late": True, "lora_rank": 2}, eval={"every": 0}), tmp_path / "run", show=False)
+    train(
+        recipe(student={"chunks": [4], "late": True, "lora_rank": 2}, eval={"every": 0}), tmp_path / "run", show=False
+    )
     _, path = find_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     start, end = load_model("tiny-sums")[0].state_dict(), load_model(str(path))[0].state_dict()
     assert all(torch.equal(end[name], tensor) for name, tensor in start.items())
@@ -235,12 +265,19 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
     assert line["gap/abs/mean"] < 1e-4 and 0 < line["gap/alpha/p05"] < 0.999
     saved = find_checkpoints(tmp_path / "run" / "checkpoints")[-1][1]
     assert beacon_of(load_model(str(saved))[0]).chunks == (4,)
-    with pytest.raises(SparseRLError, match=r"has a beacon, and is trained with all its weights; set model.lora_rank to 0"):
-        Trainer(recipe(**(sections | {"model": sections["model"] | {"lora_rank": 2}}), learn={"method": "shadow"}), tmp_path / "no")
+    with pytest.raises(
+        SparseRLError, match=r"has a beacon, and is trained with all its weights; set model.lora_rank to 0"
+    ):
+        Trainer(
+            recipe(**(sections | {"model": sections["model"] | {"lora_rank": 2}}), learn={"method": "shadow"}),
+            tmp_path / "no",
+        )
     moving = {"compressor": "beacon:4", "budget": {"min": 4, "max": 8, "target": {"alpha_5": 0.9}}}
     with pytest.raises(SparseRLError, match=r"rollout.budget is to move, but beacon has none"):
         Trainer(recipe(**(sections | {"rollout": moving}), learn={"method": "shadow"}), tmp_path / "no")
-    with pytest.raises(SparseRLError, match=r"as they were fed, which none \(view: dense\) does not do; use learn.method: shadow"):
+    with pytest.raises(
+        SparseRLError, match=r"as they were fed, which none \(view: dense\) does not do; use learn.method: shadow"
+    ):
         recipe(**sections)
 
 
@@ -263,7 +300,15 @@ def test_refusals():
 
 def test_the_command_line_trains_students(tmp_path):
     (tmp_path / "r.yaml").write_text(recipe(run={"steps": 1}, eval={"every": 0}).to_yaml())
-    command = [sys.executable, "-c", "from sparse_rl.cli import main; main()", "train", tmp_path / "r.yaml", "--out", tmp_path / "run"]
+    command = [
+        sys.executable,
+        "-c",
+        "from sparse_rl.cli import main; main()",
+        "train",
+        tmp_path / "r.yaml",
+        "--out",
+        tmp_path / "run",
+    ]
     done = subprocess.run([*map(str, command), "--student.chunks", "[16]"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run/checkpoints/step-000001/students/c16/config.json").read_text())
@@ -283,9 +328,9 @@ def test_the_plan_counts_students():
 
 
 def test_the_view_shows_students(capsys):
-    from sparse_rl.live import View
+    from sparse_rl.train.terminal import TerminalTable
 
-    view = View("a run", 5)
+    view = TerminalTable("a run", 5)
     view.show(0, {"eval/dense/accuracy": 0.5, "eval/c2-8@2/accuracy": 0.25})
     view.show(1, {"reward/mean": 0.4, "student/c4/kl": 1.25, "student/c4/grad_norm": 3.0})
     printed = capsys.readouterr().err
@@ -307,17 +352,26 @@ def test_adapters_follow_the_teacher_through_a_run(tmp_path):
         weights = dict(t.model.named_parameters())
         assert any((weights[name] - start[name]).abs().max() > 1e-3 for name in weights)
         (student,) = t.students.every
-        assert all(torch.equal(mine, theirs) for mine, theirs in student.follows) and len(student.follows) == len(weights) + 1
+        assert (
+            all(torch.equal(mine, theirs) for mine, theirs in student.follows)
+            and len(student.follows) == len(weights) + 1
+        )
 
 
 def test_what_students_are_given(tmp_path, monkeypatch):
     """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student; chunks as named."""
     calls, laid, engines = [], [], []
-    kl, lay_out, fitting = Student.kl, Student.lay_out, sparse_rl.held_out.fitting_engine
-    monkeypatch.setattr(Student, "kl", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or kl(self, fed, teacher, t))
-    monkeypatch.setattr(Student, "lay_out", lambda self, *a: laid.append((self.name, tuple(a[3]))) or lay_out(self, *a))
+    kl, insert_beacons, fitting = Student.kl, Student.insert_beacons, sparse_rl.train.loop.held_out.fitting_engine
     monkeypatch.setattr(
-        sparse_rl.held_out, "fitting_engine", lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a)
+        Student, "kl", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or kl(self, fed, teacher, t)
+    )
+    monkeypatch.setattr(
+        Student, "insert_beacons", lambda self, *a: laid.append((self.name, tuple(a[3]))) or insert_beacons(self, *a)
+    )
+    monkeypatch.setattr(
+        sparse_rl.held_out,
+        "fitting_engine",
+        lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a),
     )
     at_sampling, learn, generate = [], Students.learn, Engine.generate
 
@@ -351,13 +405,15 @@ def test_what_students_are_given(tmp_path, monkeypatch):
 
 def test_a_student_that_diverges_stops_the_run_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(Student, "kl", lambda self, *a: self.model.lm_head.weight.sum() * float("nan"))
-    with pytest.raises(SparseRLError, match=r"3 steps in a row of the student c4 had a KL \(nan\) .* lower student.lr \(now 0.001\)"):
+    with pytest.raises(
+        SparseRLError, match=r"3 steps in a row of the student c4 had a KL \(nan\) .* lower student.lr \(now 0.001\)"
+    ):
         train(recipe(eval={"every": 0}, run={"max_skipped": 3}), tmp_path / "run", show=False)
 
 
 def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeypatch):
     """The teacher's update of step 2 fails when its students have learned already: the checkpoint is not of that moment."""
-    step, calls = sparse_rl.train.Learner.step, []
+    step, calls = sparse_rl.train.loop.Learner.step, []
 
     def failing(self, batch):
         calls.append(1)
@@ -365,7 +421,7 @@ def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeyp
             raise SparseRLError("no more")
         return step(self, batch)
 
-    monkeypatch.setattr(sparse_rl.train.Learner, "step", failing)
+    monkeypatch.setattr(sparse_rl.train.loop.Learner, "step", failing)
     given = dict(run={"steps": 3, "checkpoint_every": 1}, eval={"every": 0})
     with pytest.raises(SparseRLError, match="no more"):
         train(recipe(**given), tmp_path / "run", show=False)

@@ -19,11 +19,15 @@ def test_a_fresh_model_has_the_named_size():
 
 
 def test_a_fresh_model_is_made_from_its_seed_and_runs():
-    (model, tokenizer), (again, _), (other, _) = (load_model("tiny:2x64", device="cpu", seed=seed) for seed in (1, 1, 2))
+    (model, tokenizer), (again, _), (other, _) = (
+        load_model("tiny:2x64", device="cpu", seed=seed) for seed in (1, 1, 2)
+    )
     weights = [m.get_input_embeddings().weight for m in (model, again, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert sum(p.numel() for p in model.parameters()) == parameters("tiny:2x64")
-    done = Engine(model, budget=16, interval=8, rows=4).generate([tokenizer.encode("1+2=")], sampling=Sampling(40, stop_ids=()))
+    done = Engine(model, budget=16, interval=8, rows=4).generate(
+        [tokenizer.encode("1+2=")], sampling=Sampling(40, stop_ids=())
+    )
     assert len(done[0].tokens) == 44 and done[0].sampler_logprobs.isfinite().all()
 
 

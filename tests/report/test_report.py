@@ -14,18 +14,25 @@ import pytest
 from typer.testing import CliRunner
 
 from sparse_rl import SparseRLError
-from sparse_rl.cli import app
+from sparse_rl.cli.main import app
 from sparse_rl.config import load_recipe
-from sparse_rl.metrics import read_lines
+from sparse_rl.files import read_lines
 from sparse_rl.report import write
 from sparse_rl.report.serve import Server
-from sparse_rl.run import train
+from sparse_rl.train.run import train
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "first"
-    keys = {"run.steps": 3, "run.samples": 2, "rollout.prompts": 2, "rollout.group_size": 4, "rollout.rows": 8, "eval.prompts": 4}
+    keys = {
+        "run.steps": 3,
+        "run.samples": 2,
+        "rollout.prompts": 2,
+        "rollout.group_size": 4,
+        "rollout.rows": 8,
+        "eval.prompts": 4,
+    }
     train(load_recipe("tiny-sums", [(key, str(value)) for key, value in keys.items()]), folder, show=False)
     return folder
 
@@ -63,7 +70,9 @@ def test_the_page_has_what_the_run_wrote(run_folder, tmp_path):
     done = report(run_folder, "-o", tmp_path / "r.html")
     assert done.exit_code == 0 and done.stdout.strip() == str(tmp_path / "r.html"), done.exception
     (run,) = data_of((tmp_path / "r.html").read_text())["runs"]
-    reward = {line["step"]: line["reward/mean"] for line in read_lines(run_folder / "metrics.jsonl") if "reward/mean" in line}
+    reward = {
+        line["step"]: line["reward/mean"] for line in read_lines(run_folder / "metrics.jsonl") if "reward/mean" in line
+    }
     curve = run["curves"]["reward/mean"]
     assert dict(zip(curve["step"], curve["mean"])) == pytest.approx(reward, rel=1e-5) and run["steps"] == 3
     assert [t["step"] for t in run["trajectories"]] and all(t["map"] for t in run["trajectories"])
@@ -112,7 +121,12 @@ def test_links_out_of_a_run_are_not_followed(run_folder, tmp_path):
         shutil.rmtree(tmp_path / "run" / name) if name == "samples" else (tmp_path / "run" / name).unlink()
         (tmp_path / "run" / name).symlink_to(tmp_path / "secret" / name)
     (run,) = data_of(write([tmp_path / "run"], tmp_path / "r.html").read_text())["runs"]
-    assert not run["recipe"] and not run["trajectories"] and "time/step" not in run["curves"] and "reward/mean" in run["curves"]
+    assert (
+        not run["recipe"]
+        and not run["trajectories"]
+        and "time/step" not in run["curves"]
+        and "reward/mean" in run["curves"]
+    )
     assert sum("out of the run's folder" in note for note in run["notes"]) == 3
 
 
@@ -126,13 +140,22 @@ def test_links_inside_samples_are_not_followed_out(run_folder, tmp_path):
         (step / "trajectories.jsonl").unlink()
         (step / "trajectories.jsonl").symlink_to(tmp_path / "secret" / "samples" / step.name / "trajectories.jsonl")
     (run,) = data_of(write([tmp_path / "run"], tmp_path / "r.html").read_text())["runs"]
-    assert run["trajectories"] == [] and sum("out of the run's folder" in note for note in run["notes"]) == len(steps) > 1
+    assert (
+        run["trajectories"] == [] and sum("out of the run's folder" in note for note in run["notes"]) == len(steps) > 1
+    )
 
 
-@pytest.mark.parametrize("recipe", ["learn: {method: " + "x" * 3_000_000 + "}", "learn: {bar: 0x" + "f" * 10_000 + "}", "BOMB"])
+@pytest.mark.parametrize(
+    "recipe", ["learn: {method: " + "x" * 3_000_000 + "}", "learn: {bar: 0x" + "f" * 10_000 + "}", "BOMB"]
+)
 def test_recipes_that_would_take_for_ever_are_cut(run_folder, tmp_path, recipe):
     shutil.copytree(run_folder, tmp_path / "run")
-    bomb = "a: &a [" + ",".join(["x"] * 90) + "]\n" + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 90)}]\n" for a, b in zip("abcd", "bcde"))
+    bomb = (
+        "a: &a ["
+        + ",".join(["x"] * 90)
+        + "]\n"
+        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 90)}]\n" for a, b in zip("abcd", "bcde"))
+    )
     (tmp_path / "run" / "recipe.yaml").write_text(bomb + "learn: {x: *e}\n" if recipe == "BOMB" else recipe)
     assert len(write([tmp_path / "run"], tmp_path / "r.html").read_bytes()) < 2_000_000
 
@@ -152,7 +175,9 @@ def test_the_live_page_follows_its_runs(served):
     status, page = ask("/")
     assert status == 200 and data_of(page)["live"] == {"every": 2.0}
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, "reward/mean": 0.25}) + "\n" + '{"step": 5, "rew')  # and a line that is being written
+        file.write(
+            json.dumps({"step": 4, "reward/mean": 0.25}) + "\n" + '{"step": 5, "rew'
+        )  # and a line that is being written
     (shown,) = json.loads(ask("/data.json")[1])["runs"]
     assert shown["curves"]["reward/mean"]["mean"][-1] == 0.25 and shown["steps"] == 4
     shutil.copytree(run, run.parent / "second")
@@ -165,7 +190,9 @@ def test_the_live_page_follows_its_runs(served):
     assert ask("/nothing")[0] == 404  # it still answers
 
 
-@pytest.mark.parametrize("path", ["/recipe.yaml", "/../../etc/passwd", "/%2e%2e/recipe.yaml", "/data.json?x", "/samples/", "/data.json/.."])
+@pytest.mark.parametrize(
+    "path", ["/recipe.yaml", "/../../etc/passwd", "/%2e%2e/recipe.yaml", "/data.json?x", "/samples/", "/data.json/.."]
+)
 def test_nothing_else_is_served(served, path):
     ask, _, _ = served
     status, text = ask(path)
@@ -192,7 +219,11 @@ def test_head_is_get_without_the_body(served, path, status):
     _, _, server = served
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
     heads = []
-    for method in ("HEAD", "GET", "HEAD"):  # on one connection: a body that is not asked for would be taken for the next answer
+    for method in (
+        "HEAD",
+        "GET",
+        "HEAD",
+    ):  # on one connection: a body that is not asked for would be taken for the next answer
         connection.request(method, path)
         answer = connection.getresponse()
         assert answer.status == status and bool(answer.read()) == (method == "GET")

@@ -10,9 +10,9 @@ import threading
 
 import numpy as np
 import pytest
-from planted_report import MAIN, NEVER, curve, curves, document, evictions, run, seen, trajectory
 
 from sparse_rl.report.page import page as page_of
+from tests.helpers.planted_report import MAIN, NEVER, curve, curves, document, evictions, run, seen, trajectory
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -36,7 +36,9 @@ def show(browser, tmp_path):
 
     def opened(planted: dict, width: int = 1280, dark: bool = False, **options):
         (tmp_path / "report.html").write_text(page_of(planted), encoding="utf-8")
-        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", **options)
+        tab = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", **options
+        )
         pages.append(tab)
         tab.on("console", lambda message: said.append(message.text))
         tab.on("pageerror", lambda error: said.append(str(error)))
@@ -65,7 +67,9 @@ def picture(tab, found) -> str:
 
 
 def colours(found) -> int:
-    return found.evaluate("c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size")
+    return found.evaluate(
+        "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
+    )
 
 
 def told(tab) -> tuple[str, list[tuple[str, str]]]:
@@ -85,7 +89,9 @@ def number(text: str) -> float:
 
 
 def slide(tab, selector: str, value: float) -> None:
-    tab.locator(selector).evaluate("(s, v) => { s.value = v; s.dispatchEvent(new Event('input', {bubbles: true})) }", value)
+    tab.locator(selector).evaluate(
+        "(s, v) => { s.value = v; s.dispatchEvent(new Event('input', {bubbles: true})) }", value
+    )
     tab.evaluate("() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")
 
 
@@ -122,7 +128,9 @@ def test_hover_tells_the_planted_values_of_all_runs(show):
         assert heading == f"step {step}"
         assert [name for name, _ in rows] == ["a", "b"]
         assert [number(value) for _, value in rows] == [r["curves"]["reward/mean"]["mean"][step - 1] for r in (a, b)]
-    _, rows = hover(tab, canvas(tab, "Held-out accuracy"), 0.5)  # evaluations at 10, 20, ... 60: the nearest to 35 is 30 or 40
+    _, rows = hover(
+        tab, canvas(tab, "Held-out accuracy"), 0.5
+    )  # evaluations at 10, 20, ... 60: the nearest to 35 is 30 or 40
     expected = [r["curves"][f"eval/{v}/accuracy"]["mean"] for r in (a, b) for v in ("dense", "sparse")]
     assert [number(value) for _, value in rows] in ([e[2] for e in expected], [e[3] for e in expected])
 
@@ -133,19 +141,27 @@ def test_derived_figures_are_computed_from_the_planted_curves(show):
     c = {name: found["mean"] for name, found in a["curves"].items()}
     _, rows = hover(tab, canvas(tab, "KV cache"), 9 / 59)
     dense = c["cache/bytes/allocated"][9] / (1 - c["cache/bytes_saved/frac"][9])
-    assert [number(value) for _, value in rows] == [float(f"{x / 2**20:.4g}") for x in (c["cache/bytes/allocated"][9], dense)]
+    assert [number(value) for _, value in rows] == [
+        float(f"{x / 2**20:.4g}") for x in (c["cache/bytes/allocated"][9], dense)
+    ]
     _, rows = hover(tab, canvas(tab, "\u03be"), 9 / 59)
     assert [float(x) for x in re.findall(r"[\d.]+", rows[0][1])] == [c[f"gap/xi/{p}"][9] for p in ("p50", "p05", "p95")]
     heading, rows = hover(tab, canvas(tab, "time goes"), 9 / 59)
     seconds = [c["time/rollout"][9], c["time/update"][9]]
     whole = max(c["time/step"][9], sum(seconds))
     assert heading == "step 10" and [name for name, _ in rows] == ["rollout", "update", "other"]
-    assert [number(value) for _, value in rows] == pytest.approx([100 * s / whole for s in [*seconds, whole - sum(seconds)]], abs=0.06)
+    assert [number(value) for _, value in rows] == pytest.approx(
+        [100 * s / whole for s in [*seconds, whole - sum(seconds)]], abs=0.06
+    )
 
 
 def test_bins_tell_their_extremes_and_gaps_are_gaps(show):
     values = [0.5, 0.625, None, 0.75, 0.5]
-    tab = show(document(run("a", curves={"reward/mean": curve([2, 4, 6, 8, 10], values, 0.25)}, clock={"step": [], "seconds": []})))
+    tab = show(
+        document(
+            run("a", curves={"reward/mean": curve([2, 4, 6, 8, 10], values, 0.25)}, clock={"step": [], "seconds": []})
+        )
+    )
     found = canvas(tab, "Reward")
     assert hover(tab, found, 0.25)[1] == [("a", "0.625 (0.375 \u2026 0.875)")]
     assert hover(tab, found, 0.5) == ("step 6", [("a", "gap")])
@@ -173,7 +189,9 @@ def test_smoothing_is_an_exponential_average_and_the_raw_values_stay(show):
 def test_smoothing_reaches_as_far_where_steps_share_a_point(show):
     """10 points of 20 steps each are smoothed as the 200 steps they stand for, each taken for the mean of its point."""
     values = [0.5, 0.9, 0.1, 0.4, 0.8, 0.2, 0.6, 0.3, 0.7, 1.0]
-    tab = show(document(run("a", curves={"reward/mean": curve(list(range(20, 201, 20)), values, 0.1) | {"each": 20.0}})))
+    tab = show(
+        document(run("a", curves={"reward/mean": curve(list(range(20, 201, 20)), values, 0.1) | {"each": 20.0}}))
+    )
     slide(tab, "#smooth", 1.5)
     a = 1 - 10**-1.5
     weights = a ** np.arange(199, -1, -1)
@@ -233,13 +251,27 @@ def test_verdicts_say_their_level_in_words_and_lead_to_their_figure(show):
 def test_the_table_compares_and_hands_out_commands(show):
     a, b = run("a", seed=1), run("b", seed=2, command="sparse-rl train --name 'two words' \u202e")
     tab = show(
-        document(a, b, differences=[{"key": "rollout.budget", "values": [38, None]}, {"key": "loss.reject", "values": [True, [1, 2]]}])
+        document(
+            a,
+            b,
+            differences=[
+                {"key": "rollout.budget", "values": [38, None]},
+                {"key": "loss.reject", "values": [True, [1, 2]]},
+            ],
+        )
     )
     rows = {
-        cells[0]: cells[1:] for cells in tab.locator("tbody tr").evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
+        cells[0]: cells[1:]
+        for cells in tab.locator("tbody tr").evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
     }
-    assert rows["rollout.budget"] == ["38", "null"] and rows["loss.reject"] == ["true", "[1,2]"] and "run.seed" not in rows
-    for label, name in (("reward", "reward/mean"), ("dense accuracy", "eval/dense/accuracy"), ("sparse accuracy", "eval/sparse/accuracy")):
+    assert (
+        rows["rollout.budget"] == ["38", "null"] and rows["loss.reject"] == ["true", "[1,2]"] and "run.seed" not in rows
+    )
+    for label, name in (
+        ("reward", "reward/mean"),
+        ("dense accuracy", "eval/dense/accuracy"),
+        ("sparse accuracy", "eval/sparse/accuracy"),
+    ):
         means = [r["curves"][name]["mean"] for r in (a, b)]
         found = [[number(x) for x in cell.split("/")] for cell in rows[f"{label}, last / best"]]
         assert found == [[float(f"{m[-1]:.4g}"), float(f"{max(m):.4g}")] for m in means]
@@ -283,7 +315,11 @@ def test_binned_runs_keep_their_last_value_and_the_extremes_of_xi(show):
     _, rows = hover(tab, canvas(tab, "\u03be"), 0.0)
     assert [float(x) for x in re.findall(r"[\d.]+", rows[0][1])] == [1.0, 0.4375, 1.5625]
     cells = tab.locator("tbody tr").evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
-    assert ["reward, last / best", "0.375 / 0.75", "\u2013"] in cells  # and run b, which lacks them, takes none from elsewhere
+    assert [
+        "reward, last / best",
+        "0.375 / 0.75",
+        "\u2013",
+    ] in cells  # and run b, which lacks them, takes none from elsewhere
 
 
 def test_trajectories_that_look_alike_can_all_be_opened(show):
@@ -292,7 +328,9 @@ def test_trajectories_that_look_alike_can_all_be_opened(show):
     for i in range(3):
         tab.locator("#t-list .item").nth(i).click()
         tab.wait_for_timeout(100)
-        assert f"reward {alike[i]['reward']:g}" in " ".join(tab.locator("#trajectories").inner_text().split("tokens")[0].split()[-40:])
+        assert f"reward {alike[i]['reward']:g}" in " ".join(
+            tab.locator("#trajectories").inner_text().split("tokens")[0].split()[-40:]
+        )
         assert tab.locator("#t-list [aria-current=true], #t-list .current, #t-list [aria-selected=true]").count() <= 1
 
 
@@ -324,14 +362,20 @@ def test_tokens_tell_their_numbers_and_the_worst_one_is_found(show):
     tab.keyboard.press("ArrowLeft")
     tab.keyboard.press("ArrowRight")
     facts = dict(told(tab)[1])
-    shown = [number(facts[key]) for key in ("sampler\u2019s probability", "old probability", "gap", "\u03be", "rank", "weight")]
+    shown = [
+        number(facts[key])
+        for key in ("sampler\u2019s probability", "old probability", "gap", "\u03be", "rank", "weight")
+    ]
     expected = [math.exp(t["sampler"][worst]), math.exp(t["old"][worst]), gaps[worst], math.exp(gaps[worst])]
     assert shown == [float(f"{x:.6g}") for x in expected] + [t["rank"][worst], t["weight"][worst]]
     assert facts["clipped"] == ("yes" if t["clipped"][worst] else "no")
     tab.locator("#tokens .t").nth(40).hover()
     assert told(tab)[1][1][1] == "a beacon" and tab.locator("#tokens .beacon").all_inner_texts() == ["\u25c6"] * 2
     limits = [0.05, 0.2, 0.5, 1, 2, 4]
-    shades = [None if g is None or abs(g) < 0.05 else ("gn" if g < 0 else "gp") + str(sum(abs(g) >= x for x in limits)) for g in gaps]
+    shades = [
+        None if g is None or abs(g) < 0.05 else ("gn" if g < 0 else "gp") + str(sum(abs(g) >= x for x in limits))
+        for g in gaps
+    ]
     classes = tab.locator("#tokens .t").evaluate_all("all => all.map(t => t.className)")[12:]
     assert [next(iter(re.findall(r"g[np][1-9]", c)), None) for c in classes] == shades
 
@@ -417,13 +461,19 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.h
 
 
 def test_hostile_text_is_text(show):
-    t = trajectory(tokens=10, prompt=2, verdict=HOSTILE, finish=HOSTILE, gone=evictions(1, 1, 10, 4), pieces=[HOSTILE] * 10)
+    t = trajectory(
+        tokens=10, prompt=2, verdict=HOSTILE, finish=HOSTILE, gone=evictions(1, 1, 10, 4), pieces=[HOSTILE] * 10
+    )
     names = (HOSTILE, f"student/{HOSTILE}/kl", f"time/{HOSTILE}", "time/step", "reward/mean")
     planted = {name: curve([1, 2], [0.5, 0.75]) for name in names}
     verdict = [{"level": "bad", "text": HOSTILE, "figure": HOSTILE, "value": 1.0}]
     verdict += [{"level": HOSTILE, "text": "", "figure": "", "value": None}]
-    a = run(HOSTILE, method=HOSTILE, command=HOSTILE, notes=[HOSTILE], curves=planted, verdict=verdict, trajectories=[t])
-    tab = show(document(a, run("b"), notes=[HOSTILE], differences=[{"key": HOSTILE, "values": [HOSTILE, {HOSTILE: 1}]}]))
+    a = run(
+        HOSTILE, method=HOSTILE, command=HOSTILE, notes=[HOSTILE], curves=planted, verdict=verdict, trajectories=[t]
+    )
+    tab = show(
+        document(a, run("b"), notes=[HOSTILE], differences=[{"key": HOSTILE, "values": [HOSTILE, {HOSTILE: 1}]}])
+    )
     shown = HOSTILE
     for character in "\u202e\x00\u2066\ud800":
         shown = shown.replace(character, f"\u27e8U+{ord(character):04X}\u27e9")
@@ -432,7 +482,19 @@ def test_hostile_text_is_text(show):
     canvas(tab, "Students")
     canvas(tab, "time goes")
     tab.locator("#tokens .t").nth(5).hover()
-    for place in ("#chips", "#verdicts", "#notes", "#tokens", "#t-list", "#t-head", "#table", "#names", "#tip", "#extra", "#figures"):
+    for place in (
+        "#chips",
+        "#verdicts",
+        "#notes",
+        "#tokens",
+        "#t-list",
+        "#t-head",
+        "#table",
+        "#names",
+        "#tip",
+        "#extra",
+        "#figures",
+    ):
         assert shown in tab.locator(place).text_content(), place
     assert tab.evaluate("window.hacked") is None
     assert tab.locator("img, main script, body > script:not([id]) ~ *").count() == 0
@@ -445,14 +507,21 @@ def test_phone_width_and_dark(show, dark):
     long = "runs/" + "a-name-without-an-end" * 6
     t = trajectory(tokens=200, gone=evictions(4, 4, 200, 40), verdict="x" * 80)
     a = run(long, trajectories=[t], notes=["n" * 200], command="c" * 400)
-    tab = show(document(a, run("b"), differences=[{"key": "k" * 80, "values": ["v" * 200, None]}]), width=360, dark=dark, has_touch=True)
+    tab = show(
+        document(a, run("b"), differences=[{"key": "k" * 80, "values": ["v" * 200, None]}]),
+        width=360,
+        dark=dark,
+        has_touch=True,
+    )
     tab.wait_for_selector("#m-canvas", state="visible")
     assert tab.evaluate("document.documentElement.scrollWidth") == 360
     wide = "all => all.filter(n => n.getBoundingClientRect().right > 361 && !n.closest('.wide')).map(n => n.id || n.className)"
     assert tab.locator("main *").evaluate_all(wide) == []
     canvas(tab, "Reward").tap()
     assert told(tab)[0].startswith("step") and tab.locator("#tip").bounding_box()["width"] <= 352
-    light = lambda: sum(map(int, re.findall(r"\d+", tab.evaluate("getComputedStyle(document.body).backgroundColor"))[:3])) > 384  # noqa: E731
+    light = lambda: (
+        sum(map(int, re.findall(r"\d+", tab.evaluate("getComputedStyle(document.body).backgroundColor"))[:3])) > 384
+    )  # noqa: E731
     assert light() is not dark
     while "light" not in tab.inner_text("#theme"):
         tab.click("#theme")
@@ -467,7 +536,9 @@ def test_empty_and_old_runs_are_shown(show):
     bare = run("bare", points=0, method=None, command=None, notes=["no metrics.jsonl"]) | nothing
     old = trajectory(rank=None, weight=None, clipped=None)
     tab = show(document(bare, run("old", trajectories=[old])))
-    assert "no metrics.jsonl" in tab.inner_text("#verdicts") and "no map of this completion" in tab.inner_text("#m-note")
+    assert "no metrics.jsonl" in tab.inner_text("#verdicts") and "no map of this completion" in tab.inner_text(
+        "#m-note"
+    )
     tab.click("#worst")
     assert dict(told(tab)[1])["rank"] == "\u2013"
     none = show(document())
@@ -542,7 +613,11 @@ def test_a_live_page_follows_and_keeps_what_the_reader_chose(browser):
         assert number(rows[0][1]) == longer["curves"]["reward/mean"]["mean"][-1] and len(rows) == 2
         assert tab.locator(".chip:has-text('b')").get_attribute("aria-pressed") == "false"
         assert tab.locator(".item[aria-current=true]").inner_text().startswith("step 10")
-        assert tab.input_value("#m-query") == "33" and tab.input_value("#smooth") == "0.5" and "33 of 59" in tab.inner_text("#m-seen")
+        assert (
+            tab.input_value("#m-query") == "33"
+            and tab.input_value("#smooth") == "0.5"
+            and "33 of 59" in tab.inner_text("#m-seen")
+        )
         assert tab.locator("#t-list .item").count() == 3
 
         del files["/data.json"]

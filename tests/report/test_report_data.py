@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparse_rl.cache import Trace
-from sparse_rl.cli_options import overrides
+from sparse_rl.cli.options import overrides
 from sparse_rl.config import load_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.records import read_trajectories
@@ -27,7 +27,8 @@ from sparse_rl.report.read import find_runs, read_run, read_runs
 from sparse_rl.report.recipe import command, differences
 from sparse_rl.report.trajectories import read_samples
 from sparse_rl.report.verdict import LIMITS, verdict
-from sparse_rl.run import train
+from sparse_rl.train.run import train
+from tests.helpers.planted_runs import STEPS, plant
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -39,18 +40,6 @@ HOSTILE = [
     "a|b`c`$d$_e_",
     "'; rm -rf ~; '",
 ]
-
-
-def plant(folder, metrics=(), timing=(), recipe="learn: {method: tis}\n"):
-    """A run folder with these lines, given as values or as bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("metrics.jsonl", metrics), ("timing.jsonl", timing)):
-        if lines is not None:
-            data = b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
-            (folder / name).write_bytes(data)
-    if recipe is not None:
-        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    return folder
 
 
 def sample(folder, step, lines, layers=2, heads=2):
@@ -67,13 +56,25 @@ def sample(folder, step, lines, layers=2, heads=2):
     return samples
 
 
-LINE = {"num_prompt_tokens": 1, "tokens": [3, 4, 5], "sampler_logprobs": [0.0, -1.0, -2.0], "old_logprobs": [0.0, -1.5, -2.0]}
+LINE = {
+    "num_prompt_tokens": 1,
+    "tokens": [3, 4, 5],
+    "sampler_logprobs": [0.0, -1.0, -2.0],
+    "old_logprobs": [0.0, -1.5, -2.0],
+}
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "it's mine"
-    changes = {"steps": "4", "rollout.prompts": "4", "eval.every": "2", "eval.prompts": "8", "run.samples": "3", "checkpoint_every": "4"}
+    changes = {
+        "steps": "4",
+        "rollout.prompts": "4",
+        "eval.every": "2",
+        "eval.prompts": "8",
+        "run.samples": "3",
+        "checkpoint_every": "4",
+    }
     train(load_recipe("tiny-sums", list(changes.items())), folder, show=False)
     return folder
 
@@ -108,7 +109,9 @@ def test_trajectories_equal_the_samples(real):
     for step in steps:
         folder = real / "samples" / f"step-{step:06d}"
         lines = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
-        for t, line, kept in zip([t for t in shown if t["step"] == step], lines, read_trajectories(folder), strict=True):
+        for t, line, kept in zip(
+            [t for t in shown if t["step"] == step], lines, read_trajectories(folder), strict=True
+        ):
             first = line["num_prompt_tokens"]
             assert "".join(t["pieces"][:first]) == line["prompt"]
             assert "".join(t["pieces"][first:]).startswith(line["text"])
@@ -145,9 +148,16 @@ def test_the_command_makes_the_recipe_again(real):
 
 def test_the_command_of_a_recipe_far_from_ours_names_its_file(tmp_path):
     recipe = load_recipe("tiny-sums", [("model.name", "other"), ("task.name", "file.py")])
-    assert command(recipe.to_dict(), True, "runs/a b") == "sparse-rl train 'runs/a b/recipe.yaml' --out 'runs/a b-again'"
+    assert (
+        command(recipe.to_dict(), True, "runs/a b") == "sparse-rl train 'runs/a b/recipe.yaml' --out 'runs/a b-again'"
+    )
     hostile = load_recipe(
-        "tiny-sums", [("rollout.stop", json.dumps(["$(touch x)", "-x", "é"])), ("run.project", json.dumps("'; rm x")), ("task.seed", "-1")]
+        "tiny-sums",
+        [
+            ("rollout.stop", json.dumps(["$(touch x)", "-x", "é"])),
+            ("run.project", json.dumps("'; rm x")),
+            ("task.seed", "-1"),
+        ],
     )
     words = shlex.split(command(hostile.to_dict(), True, "-"))
     assert "--task.seed=-1" in words  # -1 alone would look like an option
@@ -182,14 +192,19 @@ def by_hand(step, value, ends):
 def test_bins_keep_extremes_means_and_gaps(count, regular):
     draw = random.Random(count)
     step = [s for s in range(1, count + 1) if not (regular and 600 <= s < 700)]
-    value = [math.nan if draw.random() < 0.1 or 300 <= s < 360 else draw.gauss(0, 1) * 10 ** draw.randint(-9, 9) for s in step]
+    value = [
+        math.nan if draw.random() < 0.1 or 300 <= s < 360 else draw.gauss(0, 1) * 10 ** draw.randint(-9, 9)
+        for s in step
+    ]
     curve = binned(Curve(np.array(step), np.array(value)), regular=regular)
     assert len(curve["step"]) <= MOST and curve["step"] == sorted(set(curve["step"])) and curve["step"][-1] == count
     if len(step) <= MOST:
         assert curve.keys() == {"step", "mean"} and curve["step"] == step
         assert curve["mean"] == [None if math.isnan(v) else float(f"{v:.6g}") for v in value]
         return
-    for found, expected in zip(zip(curve["mean"], curve["low"], curve["high"]), by_hand(step, value, curve["step"]), strict=True):
+    for found, expected in zip(
+        zip(curve["mean"], curve["low"], curve["high"]), by_hand(step, value, curve["step"]), strict=True
+    ):
         assert found[1:] == tuple(None if v is None else float(f"{v:.6g}") for v in expected[1:])
         assert found[0] == (None if expected[0] is None else pytest.approx(expected[0], rel=1e-5, abs=1e-12))
     finite = [v for v in value if math.isfinite(v)]
@@ -220,15 +235,26 @@ def test_numbers_are_rounded_to_six_digits():
     values = [draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300) for _ in range(3000)]
     values += [0.0, -0.0, 1.0, 123456.5, 999999.5, 0.1 + 0.2, 1e308, 5e-324, 2**53, 1e22, 1e-22]
     for value, found in zip(values, rounded(np.array(values))):
-        assert found == pytest.approx(value, rel=5.01e-6) and len(repr(found).lstrip("-").split("e")[0].replace(".", "").strip("0")) <= 6
+        assert (
+            found == pytest.approx(value, rel=5.01e-6)
+            and len(repr(found).lstrip("-").split("e")[0].replace(".", "").strip("0")) <= 6
+        )
     assert rounded(np.array([math.nan, math.inf, 0.5])) == [None, None, 0.5]
 
 
 def test_big_runs_stay_small(tmp_path):
     """10,000 steps, 20 runs, 60 curves, and trajectories."""
     draw, names = random.Random(0), [f"stage{i}/quantity/stat" for i in range(60)]
-    first = plant(tmp_path / "run00", ({"step": s, **{n: draw.gauss(0, 1) for n in names}} for s in range(1, 10_001)), ())
-    samples = sample(first, 10, [{**LINE, "tokens": [7] * 2000, "pieces": ["piece"] * 2000, "sampler_logprobs": [-1.0] * 2000}], 28, 8)
+    first = plant(
+        tmp_path / "run00", ({"step": s, **{n: draw.gauss(0, 1) for n in names}} for s in range(1, 10_001)), ()
+    )
+    samples = sample(
+        first,
+        10,
+        [{**LINE, "tokens": [7] * 2000, "pieces": ["piece"] * 2000, "sampler_logprobs": [-1.0] * 2000}],
+        28,
+        8,
+    )
     gone = np.random.default_rng(0).integers(2000, 2100, (28, 8, 2000)).astype(np.uint16)
     Trace(torch.from_numpy(gone)).save(samples / "traces" / "0.safetensors")
     for number in range(1, 20):
@@ -236,7 +262,9 @@ def test_big_runs_stay_small(tmp_path):
     found = document([tmp_path])
     assert len(page(found)) < 15_000_000 and len(found["runs"]) == 20
     for run in found["runs"]:
-        assert len(run["curves"]) == 60 and all(len(curve["step"]) >= ALL // 1200 * 0.9 for curve in run["curves"].values())
+        assert len(run["curves"]) == 60 and all(
+            len(curve["step"]) >= ALL // 1200 * 0.9 for curve in run["curves"].values()
+        )
         assert len(run["trajectories"]) == 1
         assert run["trajectories"][0]["map"] is not None or any("maps of 1 of 1" in note for note in run["notes"])
     lowest = min(json.loads(line)[names[0]] for line in (first / "metrics.jsonl").read_text().splitlines())
@@ -246,7 +274,6 @@ def test_big_runs_stay_small(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ damage
 
-STEPS = [{"step": s, "reward/mean": s / 10} for s in range(1, 5)]
 A, B, C, D = STEPS
 NOT_FINITE = [
     {"step": 1},
@@ -263,13 +290,25 @@ STEPLESS = [{"reward/mean": 9}, {"step": "2"}, {"step": True}, {"step": -1}, {"s
     [
         ([*STEPS, b'{"step": 5, "rew'], "line 5 of metrics.jsonl was cut off and is left out", [0.1, 0.2, 0.3, 0.4]),
         ([A, B, b"garbage\n", C, D], "line 3 of metrics.jsonl is no JSON object and is left out", [0.1, 0.2, 0.3, 0.4]),
-        ([b"[1]\n", b"7\n", b"\xff\n", b"\n", b"[" * 99999 + b"\n", *STEPS], "5 lines (1, 2, 3, 4, 5)", [0.1, 0.2, 0.3, 0.4]),
+        (
+            [b"[1]\n", b"7\n", b"\xff\n", b"\n", b"[" * 99999 + b"\n", *STEPS],
+            "5 lines (1, 2, 3, 4, 5)",
+            [0.1, 0.2, 0.3, 0.4],
+        ),
         ([*STEPLESS, *STEPS], "6 lines (1, 2, 3, 4, 5, ...) of metrics.jsonl have no whole step", [0.1, 0.2, 0.3, 0.4]),
         (NOT_FINITE, "reward/mean (3 steps) is null, not finite or beyond 1e100: gaps", [None, None, None, 0.4]),
         ([A, {"step": 2, "x": 1.0}, C, D], "reward/mean (1 step) is missing: gaps", [0.1, None, 0.3, 0.4]),
-        ([A, {**B, "reward/mean": "high"}, {**C, "reward/mean": True}, D], "(2 steps) is no number: gaps", [0.1, None, None, 0.4]),
+        (
+            [A, {**B, "reward/mean": "high"}, {**C, "reward/mean": True}, D],
+            "(2 steps) is no number: gaps",
+            [0.1, None, None, 0.4],
+        ),
         ([{**A, "reward/mean": 10**400}, B, C, D], "(1 step) is no number: gaps", [None, 0.2, 0.3, 0.4]),
-        ([*STEPS, {**C, "reward/mean": 1}, {**D, "reward/mean": 1}], "has 2 steps more than once (3, 4): the later", [0.1, 0.2, 1.0, 1.0]),
+        (
+            [*STEPS, {**C, "reward/mean": 1}, {**D, "reward/mean": 1}],
+            "has 2 steps more than once (3, 4): the later",
+            [0.1, 0.2, 1.0, 1.0],
+        ),
         ([C, A, B], "line 2 of metrics.jsonl goes back to an earlier step", [0.1, 0.2, 0.3]),
         ([A, B, D], "1 step between 1 and 4 is missing in metrics.jsonl: gaps", [0.1, 0.2, None, 0.4]),
         ([{"step": 1, "x": 1.0}], "metrics.jsonl has no reward/mean", None),
@@ -281,8 +320,14 @@ def test_damage_becomes_notes(tmp_path, lines, note, mean):
     folder = plant(tmp_path / "run", lines, None)
     run = document([folder])["runs"][0]
     assert any(note in text for text in run["notes"]), run["notes"]
-    assert "there is no timing.jsonl" in run["notes"] and run["seconds"] == 0.0 and run["clock"] == {"step": [], "seconds": []}
-    assert run["curves"].get("reward/mean") == (None if mean is None else {"step": list(range(1, len(mean) + 1)), "mean": mean})
+    assert (
+        "there is no timing.jsonl" in run["notes"]
+        and run["seconds"] == 0.0
+        and run["clock"] == {"step": [], "seconds": []}
+    )
+    assert run["curves"].get("reward/mean") == (
+        None if mean is None else {"step": list(range(1, len(mean) + 1)), "mean": mean}
+    )
     json.loads(dumped(run))
     png([read_run(folder)])
     assert markdown([read_run(folder)]).startswith("# Report")
@@ -317,7 +362,10 @@ def test_evaluations_and_steps_share_a_number(tmp_path):
         (None, "there is no recipe.yaml"),
         ("a: [", "recipe.yaml cannot be read"),
         ("just text", "not one of this version"),
-        ("learn: {method: tis, old_key: .nan, when: 2020-01-01}\nmodel: {name: x}\ntask: {name: sums}", "no key learn.old_key"),
+        (
+            "learn: {method: tis, old_key: .nan, when: 2020-01-01}\nmodel: {name: x}\ntask: {name: sums}",
+            "no key learn.old_key",
+        ),
         ("learn: &a {method: tis, me: *a}", "not one of this version"),
         (f"model: {{name: x}}\ntask: {{name: x}}\noptimizer: {{lr: {10**400}}}", "not one of this version"),
         ("model: {name: [1]}\ntask: {name: {}}\nrollout: {budget: [], stop: {1: 2}}", "not one of this version"),
@@ -372,7 +420,13 @@ def test_a_growing_file_is_read_again(tmp_path):
 def test_older_samples_lack_keys_and_newer_ones_have_them(tmp_path):
     run = plant(tmp_path / "run", STEPS)
     sample(run, 1, [{"num_prompt_tokens": 1, "tokens": [3, 4, 5], "trace": None}])
-    new = {"pieces": ["a", "b", "?"], "rank": [0, 1, 2], "weight": [0.0, 0.0, 1.25], "clipped": [False, True, None], "beacon_id": 5}
+    new = {
+        "pieces": ["a", "b", "?"],
+        "rank": [0, 1, 2],
+        "weight": [0.0, 0.0, 1.25],
+        "clipped": [False, True, None],
+        "beacon_id": 5,
+    }
     sample(run, 2, [{**LINE, **new, "accepted": False, "reward": math.nan}])
     (new_one, old_one), notes = read_samples(run)
     assert new_one["pieces"] == ["a", "b", "\u25c6"] and new_one["beacons"] == [2]
@@ -381,7 +435,8 @@ def test_older_samples_lack_keys_and_newer_ones_have_them(tmp_path):
     assert new_one["accepted"] is False and new_one["reward"] is None
     assert old_one["pieces"] == ["⟨3⟩", "⟨4⟩", "⟨5⟩"] and old_one["sampler"] == [None, None] and old_one["map"] is None
     assert all(
-        old_one[name] is None for name in ("rank", "weight", "clipped", "verdict", "accepted", "advantage", "finish", "prompt_index")
+        old_one[name] is None
+        for name in ("rank", "weight", "clipped", "verdict", "accepted", "advantage", "finish", "prompt_index")
     )
     assert any("no checkpoint" in note for note in notes) and any("names no trace" in note for note in notes)
 
@@ -438,7 +493,10 @@ def test_newest_samples_come_first_and_what_is_left_out_is_told(tmp_path):
     everything, _ = read_samples(run)
     assert [(t["step"], t["sample_index"]) for t in everything] == [(s, i) for s in (200, 10, 9) for i in range(3)]
     few, notes = read_samples(run, most=4)
-    assert few == everything[:4] and "trajectories are left out, 2 of step 10 and those of 1 older steps: 4 are shown" in notes
+    assert (
+        few == everything[:4]
+        and "trajectories are left out, 2 of step 10 and those of 1 older steps: 4 are shown" in notes
+    )
     few, notes = read_samples(run, most=3)
     assert few == everything[:3] and "trajectories are left out, those of 2 older steps: 3 are shown" in notes
     bare = [{**t, "map": None} for t in everything]
@@ -446,7 +504,9 @@ def test_newest_samples_come_first_and_what_is_left_out_is_told(tmp_path):
     assert read_samples(run, space=2 * texts)[0] == everything
     assert sum(maps) < texts  # so half of the space is what counts for the texts
     fewer, notes = read_samples(run, space=2 * texts - 2)
-    assert fewer == everything[:8] and any("left out, 1 of step 9: their text would take more" in note for note in notes)
+    assert fewer == everything[:8] and any(
+        "left out, 1 of step 9: their text would take more" in note for note in notes
+    )
     none, notes = read_samples(run, space=9)
     assert none == [] and any("3 of step 200 and those of 2 older steps" in note for note in notes)
 
@@ -459,7 +519,9 @@ def test_maps_take_what_is_left(tmp_path):
         Trace(torch.from_numpy(gone)).save(samples / "traces" / f"{i}.safetensors")
     everything, notes = read_samples(run)
     assert all(t["map"] for t in everything) and not any("left out" in note for note in notes)
-    size = sum(len(json.dumps({**t, "map": None})) for t in everything) + sum(len(json.dumps(t["map"])) for t in everything[:2])
+    size = sum(len(json.dumps({**t, "map": None})) for t in everything) + sum(
+        len(json.dumps(t["map"])) for t in everything[:2]
+    )
     tight, notes = read_samples(run, space=size)
     assert tight == [*everything[:2], *({**t, "map": None} for t in everything[2:])]
     assert any("the maps of 2 of 4 trajectories are left out" in note for note in notes)
@@ -509,7 +571,10 @@ def curves(**named):
 
 ONE = {  # rule -> (curves whose number is x, its figure)
     "reject": (lambda x: curves(reject__trajectories__frac=x), "reject/trajectories/frac"),
-    "rewarded": (lambda x: curves(reject__rewarded__frac=0.2 * x, reject__unrewarded__frac=0.2), "reject/rewarded/frac"),
+    "rewarded": (
+        lambda x: curves(reject__rewarded__frac=0.2 * x, reject__unrewarded__frac=0.2),
+        "reject/rewarded/frac",
+    ),
     "alpha": (lambda x: curves(gap__alpha__p05=x, old__entropy__mean=0.5), "gap/alpha/p05"),
     "xi_low": (lambda x: curves(gap__xi__p05=x), "gap/xi/p05"),
     "xi_high": (lambda x: curves(gap__xi__p95=x), "gap/xi/p95"),
@@ -527,7 +592,10 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     "held_out": (lambda x: curves(eval__dense__accuracy=(0.5, 0.5 - x)), "eval/dense/accuracy"),
     "memory": (lambda x: curves(cache__bytes_saved__frac=x, cache__tokens_saved__frac=0.5), "cache/bytes_saved/frac"),
     "rollout": (lambda x: curves(time__rollout=2.0 * x, time__step=2.0), "time/rollout"),
-    "ungraded": (lambda x: curves(grade__error__count=100.0 * x, rollout__trajectories__count=100.0), "grade/error/count"),
+    "ungraded": (
+        lambda x: curves(grade__error__count=100.0 * x, rollout__trajectories__count=100.0),
+        "grade/error/count",
+    ),
     "student": (lambda x: curves(student__c8__kl=(0.5, 0.5 * x)), "student/c8/kl"),
 }
 
@@ -570,7 +638,9 @@ def test_what_is_said_beside_a_limit():
     assert [s["level"] for s in sure if s["figure"] == "gap/alpha/p05"] == ["look"] and "blind" in sure[0]["text"]
     assert all(s["level"] == "good" for s in verdict(curves(gap__alpha__p05=0.99, old__entropy__mean=0.021)))
     assert verdict(curves(cache__bytes_saved__frac=0.0, cache__tokens_saved__frac=0.0)) == []  # dense on purpose
-    assert all(s["level"] == "good" for s in verdict(curves(old__entropy__mean=(0.05, 0.25))))  # five times little is little
+    assert all(
+        s["level"] == "good" for s in verdict(curves(old__entropy__mean=(0.05, 0.25)))
+    )  # five times little is little
     assert verdict(curves(reject__rewarded__frac=0.04, reject__unrewarded__frac=0.0)) == []
     assert [s["level"] for s in verdict(curves(reject__rewarded__frac=0.06, reject__unrewarded__frac=0.0))] == ["look"]
     hard = verdict(curves(advantage__groups_without_variance__frac=0.9, reward__right__frac=0.02))

@@ -6,15 +6,15 @@ import os
 import random
 
 import pytest
-from test_report_data import STEPS, plant
 
-from sparse_rl.metrics import Log
 from sparse_rl.report import lines as reader
 from sparse_rl.report.curves import NAMES
 from sparse_rl.report.document import document
 from sparse_rl.report.figures import png
 from sparse_rl.report.lines import Reading, read_on
 from sparse_rl.report.read import LONGEST_NOTE, NOTES, read_run
+from sparse_rl.train.log import Log
+from tests.helpers.planted_runs import STEPS, plant
 
 
 def by_hand(data: bytes) -> tuple[dict, list[int]]:
@@ -45,7 +45,9 @@ def as_read(reading: Reading) -> tuple[dict, list[int]]:
     found = {}
     for names, table in reading.tables.items():
         assert names == table.names
-        for line, step, values, odd in zip(table.line.tolist(), table.step.tolist(), table.value.tolist(), table.odd.tolist()):
+        for line, step, values, odd in zip(
+            table.line.tolist(), table.step.tolist(), table.value.tolist(), table.odd.tolist()
+        ):
             cells = ["odd" if o else None if math.isnan(v) else v for v, o in zip(values, odd)]
             found[line] = (step, dict(zip(names, cells)))
     return found, reading.wrong
@@ -73,7 +75,8 @@ def test_lines_read_together_are_those_read_one_by_one(tmp_path):
         chosen = [line for line in draw.choices(PLANTED, k=draw.randint(0, 12)) for _ in range(draw.choice((1, 1, 3)))]
         if trial % 3 == 0:  # and damage anywhere
             chosen = [
-                line if draw.random() < 0.7 or not line else line[: (k := draw.randrange(len(line)))] + line[k + 1 :] for line in chosen
+                line if draw.random() < 0.7 or not line else line[: (k := draw.randrange(len(line)))] + line[k + 1 :]
+                for line in chosen
             ]
         data = b"".join(line + b"\n" for line in chosen)
         (tmp_path / "m.jsonl").write_bytes(data)
@@ -82,7 +85,10 @@ def test_lines_read_together_are_those_read_one_by_one(tmp_path):
 
 def test_every_digit_is_kept(tmp_path):
     draw = random.Random(1)
-    rows = [{"step": s, **{f"n{i}": draw.uniform(-1, 1) * 10.0 ** draw.randint(-99, 99) for i in range(20)}} for s in range(400)]
+    rows = [
+        {"step": s, **{f"n{i}": draw.uniform(-1, 1) * 10.0 ** draw.randint(-99, 99) for i in range(20)}}
+        for s in range(400)
+    ]
     path = plant(tmp_path / "run", rows) / "metrics.jsonl"
     (table,) = read_on(path, Reading()).tables.values()
     assert table.value.tolist() == [[row[name] for name in table.names] for row in rows]
@@ -120,7 +126,9 @@ def test_a_run_that_is_resumed_cut_rewritten_or_removed_is_read_anew(tmp_path, t
     Log(folder, [], "", {}).cut(2)  # as a resumed run does
     assert shown() == [0.1, 0.2]
     with path.open("a") as file:
-        file.write(json.dumps({"step": 3, "reward/mean": 7.0}) + "\n" + json.dumps({"step": 4, "reward/mean": 8.0}) + "\n")
+        file.write(
+            json.dumps({"step": 3, "reward/mean": 7.0}) + "\n" + json.dumps({"step": 4, "reward/mean": 8.0}) + "\n"
+        )
     texts.clear()
     assert shown() == [0.1, 0.2, 7.0, 8.0] and [json.loads(text)["step"] for text in texts] == [3, 4]
     whole = path.read_bytes()

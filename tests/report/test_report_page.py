@@ -6,20 +6,23 @@ import json
 import re
 
 import pytest
-from planted_report import document, run
 
 from sparse_rl.report.page import page
+from tests.helpers.planted_report import document, run
 
-HOSTILE = (
-    "</script><script>window.hacked=1</script><!-- {{script}} {{data}} \u2028\u2029\u202e\x00\ud800<img src=x onerror='window.hacked=1'>"
-)
+HOSTILE = "</script><script>window.hacked=1</script><!-- {{script}} {{data}} \u2028\u2029\u202e\x00\ud800<img src=x onerror='window.hacked=1'>"
 
 
 def parts(text: str) -> tuple[str, list[str], list[str], str]:
     """The policy, the styles, the scripts that run, and the data, of a page."""
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]
-    return policy, re.findall(r"<style>(.*?)</style>", text, re.S), re.findall(r"<script>(.*?)</script>", text, re.S), data
+    return (
+        policy,
+        re.findall(r"<style>(.*?)</style>", text, re.S),
+        re.findall(r"<script>(.*?)</script>", text, re.S),
+        data,
+    )
 
 
 def test_the_document_is_in_the_page_as_it_was():
@@ -44,7 +47,8 @@ def test_the_policy_allows_our_script_and_style_and_nothing_else(live, connect):
 def test_nothing_is_loaded_from_elsewhere():
     text = page(document())
     assert not re.search(
-        r"https?://|\bimport\b\s*[({'\"]|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
+        r"https?://|\bimport\b\s*[({'\"]|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function",
+        text,
     )
 
 

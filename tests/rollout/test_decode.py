@@ -4,39 +4,25 @@ import copy
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, prompts_of, tiny
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.compressors import make
 from sparse_rl.rollout import capture
 from sparse_rl.rollout.fused import FusedForward, side_by_side
+from tests.helpers.decoding import fuse_everywhere, same
+from tests.helpers.models import ARCHITECTURES, prompts_of, tiny
 
 FUSED = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {}),
     "llama-biased": ("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
-    "llama-yarn": ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64))),
+    "llama-yarn": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
+    ),
     "mistral": ("mistral", dict(sliding_window=None, head_dim=16)),
 }
-
-
-def fuse_everywhere(monkeypatch):
-    """On the CPU too, where the kernels' twins run. Returns a list of what was decided."""
-    taken = []
-    fits = FusedForward.fits
-    monkeypatch.setattr(capture, "fusing_pays", lambda device: True)
-    monkeypatch.setattr(FusedForward, "fits", staticmethod(lambda *a: taken.append(fits(*a)) or taken[-1]))
-    return taken
-
-
-def same(mine, theirs, tolerance=1e-5):
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        assert a.tokens.tolist() == b.tokens.tolist()
-        assert torch.equal(a.trace.evicted_at, b.trace.evicted_at)
-        assert (a.sampler_logprobs - b.sampler_logprobs).abs().max() < tolerance
-        assert (a.finish_reason, a.prompt_index, a.sample_index) == (b.finish_reason, b.prompt_index, b.sample_index)
 
 
 def rollout(model, compressor="rkv", prompts=(5, 40, 17, 9), group=2, new=60, stop_ids=(3,), rows=4, **options):
@@ -89,7 +75,9 @@ def _flat_buffer(model):
 
 CHANGED = {
     "hook on a layer": lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
-    "hook before a projection": lambda model: model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_: None),
+    "hook before a projection": lambda model: model.model.layers[0].mlp.up_proj.register_forward_pre_hook(
+        lambda *_: None
+    ),
     "hook on the head": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
     "hook on the norm": lambda model: model.model.norm.register_forward_hook(lambda *_: None),
     "another forward": lambda model: setattr(model.model.layers[0].mlp.down_proj, "forward", lambda x: x),
@@ -122,7 +110,9 @@ def test_hooks_of_transformers_own_do_not_keep_a_model_from_being_fused():
     assert FusedForward.fits(model, Engine(model, budget=20, interval=12, rows=2).cache)
 
 
-@pytest.mark.parametrize("changes", [dict(hidden_act="gelu"), dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))])
+@pytest.mark.parametrize(
+    "changes", [dict(hidden_act="gelu"), dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))]
+)
 def test_a_config_that_computes_something_else_is_not_fused(changes):
     model = _fresh("llama", changes)
     assert not FusedForward.fits(model, Engine(model, budget=20, interval=12, rows=2).cache)
@@ -193,7 +183,9 @@ def test_what_a_captured_step_took_for_granted_is_noticed():
 
 def test_switched_scaled_and_merged_adapters_are_noticed():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(copy.deepcopy(tiny("llama")), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        copy.deepcopy(tiny("llama")), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     at = capture.addresses(model)
     with model.disable_adapter():
         assert capture.addresses(model) != at
@@ -255,7 +247,9 @@ def test_a_logprob_that_is_not_finite_ends_the_row():
     rows = torch.arange(4)
     state.start(rows, rows, rows + 1, rows)
     logprobs = torch.tensor([-1.0, float("nan"), -float("inf"), -2.0])
-    state.record(slice(0, 4), rows, logprobs, torch.tensor([], dtype=torch.int64), torch.tensor([True, True, True, False]))
+    state.record(
+        slice(0, 4), rows, logprobs, torch.tensor([], dtype=torch.int64), torch.tensor([True, True, True, False])
+    )
     assert state.done.tolist() == [False, True, True, False] and state.count.tolist() == [1, 1, 1, 0]
 
 

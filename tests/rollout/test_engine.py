@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, Engine, Sampling
 from sparse_rl.attention import register
+from tests.helpers.models import prompts_of, tiny
 
 
 @pytest.mark.parametrize("compressor", list(COMPRESSORS))
@@ -62,7 +62,11 @@ def watch(monkeypatch) -> list[dict]:
             for t in range(query.shape[2]):
                 slots = slice(0, int(feed.slot[row, t]) + 1)
                 tokens = feed.cache.feed[module.layer_idx, row, :, slots].clone()  # [H, slots in use]
-                seen.append(dict(cache=feed.cache, row=row, layer=module.layer_idx, query=int(feed.index[row, t]), tokens=tokens))
+                seen.append(
+                    dict(
+                        cache=feed.cache, row=row, layer=module.layer_idx, query=int(feed.index[row, t]), tokens=tokens
+                    )
+                )
         return out
 
     monkeypatch.setitem(register.ATTENTIONS, "slots", watching)
@@ -172,7 +176,9 @@ def test_more_queries_than_a_row_has_slots_are_those_a_row_has_seen(llama):
     prompt, *others = prompts_of(30, 4, 60, 12, 25, 9, 16, 28, 22)
 
     def run(prompts):
-        return Engine(llama, compressor=Curious(), budget=16, interval=8, rows=8).generate(prompts, sampling=Sampling(60))[0]
+        return Engine(llama, compressor=Curious(), budget=16, interval=8, rows=8).generate(
+            prompts, sampling=Sampling(60)
+        )[0]
 
     alone = run([prompt])
     for k in range(len(others)):
@@ -209,7 +215,9 @@ def test_rows_drain_and_refill_in_order(llama):
     prompts = prompts_of(*range(3, 25))
     engine = Engine(llama, compressor="snapkv", budget=12, interval=4, rows=5)
     finished = []
-    trajectories = engine.generate(prompts, group_size=3, sampling=Sampling(30, stop_ids=(7, 9)), on_finish=finished.append)
+    trajectories = engine.generate(
+        prompts, group_size=3, sampling=Sampling(30, stop_ids=(7, 9)), on_finish=finished.append
+    )
     assert [(t.prompt_index, t.sample_index) for t in trajectories] == [(p, s) for p in range(22) for s in range(3)]
     assert len(finished) == 66
     for t in trajectories:

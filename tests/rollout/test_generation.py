@@ -9,16 +9,16 @@ import weakref
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sparse_rl.generation as generation
+import sparse_rl.rollout.text as generation
 from sparse_rl import COMPRESSORS, Engine, NonFiniteLogits, OutOfMemory, Sampling, SparseRLError, generate
 from sparse_rl.beacon import add_beacon
 from sparse_rl.compressors import make
-from sparse_rl.generation import TextPieces
 from sparse_rl.models import tiny_tokenizer
+from sparse_rl.rollout.text import TextPieces
+from tests.helpers.models import prompts_of, tiny
 
 TOKENIZER = tiny_tokenizer()
 TEXTS = ["3p4", "abcabcabcabcabcabc12", "z", "9" * 30]  # characters within the 61 ids that the models know
@@ -69,7 +69,9 @@ def test_streams_with_several_steps_to_a_round_are_the_same():
 
 def test_a_chat_goes_through_the_template():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
     model, chat = tiny("llama"), [{"role": "user", "content": "12"}, {"role": "b", "content": "34"}]
     expected = generate(model, tokenizer, "user12b34a", **SMALL)
     assert generate(model, tokenizer, chat, **SMALL) == expected
@@ -85,7 +87,9 @@ def test_special_tokens_are_no_text():
     texts = generate(model, TOKENIZER, TEXTS, temperature=3.0, budget=16, interval=8, max_new_tokens=400)
     assert min(map(len, texts)) < 300 and not any("<" in text for text in texts)
     for text, whole in zip(TEXTS, texts, strict=True):
-        pieces = generate(model, TOKENIZER, text, temperature=3.0, budget=16, interval=8, max_new_tokens=400, stream=True)
+        pieces = generate(
+            model, TOKENIZER, text, temperature=3.0, budget=16, interval=8, max_new_tokens=400, stream=True
+        )
         assert "".join(pieces) == whole
 
 
@@ -99,7 +103,9 @@ def test_what_the_call_leaves_out_is_the_models_own_choice():
         return generate(model, TOKENIZER, "12", **SMALL, **options)
 
     def engine(*sampling):
-        return decoded(Engine(model, budget=16, interval=8).generate([TOKENIZER.encode("12")], sampling=Sampling(40, *sampling)))[0]
+        return decoded(
+            Engine(model, budget=16, interval=8).generate([TOKENIZER.encode("12")], sampling=Sampling(40, *sampling))
+        )[0]
 
     greedy = engine(0.0)
     assert text() == text(temperature=0.0) == greedy
@@ -119,8 +125,12 @@ def test_what_the_call_leaves_out_is_the_models_own_choice():
 
 def test_greedy_dense_is_what_transformers_generates():
     model, ids = tiny("llama"), torch.tensor([TOKENIZER.encode(TEXTS[1])])
-    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
-    assert generate(model, TOKENIZER, TEXTS[1], "dense", max_new_tokens=40) == TOKENIZER.decode(theirs, skip_special_tokens=True)
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[
+        0, ids.shape[1] :
+    ]
+    assert generate(model, TOKENIZER, TEXTS[1], "dense", max_new_tokens=40) == TOKENIZER.decode(
+        theirs, skip_special_tokens=True
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ beacons
@@ -130,8 +140,15 @@ def test_a_student_is_run_as_it_was_trained():
     model = add_beacon(fresh(), (4,))
     expected = generate(model, TOKENIZER, "12", compressor="beacon:4", max_new_tokens=40)
     assert generate(model, TOKENIZER, "12", max_new_tokens=40) == expected
-    assert generate(model, TOKENIZER, "12", compressor="beacon", compressor_options={"chunk": 4}, max_new_tokens=40) == expected
-    assert generate(model, TOKENIZER, "12", "rkv", **SMALL) == generate(tiny("llama"), TOKENIZER, "12", **SMALL) != expected
+    assert (
+        generate(model, TOKENIZER, "12", compressor="beacon", compressor_options={"chunk": 4}, max_new_tokens=40)
+        == expected
+    )
+    assert (
+        generate(model, TOKENIZER, "12", "rkv", **SMALL)
+        == generate(tiny("llama"), TOKENIZER, "12", **SMALL)
+        != expected
+    )
 
 
 @pytest.mark.parametrize(("chunks", "said"), [((4, 8), "4 or 8 tokens"), ((), "any number of tokens")])
@@ -150,7 +167,11 @@ def test_a_second_call_makes_nothing_anew():
     first = generate(model, TOKENIZER, "12", **SMALL)
     (engine,) = engines_of(model)
     cache, scratch = engine.cache, engine.scratch
-    assert generate(model, TOKENIZER, "12", **SMALL) == first == "".join(generate(model, TOKENIZER, "12", stream=True, **SMALL))
+    assert (
+        generate(model, TOKENIZER, "12", **SMALL)
+        == first
+        == "".join(generate(model, TOKENIZER, "12", stream=True, **SMALL))
+    )
     generate(model, TOKENIZER, "34", **SMALL | {"max_new_tokens": 20, "temperature": 1.0, "seed": 3})
     assert engines_of(model) == [engine] and engine.cache is cache and engine.scratch is scratch
     generate(model, TOKENIZER, ["1", "2", "3"], **SMALL)
@@ -221,7 +242,9 @@ def test_engines_kept_for_other_settings_make_room(monkeypatch):
 
     def taken() -> int:
         gc.collect()
-        return sum(engine.cache.nbytes for engine in gc.get_objects() if type(engine) is Engine and engine.cache is not None)
+        return sum(
+            engine.cache.nbytes for engine in gc.get_objects() if type(engine) is Engine and engine.cache is not None
+        )
 
     model = fresh()
     expected = [text(name) for name in ("knorm", "window")]
@@ -232,7 +255,10 @@ def test_engines_kept_for_other_settings_make_room(monkeypatch):
     monkeypatch.setattr(module, "available_memory", lambda device: memory - taken())
     assert text("window") == expected[1]
     assert [engine.compressor.name for engine in engines_of(model)] == ["window"]
-    assert "".join(generate(model, TOKENIZER, "12", "knorm", 48, 16, rows=4, max_new_tokens=20, stream=True)) == expected[0]
+    assert (
+        "".join(generate(model, TOKENIZER, "12", "knorm", 48, 16, rows=4, max_new_tokens=20, stream=True))
+        == expected[0]
+    )
     assert [engine.compressor.name for engine in engines_of(model)] == ["knorm"]
     for _ in range(2):
         with pytest.raises(OutOfMemory):
@@ -308,7 +334,11 @@ def test_whoever_stops_reading_has_stopped_the_rollout(stop):
     assert len(steps) <= 2
     hook.remove()
     assert model.config._attn_implementation == "sdpa" and engine.state is None
-    assert generate(model, TOKENIZER, "12", **SMALL) == expected == "".join(generate(model, TOKENIZER, "12", stream=True, **SMALL))
+    assert (
+        generate(model, TOKENIZER, "12", **SMALL)
+        == expected
+        == "".join(generate(model, TOKENIZER, "12", stream=True, **SMALL))
+    )
     assert engines_of(model) == [engine]
 
 
@@ -386,9 +416,13 @@ def of_characters(tokenizer, text: str) -> list[int]:
 def token_lists(draw, tokenizer):
     """Characters of one to four bytes, whole or cut, among random tokens and special ones."""
     parts = st.one_of(
-        st.text(st.sampled_from("aé你🙂\ufffd \n"), min_size=1, max_size=3).map(lambda text: of_characters(tokenizer, text)),
+        st.text(st.sampled_from("aé你🙂\ufffd \n"), min_size=1, max_size=3).map(
+            lambda text: of_characters(tokenizer, text)
+        ),
         st.sampled_from("é你🙂").map(lambda text: of_characters(tokenizer, text)[:-1]),
-        st.lists(st.integers(0, len(tokenizer) + 2), max_size=3),  # unknown ids among them: a model may have more than its tokenizer
+        st.lists(
+            st.integers(0, len(tokenizer) + 2), max_size=3
+        ),  # unknown ids among them: a model may have more than its tokenizer
         st.just([0]),
     )
     return [token for part in draw(st.lists(parts, max_size=60)) for token in part]
@@ -424,7 +458,9 @@ def test_whole_characters_are_not_held_back():
 def test_a_long_text_is_not_decoded_again_and_again(monkeypatch):
     asked, text, long = [], TextPieces(BYTEWISE), "a long text, 你好 " * 200
     original = generation._decode
-    monkeypatch.setattr(generation, "_decode", lambda tokenizer, tokens: asked.append(len(tokens)) or original(tokenizer, tokens))
+    monkeypatch.setattr(
+        generation, "_decode", lambda tokenizer, tokens: asked.append(len(tokens)) or original(tokenizer, tokens)
+    )
     assert "".join(text.add([token]) for token in BYTEWISE.encode(long)) + text.rest() == long
     assert max(asked) < 140
 
@@ -433,7 +469,10 @@ def test_a_long_silence_loses_no_space(monkeypatch):
     """A context without text would be the text's beginning, where SentencePiece writes no space."""
     monkeypatch.setattr(generation, "_CONTEXT", 2)
     text = TextPieces(FALLBACK)
-    assert "".join(text.add([token]) for token in [1, 1, 1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 3]) + text.rest() == "the the the the  thes"
+    assert (
+        "".join(text.add([token]) for token in [1, 1, 1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 3]) + text.rest()
+        == "the the the the  thes"
+    )
 
 
 def test_a_models_characters_that_span_tokens_stream_alike():
@@ -488,4 +527,6 @@ def test_a_position_table_that_ends_and_a_model_that_is_none():
 
 def test_batches_of_nothing_and_of_the_same():
     assert generate(tiny("llama"), TOKENIZER, []) == []
-    assert len(set(generate(tiny("llama"), TOKENIZER, ["1"] * 3, temperature=5.0, rows=2, **SMALL))) == 3  # a prompt given thrice
+    assert (
+        len(set(generate(tiny("llama"), TOKENIZER, ["1"] * 3, temperature=5.0, rows=2, **SMALL))) == 3
+    )  # a prompt given thrice

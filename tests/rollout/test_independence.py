@@ -6,13 +6,13 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError
 from sparse_rl.beacon import add_beacon
 from sparse_rl.rollout.decode import RowState
+from tests.helpers.models import prompts_of, tiny
 
 SAMPLING = Sampling(max_new_tokens=50, stop_ids=(7,))  # responses of different lengths
 
@@ -102,7 +102,9 @@ def test_a_call_may_be_made_in_parts(compressor, calls, rows):
         samples = [[s for s in (2, 0, 1) if calls[3 * p + s] == call] for p in range(5)]
         engine = Engine(model, compressor, budget=16, interval=8, rows=n, max_tokens=90)
         part = engine.generate(prompts, sampling=SAMPLING, seed=3, samples=samples)
-        assert [(t.prompt_index, t.sample_index) for t in part] == [(p, s) for p in range(5) for s in sorted(samples[p])]
+        assert [(t.prompt_index, t.sample_index) for t in part] == [
+            (p, s) for p in range(5) for s in sorted(samples[p])
+        ]
         parts += part
     parts.sort(key=lambda t: (t.prompt_index, t.sample_index))
     for a, b in zip(whole, parts, strict=True):
@@ -115,8 +117,12 @@ def test_what_is_not_wanted_is_not_read_but_has_its_place(llama, monkeypatch):
 
     totals, read, bar = [], [], module.ProgressBar
     monkeypatch.setattr(module, "ProgressBar", lambda on, total, cache: totals.append(total) or bar(on, total, cache))
-    prefill = module.Rollout.prefill
-    monkeypatch.setattr(module.Rollout, "prefill", lambda self, some: read.extend(w.prompt_index for w in some) or prefill(self, some))
+    prefill = module.GenerateCall.prefill
+    monkeypatch.setattr(
+        module.GenerateCall,
+        "prefill",
+        lambda self, some: read.extend(w.prompt_index for w in some) or prefill(self, some),
+    )
     engine = Engine(llama, "dense", rows=2)
     prompts = prompts_of(5, 40, 7)
     assert engine.generate(prompts, 4, samples=[[], [], []]) == [] == engine.generate([], samples=[])
@@ -174,9 +180,9 @@ def test_every_token_is_told_once_and_in_order(compressor, poll):
 
 
 def test_nobody_listening_costs_no_look_at_the_device(llama, monkeypatch):
-    from sparse_rl.rollout.schedule import Rollout
+    from sparse_rl.rollout.schedule import GenerateCall
 
-    monkeypatch.setattr(Rollout, "tell", lambda *_: pytest.fail("asked for tokens that nobody wanted"))
+    monkeypatch.setattr(GenerateCall, "emit_tokens", lambda *_: pytest.fail("asked for tokens that nobody wanted"))
     assert Engine(llama, budget=16, interval=8).generate(prompts_of(5), sampling=Sampling(20))
 
 

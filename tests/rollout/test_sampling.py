@@ -37,12 +37,19 @@ def test_uniform_numbers_are_uniform_and_unrelated():
 
 
 def test_stream_keys_differ_in_every_part():
-    keys = [stream_key(0, [1, 2], 0, 0), stream_key(1, [1, 2], 0, 0), stream_key(0, [12], 0, 0), stream_key(0, [1, 2], 1, 0)]
+    keys = [
+        stream_key(0, [1, 2], 0, 0),
+        stream_key(1, [1, 2], 0, 0),
+        stream_key(0, [12], 0, 0),
+        stream_key(0, [1, 2], 1, 0),
+    ]
     keys += [stream_key(0, [1, 2], 0, 1), stream_key(0, [1, 2]), stream_key(0, [2, 1], 0, 0)]
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("options", [{}, dict(temperature=0.6), dict(top_k=3), dict(top_p=0.7), dict(temperature=1.5, top_k=6, top_p=0.8)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(temperature=0.6), dict(top_k=3), dict(top_p=0.7), dict(temperature=1.5, top_k=6, top_p=0.8)]
+)
 def test_frequencies_follow_the_log_probs(options):
     sampling = Sampling(**options)
     logits = torch.tensor([[1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 0.9, 0.9]])
@@ -84,7 +91,9 @@ def test_top_p_of_a_large_vocabulary_is_that_of_exact_sums():
 
 def test_greedy_log_probs_are_those_at_temperature_one():
     logits = torch.randn(5, 9)
-    tokens, logprobs = sample(logits, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), Sampling(temperature=0.0))
+    tokens, logprobs = sample(
+        logits, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), Sampling(temperature=0.0)
+    )
     assert tokens.equal(logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
 

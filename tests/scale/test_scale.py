@@ -13,37 +13,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import run
-from test_train import recipe
 from typer.testing import CliRunner
 
 from sparse_rl.cache import Trace
-from sparse_rl.cli import app
+from sparse_rl.cli.main import app
 from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
-from sparse_rl.lengths import Lengths, lengths_of_run
-from sparse_rl.metrics import Clock
 from sparse_rl.models import load_model
 from sparse_rl.rollout import Engine, Sampling
-from sparse_rl.run import plan_run, train, work_of
-from sparse_rl.sampler import Sampler
-from sparse_rl.scale import H200, RECORD_BYTES, Links, Work, drain, forecast, one_step
-from sparse_rl.share import deal, outlined
+from sparse_rl.scale.lengths import Lengths, lengths_of_run
+from sparse_rl.scale.model import H200, RECORD_BYTES, Links, Work, drain, forecast, one_step, work_of
 from sparse_rl.tasks import make
-from sparse_rl.train import Trainer
+from sparse_rl.train.deal import deal
+from sparse_rl.train.log import Clock
+from sparse_rl.train.loop import Trainer
+from sparse_rl.train.merge import without_full_traces
+from sparse_rl.train.run import plan_run, train
+from sparse_rl.train.worker import Sampler
+from tests.helpers.models import prompts_of, tiny
+from tests.helpers.runs import recipe, run
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import scale_recorded
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def work(name: str = "qwen2.5-1.5b", prompt: int = 256, **sections: dict) -> Work:
     rollout = {"rows": 16, "prompts": 16, "group_size": 4, "max_new_tokens": 2048} | sections.pop("rollout", {})
-    settings = {"model": {"name": name} | sections.pop("model", {}), "task": {"name": "sums"}, "rollout": rollout, **sections}
+    settings = {
+        "model": {"name": name} | sections.pop("model", {}),
+        "task": {"name": "sums"},
+        "rollout": rollout,
+        **sections,
+    }
     return work_of(make_recipe(settings), prompt)
 
 
@@ -160,7 +165,9 @@ def test_the_step_waits_for_the_slowest():
     expected = np.where(np.arange(16) == 5, 3000.0, 1000.0).tolist()  # known beforehand, the others go elsewhere
     assert one_step(it, H200, Links(), 4, new, expected).idle < late.idle
     tokens, optimizer = new + it.prompt_tokens, optimizer / it.minibatches
-    sampled = [s + it.views * it.passes_of(H200, tokens[np.array(owner) == r].ravel())[0] for r, s in enumerate(seconds)]
+    sampled = [
+        s + it.views * it.passes_of(H200, tokens[np.array(owner) == r].ravel())[0] for r, s in enumerate(seconds)
+    ]
     waited = sum(max(sampled) - s for s in sampled)
     for block in np.array_split(np.arange(16), it.minibatches):
         mine = [tokens[[i for i in block if owner[i] == rank]].ravel() for rank in range(4)]
@@ -182,7 +189,9 @@ def test_volumes_of_communication():
     assert shards.publish_seconds(links, H200, 8) == pytest.approx(7 / 8 * 2 * n / 100e9, rel=1e-4)
     assert it.publish_seconds(links, H200, 8) == 0 < work(rollout={"ahead": 1}).publish_seconds(links, H200, 1)
     adapters = work(model={"lora_rank": 8})
-    assert adapters.communication(links, 8, 3) < 0.02 * it.communication(links, 8, 3) and adapters.passes == it.passes - 1
+    assert (
+        adapters.communication(links, 8, 3) < 0.02 * it.communication(links, 8, 3) and adapters.passes == it.passes - 1
+    )
 
 
 def test_rollouts_ahead_hide_the_shorter_part():
@@ -201,7 +210,7 @@ def test_records_are_as_large_as_counted():
     step = Sampler(settings, model, tokenizer, make("sums", count=8)).step(0, Clock())
     assert all(isinstance(t.trace, Trace) for t in step.trajectories)
     buffer = io.BytesIO()
-    torch.save(outlined(step), buffer)
+    torch.save(without_full_traces(step), buffer)
     padded = len(step.trajectories) * max(len(t.tokens) for t in step.trajectories)
     assert buffer.tell() / padded == pytest.approx(RECORD_BYTES, rel=0.2)
 
@@ -216,20 +225,25 @@ def test_the_plan_counts_the_weights_of_rollouts_ahead():
     models = {id(m): m for m in (trainer.model, trainer.sampler.model)}
     held = sum(p.nbytes for m in models.values() for p in m.parameters())
     trainer.source.close()
-    assert held == plan.rollout.weight_bytes + plan.learner_bytes == 2 * other.rollout.weight_bytes and other.learner_bytes == 0
+    assert (
+        held == plan.rollout.weight_bytes + plan.learner_bytes == 2 * other.rollout.weight_bytes
+        and other.learner_bytes == 0
+    )
     beside = min(plan.rollout.working_bytes, plan.update_bytes)  # both work at the same time
-    assert plan.total_bytes - other.total_bytes == pytest.approx(plan.learner_bytes + beside, abs=max(0, other.eval_bytes))
+    assert plan.total_bytes - other.total_bytes == pytest.approx(
+        plan.learner_bytes + beside, abs=max(0, other.eval_bytes)
+    )
     assert "the learner's own weights" in plan.text() and "the learner's own weights" not in other.text()
 
 
 SHARDS = """
 import json, sys, torch
-from conftest import tiny
+from tests.helpers.models import tiny
 import copy
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from sparse_rl.learn.shards import shard
 from sparse_rl.models import with_lora
-from sparse_rl.world import join_world, leave_world
+from sparse_rl.distributed.world import join_world, leave_world
 world = join_world()
 found = []
 for rank, dtype in ((0, torch.float32), (0, torch.bfloat16), (4, torch.float32)):
@@ -243,7 +257,7 @@ for rank, dtype in ((0, torch.float32), (0, torch.bfloat16), (4, torch.float32))
     optimizer.step(1.0)
     state = [t for s in optimizer.adamw.state.values() for n, t in s.items() if n != "step"]
     found.append(held + bytes_of(state))
-every = world.together(lambda: found)
+every = world.run_on_all(lambda: found)
 if world.first:
     print("held", json.dumps(every))
 leave_world(world)
@@ -254,10 +268,18 @@ def test_the_plan_counts_a_part_of_what_is_divided(tmp_path):
     """Shards, gradients and moments of two processes, against the plan's; every process has whole weights besides."""
     from sparse_rl.compressors import make as compressor
     from sparse_rl.models import ModelShape
-    from sparse_rl.plan import make_plan, make_training_plan
+    from sparse_rl.planning.memory import make_plan, make_training_plan
 
     (tmp_path / "shards.py").write_text(SHARDS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "shards.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(tmp_path / "shards.py"),
+    ]
     path = f"{ROOT}:{ROOT / 'tests'}"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
@@ -266,15 +288,23 @@ def test_the_plan_counts_a_part_of_what_is_divided(tmp_path):
     parameters = sum(p.numel() for p in model.parameters())
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.get_output_embeddings()]
     adapters = sum(4 * (m.in_features + m.out_features) for m in layers)
-    settings = dict(micro_batch_tokens=64, checkpointing=False, reference=False, evaluates=False, processes=2, shard=True)
+    settings = dict(
+        micro_batch_tokens=64, checkpointing=False, reference=False, evaluates=False, processes=2, shard=True
+    )
     for held, (dtype, trained) in zip(
         zip(*every), ((torch.float32, parameters), (torch.bfloat16, parameters), (torch.float32, adapters)), strict=True
     ):
         shape = ModelShape.of(model.config, dtype)
         weights = parameters * dtype.itemsize
-        rollout = make_plan(shape, compressor("rkv").bind(16, 8), rows=2, prompt_tokens=9, new_tokens=9, weight_bytes=weights)
+        rollout = make_plan(
+            shape, compressor("rkv").bind(16, 8), rows=2, prompt_tokens=9, new_tokens=9, weight_bytes=weights
+        )
         plan = make_training_plan(rollout, shape, trained=trained, **settings)
-        assert max(held) == pytest.approx(plan.optimizer_bytes, rel=0.02) and plan.divided_by == 2 and plan.learner_bytes == 0
+        assert (
+            max(held) == pytest.approx(plan.optimizer_bytes, rel=0.02)
+            and plan.divided_by == 2
+            and plan.learner_bytes == 0
+        )
         alone = make_training_plan(rollout, shape, trained=trained, **(settings | {"processes": 1}))
         assert alone.divided_by == 1 and "one of 2 parts" in plan.text() and "parts" not in alone.text()
 
@@ -284,7 +314,9 @@ def test_more_processes_need_less_memory_each_when_divided():
     plans = [plan_run(given, 512, processes) for processes in (1, 2, 8, 64)]
     assert [p.optimizer_bytes for p in plans] == [plans[0].optimizer_bytes // n for n in (1, 2, 8, 64)]
     assert all(a.total_bytes > b.total_bytes for a, b in itertools.pairwise(plans))
-    assert all(p.rollout.weight_bytes == plans[0].rollout.weight_bytes for p in plans)  # every process samples with all of it
+    assert all(
+        p.rollout.weight_bytes == plans[0].rollout.weight_bytes for p in plans
+    )  # every process samples with all of it
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
@@ -299,14 +331,18 @@ def test_the_command_plans_many_gpus():
     done = run(*command, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["gpu_hours"] == pytest.approx(64 * found["step"] * 100 / 3600) and found["cost"] == pytest.approx(2 * found["gpu_hours"])
+    assert found["gpu_hours"] == pytest.approx(64 * found["step"] * 100 / 3600) and found["cost"] == pytest.approx(
+        2 * found["gpu_hours"]
+    )
     assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step"]) and 0 < found["idle"] < 1
     assert found["bytes_per_gpu"] < found["memory"] and found["plan"]["divided_by"] == 64
     shown = run(*command)
     for word in ("a step", "idle", "tokens/s", "memory per GPU", "GPU hours", "cost", "assumptions"):
         assert word in shown.stdout
     one = run("plan", "--recipe", "qwen2.5-1.5b-simplerl", "--gpus", 1, "--rollout.ahead", 1, "--steps", 7)
-    assert "7 steps" in one.stdout and "if sharing the device gained nothing" in one.stdout and "one process" in one.stdout
+    assert (
+        "7 steps" in one.stdout and "if sharing the device gained nothing" in one.stdout and "one process" in one.stdout
+    )
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path):
@@ -314,7 +350,10 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path):
     for arguments, message in [
         ([*seven, "--gpus", 0], "--gpus is 0; it must be a whole number of at least 1"),
         ([*seven, "--gpus", 256], "rollout.prompts is 128 for 256 GPUs"),
-        ([*seven, "--gpus", 8, "--model.shard", "false", "--gpu-memory", 80], "divide the learner among them with --model.shard true"),
+        (
+            [*seven, "--gpus", 8, "--model.shard", "false", "--gpu-memory", 80],
+            "divide the learner among them with --model.shard true",
+        ),
         ([*seven, "--gpus", 2, "--gpu-memory", 80], "with --model.shard true"),
         ([*half, "--gpus", 2, "--rows", 100000], "use at most --rows "),
         ([*seven, "--gpus", 4, "--gpu-memory", 8], "no number of GPUs helps"),

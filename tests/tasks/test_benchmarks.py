@@ -10,14 +10,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_math import write
 
+from sparse_rl.cli.list import LISTS
 from sparse_rl.errors import SparseRLError
-from sparse_rl.lists import LISTS
 from sparse_rl.tasks import TASKS, Grade, Prompt, make
 from sparse_rl.tasks.benchmarks import BENCHMARKS, FOLDER, SOURCES
 from sparse_rl.tasks.equality import how_graded, readings, tidy
 from sparse_rl.tasks.templates import TEMPLATES, dress, template_of
+from tests.helpers.rows import write
 
 DATA = os.environ.get(FOLDER)
 needs_data = pytest.mark.skipif(not DATA, reason=f"{FOLDER} names no folder with the published files")
@@ -55,7 +55,9 @@ def test_templates_by_hand():
         dress("", "chat"),
     ):
         assert template_of(other) is None, other
-    with pytest.raises(SparseRLError, match=re.escape("there is no template 'qwen'; did you mean 'qwen-boxed'? Known: plain, chat,")):
+    with pytest.raises(
+        SparseRLError, match=re.escape("there is no template 'qwen'; did you mean 'qwen-boxed'? Known: plain, chat,")
+    ):
         dress(QUESTION, "qwen")
 
 
@@ -79,16 +81,23 @@ def test_the_template_of_a_task(tmp_path):
     assert make("math", files=plain).template is None and make("sums").template is None
     assert make("math", files=plain, chat=True, suffix=TEMPLATES["chat"].after).template == "chat"
     mixed = write(
-        tmp_path / "mixed.jsonl", [{**row, "prompt": dress(row["prompt"], "abel" if i else "chat")} for i, row in enumerate(rows)]
+        tmp_path / "mixed.jsonl",
+        [{**row, "prompt": dress(row["prompt"], "abel" if i else "chat")} for i, row in enumerate(rows)],
     )
     assert make("math", files=mixed).template is None
     abel = write(tmp_path / "abel.jsonl", [{**row, "prompt": dress(row["prompt"], "abel")} for row in rows])
     messages = write(tmp_path / "m.jsonl", [{"prompt": [{"role": "user", "content": "two?"}], "label": "2"}])
     for options, message in [
-        (dict(files=plain, template="chat", chat=True), "template 'chat' says what surrounds a question; leave chat and suffix away"),
+        (
+            dict(files=plain, template="chat", chat=True),
+            "template 'chat' says what surrounds a question; leave chat and suffix away",
+        ),
         (dict(files=plain, template="chat", suffix="!"), "leave chat and suffix away"),
         (dict(files=plain, template="chta"), "there is no template 'chta'; did you mean 'chat'"),
-        (dict(files=abel, template="chat"), "the prompts have the form of the template 'abel', so they cannot be put in that of 'chat'"),
+        (
+            dict(files=abel, template="chat"),
+            "the prompts have the form of the template 'abel', so they cannot be put in that of 'chat'",
+        ),
         (dict(files=messages, template="chat"), "the prompts are chat messages of another form"),
     ]:
         with pytest.raises(SparseRLError, match=message):
@@ -96,7 +105,9 @@ def test_the_template_of_a_task(tmp_path):
 
 
 @needs_data
-@pytest.mark.parametrize("name, file", [("qwen-boxed", "simplerl_qwen_level3to5.jsonl"), ("abel", "simplerl_abel_level3to5.jsonl")])
+@pytest.mark.parametrize(
+    "name, file", [("qwen-boxed", "simplerl_qwen_level3to5.jsonl"), ("abel", "simplerl_abel_level3to5.jsonl")]
+)
 def test_simplerl(name, file):
     """All usable rows load, in the form of their template: each prompt is its question dressed again, byte for byte."""
     path = Path(DATA) / "train" / file
@@ -108,7 +119,9 @@ def test_simplerl(name, file):
     assert len(prompts) == 8523
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else prompt[1]["content"]
-        (question,) = re.fullmatch(r"(?:.*?<\|im_start\|>user\n)?(.*)\nPlease reason step by step.*?", text, flags=re.DOTALL).groups()
+        (question,) = re.fullmatch(
+            r"(?:.*?<\|im_start\|>user\n)?(.*)\nPlease reason step by step.*?", text, flags=re.DOTALL
+        ).groups()
         assert template_of(prompt) == name and dress(question, name) == prompt
     first, second = (json.dumps(prompts[i]) for i in (1769, 4007))
     assert first == second and sum(json.dumps(p.text) == first for p in task._prompts) == 2  # the duplicate is kept
@@ -120,8 +133,16 @@ ROWS = {
     "gsm8k": ({"question": "Eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 1,013", "idx": 0}, "Eggs?", "1,013"),
     "math500": ({"problem": "Half?", "solution": "...", "answer": "\\frac{1}{2}"}, "Half?", "\\frac{1}{2}"),
     "gaokao2023en": ({"question": "Area?", "lang": "en", "answer": "20 $cm^{2}$"}, "Area?", "20 $cm^{2}$"),
-    "minerva": ({"problem": "Size?", "solution": "s = \\boxed{2} or rather $\\boxed{1.6} \\mathrm{~cm}$", "idx": 0}, "Size?", "1.6"),
-    "olympiadbench": ({"question": "Both?", "context": None, "final_answer": ["$1$,$2$"], "unit": None}, "Both?", "$1$,$2$"),
+    "minerva": (
+        {"problem": "Size?", "solution": "s = \\boxed{2} or rather $\\boxed{1.6} \\mathrm{~cm}$", "idx": 0},
+        "Size?",
+        "1.6",
+    ),
+    "olympiadbench": (
+        {"question": "Both?", "context": None, "final_answer": ["$1$,$2$"], "unit": None},
+        "Both?",
+        "$1$,$2$",
+    ),
     "aime24": ({"problem": "N?", "answer": "025"}, "N?", "025"),
     "amc23": ({"problem": "M?", "answer": 27.0}, "M?", "27"),
 }
@@ -142,8 +163,15 @@ def test_benchmarks_are_read_in_order(tmp_path, monkeypatch):
     for source in SOURCES:
         _, question, answer = ROWS[source.name]
         task = make(source.name, folder=folder)
-        assert (len(task), task.num_prompts, task.name, task.template) == (source.rows, source.rows, source.name, "plain")
-        assert task.sample(3, 2) == [Prompt(f"{i}: {question}", answer, i) for i in (3, 4)] == task.held_out().sample(3, 2)
+        assert (len(task), task.num_prompts, task.name, task.template) == (
+            source.rows,
+            source.rows,
+            source.name,
+            "plain",
+        )
+        assert (
+            task.sample(3, 2) == [Prompt(f"{i}: {question}", answer, i) for i in (3, 4)] == task.held_out().sample(3, 2)
+        )
         assert [p.index for p in task.sample(source.rows - 1, 3)] == [source.rows - 1, 0, 1]
         chat = make(source.name, folder=folder, template="chat")
         assert chat.template == "chat" and chat[5].text == dress(f"5: {question}", "chat") and chat[5].answer == answer
@@ -153,7 +181,11 @@ def test_benchmarks_are_read_in_order(tmp_path, monkeypatch):
 
 def test_rows_of_olympiadbench(tmp_path):
     row, _, _ = ROWS["olympiadbench"]
-    changes = [{"context": "Let $n=3$."}, {"final_answer": ["4.2"], "unit": "%"}, {"final_answer": ["$\\frac{41}{12}$"], "unit": "km"}]
+    changes = [
+        {"context": "Let $n=3$."},
+        {"final_answer": ["4.2"], "unit": "%"},
+        {"final_answer": ["$\\frac{41}{12}$"], "unit": "km"},
+    ]
     path = write(tmp_path / "olympiadbench.jsonl", [{**row, **change} for change in changes])
     task = make("olympiadbench", folder=Path(path).parent, subset=True)
     assert [p.text for p in task.sample(0, 3)] == ["Let $n=3$.\nBoth?", "Both?", "Both?"]
@@ -163,7 +195,8 @@ def test_rows_of_olympiadbench(tmp_path):
 def test_where_the_files_are(tmp_path, monkeypatch):
     monkeypatch.delenv(FOLDER, raising=False)
     with pytest.raises(
-        SparseRLError, match=r"gsm8k is read from gsm8k.jsonl; name its folder with --data FOLDER .* task.folder in a recipe"
+        SparseRLError,
+        match=r"gsm8k is read from gsm8k.jsonl; name its folder with --data FOLDER .* task.folder in a recipe",
     ):
         make("gsm8k")
     (tmp_path / "eval").mkdir()
@@ -173,7 +206,9 @@ def test_where_the_files_are(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "eval"))
     assert len(make("minerva")) == 272
     (tmp_path / "eval" / "gsm8k.jsonl").unlink()
-    with pytest.raises(SparseRLError, match=r"gsm8k: there is no file .*eval/gsm8k.jsonl, nor .*eval/eval/gsm8k.jsonl; put gsm8k.jsonl"):
+    with pytest.raises(
+        SparseRLError, match=r"gsm8k: there is no file .*eval/gsm8k.jsonl, nor .*eval/eval/gsm8k.jsonl; put gsm8k.jsonl"
+    ):
         make("gsm8k")
     with pytest.raises(SparseRLError, match="the task gsm8k has no option 'flder'; did you mean 'folder'"):
         make("gsm8k", flder=tmp_path)
@@ -182,7 +217,8 @@ def test_where_the_files_are(tmp_path, monkeypatch):
 def test_another_number_of_rows_is_refused_unless_it_is_meant(tmp_path):
     folder = files(tmp_path, count=7)
     with pytest.raises(
-        SparseRLError, match=r"gsm8k.jsonl has 7 rows and gsm8k 1,319; give the published file, or, for a part of it, subset"
+        SparseRLError,
+        match=r"gsm8k.jsonl has 7 rows and gsm8k 1,319; give the published file, or, for a part of it, subset",
     ):
         make("gsm8k", folder=folder)
     task = make("gsm8k", folder=folder, subset=True)
@@ -514,7 +550,12 @@ TABLE = [  # form of which benchmark, gold, completion, grade
     ("minerva", "E_{1},E_{2}", box("E_1"), W),
     ("minerva", r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}", box(r"\frac{E_1+2E_2}{3}"), R),
     ("minerva", r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}", box(r"\frac{2E_1+E_2}{3}"), W),
-    ("minerva", r"m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta", box(r"(\gamma^2 - 1) m_p c^2 \sin^2\theta"), R),
+    (
+        "minerva",
+        r"m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta",
+        box(r"(\gamma^2 - 1) m_p c^2 \sin^2\theta"),
+        R,
+    ),
     ("minerva", r"m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta", box(r"(\gamma - 1) m_p c^2 \sin^2\theta"), W),
     ("minerva", "SRAC=LRAC", box("SRMC=LRMC"), W),
     ("minerva", "I(0)", box("I(1)"), W),
@@ -544,9 +585,24 @@ TABLE = [  # form of which benchmark, gold, completion, grade
     ("minerva", r"\frac{d x}{d t}=k x-a", box("kx-a"), R),
     ("minerva", r"I \frac{d \omega}{d t}+2 B \omega=T", box(r"7I\frac{d\omega}{dt}+2B\omega=T"), W),
     ("minerva", r"I \frac{d \omega}{d t}+2 B \omega=T", box(r"I\frac{d}{dt}\omega = T - 2B\omega"), R),
-    ("minerva", r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{0.007 c^{2} M_{\odot}^{6}} M^{6}", box(r"\frac{dM}{dt}=\frac{L}{c^2}M"), W),
-    ("minerva", r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{c^{2}} M^{6}", box(r"\frac{dM}{dt}=\frac{10^5 L_{\odot}}{c^2}M^7"), W),
-    ("minerva", r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{c^{2}} M^{6}", box(r"\frac{dM}{dt}=\frac{10^5 M^6 L_{\odot}}{c^2}"), R),
+    (
+        "minerva",
+        r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{0.007 c^{2} M_{\odot}^{6}} M^{6}",
+        box(r"\frac{dM}{dt}=\frac{L}{c^2}M"),
+        W,
+    ),
+    (
+        "minerva",
+        r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{c^{2}} M^{6}",
+        box(r"\frac{dM}{dt}=\frac{10^5 L_{\odot}}{c^2}M^7"),
+        W,
+    ),
+    (
+        "minerva",
+        r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{c^{2}} M^{6}",
+        box(r"\frac{dM}{dt}=\frac{10^5 M^6 L_{\odot}}{c^2}"),
+        R,
+    ),
     ("minerva", "y'=2y", box("y=2y"), W),
     ("minerva", "2x", box(r"\frac{d}{dx}(x^2)"), R),
     # words that change the value are no unit
@@ -648,7 +704,9 @@ def test_near_misses(tmp_path):
     for name in BENCHMARKS:
         task = make(name, folder=folder, deadline=60)
         rows = [row for row in TABLE if row[0] == name]
-        grades = task.grade([Prompt("", gold, i) for i, (_, gold, _, _) in enumerate(rows)], [text for _, _, text, _ in rows])
+        grades = task.grade(
+            [Prompt("", gold, i) for i, (_, gold, _, _) in enumerate(rows)], [text for _, _, text, _ in rows]
+        )
         assert [(*row[:3], grade) for row, grade in zip(rows, grades, strict=True)] == rows
         assert task.last_error is None
     task.close()
@@ -683,9 +741,18 @@ def test_no_answer_stops_the_grading(tmp_path):
     task = make("math500", folder=files(tmp_path), deadline=2, workers=2)
     texts = [text for bomb in BOMBS for text in (box(bomb), box("9.0"))]
     grades = task.grade([Prompt("", "9" if "9.0" in text else "7", i) for i, text in enumerate(texts)], texts)
-    assert {grade.reward for grade in grades[::2]} == {0.0} and {grade.verdict for grade in grades[::2]} <= {"timeout", "wrong", "error"}
+    assert {grade.reward for grade in grades[::2]} == {0.0} and {grade.verdict for grade in grades[::2]} <= {
+        "timeout",
+        "wrong",
+        "error",
+    }
     assert grades[1::2] == [R] * len(BOMBS)
     grades = task.grade([Prompt("", bomb, i) for i, bomb in enumerate(BOMBS)], [box("7")] * len(BOMBS))  # as references
-    assert {grade.reward for grade in grades} == {0.0} and {grade.verdict for grade in grades} <= {"timeout", "wrong", "error", "bad gold"}
+    assert {grade.reward for grade in grades} == {0.0} and {grade.verdict for grade in grades} <= {
+        "timeout",
+        "wrong",
+        "error",
+        "bad gold",
+    }
     assert task.grade([Prompt("", "9", 0)], [box("9.0")]) == [R]
     task.close()

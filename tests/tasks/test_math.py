@@ -13,6 +13,7 @@ from sparse_rl.errors import SparseRLError
 from sparse_rl.tasks import Grade, Prompt, make
 from sparse_rl.tasks import equality as equality_module
 from sparse_rl.tasks.equality import last_boxed, verdict
+from tests.helpers.rows import write
 
 RIGHT, WRONG, NOTHING = Grade(1.0, "right"), Grade(0.0, "wrong"), Grade(0.0, "no answer")
 
@@ -163,11 +164,6 @@ def test_what_is_sent_to_the_graders_is_graded_like_the_whole(text):
     assert task.judge(prompt, task.excerpt(text)) == task.judge(prompt, text)
 
 
-def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def problems(count, first=0):
     return [{"prompt": f"What is {i} + 1?", "label": str(i + 1)} for i in range(first, first + count)]
 
@@ -184,7 +180,12 @@ def test_rows_of_every_shape(tmp_path):
         (dict(), {"prompt": "two?", "label": r"so $\boxed{1}$, no, $\boxed{\frac{1}{2}}$ cm."}, "two?", r"\frac{1}{2}"),
         (dict(answer="s", answer_in_box=True), {"prompt": "two?", "s": r"thus \boxed{4}."}, "two?", "4"),
         (dict(suffix=" Think."), {"prompt": "two?", "label": "2"}, "two? Think.", "2"),
-        (dict(suffix=" Think.", chat=True), {"prompt": "two?", "label": "2"}, [{"role": "user", "content": "two? Think."}], "2"),
+        (
+            dict(suffix=" Think.", chat=True),
+            {"prompt": "two?", "label": "2"},
+            [{"role": "user", "content": "two? Think."}],
+            "2",
+        ),
     ]
     for options, row, text, answer in shapes:
         task = make("math", files=write(tmp_path / "rows.jsonl", [row]), **options)
@@ -192,7 +193,10 @@ def test_rows_of_every_shape(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two?"}]
     rows = [{"prompt": messages, "label": "2"}]
     assert make("math", files=write(tmp_path / "chat.jsonl", rows))[0].text == messages
-    assert make("math", files=write(tmp_path / "chat.jsonl", rows), suffix="!", chat=True)[0].text[-1]["content"] == "two?!"
+    assert (
+        make("math", files=write(tmp_path / "chat.jsonl", rows), suffix="!", chat=True)[0].text[-1]["content"]
+        == "two?!"
+    )
     bom = tmp_path / "bom.jsonl"
     bom.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows[0]).encode() + b"\n\n\n")
     assert len(make("math", files=bom)) == 1
@@ -228,7 +232,9 @@ def test_unusable_rows_are_skipped_counted_and_named(tmp_path):
     assert task.skipped == expected and task.skipped["label is empty"] == 4
     assert task.skipped_rows == [f"rows.jsonl:{101 + k} ({reason})" for k, (_, reason) in enumerate(BAD[:5])]
     assert len(task) == 200 and {p.text for p in task.sample(0, 200)} == {row["prompt"] for row in good}
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "label": "1"}\n' + "\n".join(map(json.dumps, good)).encode())
+    (tmp_path / "latin.jsonl").write_bytes(
+        b'{"prompt": "\xe9", "label": "1"}\n' + "\n".join(map(json.dumps, good)).encode()
+    )
     assert make("math", files=tmp_path / "latin.jsonl").skipped == {"not JSON": 1}
 
 
@@ -238,7 +244,11 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     assert make("math", files=path).skipped == {"label is empty": 2}  # a tenth
     for rows, options, message in [
         ([*good, empty, empty, empty], {}, r"3 of 21 rows cannot be used \(label is empty: 3\)"),
-        (good, dict(answer="lable"), r"18 of 18 rows cannot be used \(no field 'lable': 18\); its rows have the fields prompt, label;"),
+        (
+            good,
+            dict(answer="lable"),
+            r"18 of 18 rows cannot be used \(no field 'lable': 18\); its rows have the fields prompt, label;",
+        ),
         ([], {}, r"0 of 0 rows cannot be used \(it is empty\)"),
         (["nonsense"], {}, r"1 of 1 rows cannot be used \(not JSON: 1\); each line must be one JSON object"),
         (good, dict(split="test"), "split is 'test'"),
@@ -332,7 +342,17 @@ def test_what_to_install_is_told_by_the_grading_processes(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("gold", "answer"),
-    [("p - q", "p+q"), ("xy", "x+y"), ("xy", "x-y"), ("x", "-x"), ("i", "-i"), ("n", "n!"), ("ab", "a/b"), ("mn", "m^n"), ("x", "2x")],
+    [
+        ("p - q", "p+q"),
+        ("xy", "x+y"),
+        ("xy", "x-y"),
+        ("x", "-x"),
+        ("i", "-i"),
+        ("n", "n!"),
+        ("ab", "a/b"),
+        ("mn", "m^n"),
+        ("x", "2x"),
+    ],
 )
 def test_algebra_in_letters_is_not_compared_as_words(gold, answer):
     assert verdict(gold, answer) != "right" and verdict(gold, gold) == "right"

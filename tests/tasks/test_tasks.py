@@ -40,19 +40,43 @@ def test_solutions_earn_the_reward_and_prompts_are_fixed(name):
         assert prompts[150:] == again.sample(150, 50)  # any position can be resumed
         assert len({p.text for p in prompts}) > 190
         assert {p.text for p in prompts} != {p.text for p in held_out.sample(0, 200)}
-        assert task.held_out().sample(0, 200) == held_out.sample(0, 200) == type(task)(**options).held_out().sample(0, 200)
+        assert (
+            task.held_out().sample(0, 200) == held_out.sample(0, 200) == type(task)(**options).held_out().sample(0, 200)
+        )
         assert make(name, seed=1, **options)[0].text != prompts[0].text
         solutions = [task.solution(p) for p in prompts]
         assert task.grade(prompts, solutions) == [RIGHT] * 200
-        assert sum(grade.reward for grade in task.grade(prompts, solutions[1:] + solutions[:1])) < 40  # other prompts' solutions
-        for junk in ("", "answer:", "answer: ", "=", "answer: 1e999", "answer: __import__('os')", "answer: (" * 500, "\x00", "a" * 10_000):
+        assert (
+            sum(grade.reward for grade in task.grade(prompts, solutions[1:] + solutions[:1])) < 40
+        )  # other prompts' solutions
+        for junk in (
+            "",
+            "answer:",
+            "answer: ",
+            "=",
+            "answer: 1e999",
+            "answer: __import__('os')",
+            "answer: (" * 500,
+            "\x00",
+            "a" * 10_000,
+        ):
             assert task.reward(prompts[0], junk) == 0.0
 
 
 def test_sums_read_the_end_and_nothing_else():
     task, prompt = make("sums"), Prompt("3+4+1=", [3, 4, 1])
     assert task.solution(prompt) == "3+4=7;7+1=8"
-    for text, worth in [("=8", 1), ("3+4=7;7+1=8", 1), ("8", 0), ("=8 ", 0), ("=8;", 0), ("=08", 0), ("=88", 0), ("=8\n", 0), ("=9;=8", 1)]:
+    for text, worth in [
+        ("=8", 1),
+        ("3+4=7;7+1=8", 1),
+        ("8", 0),
+        ("=8 ", 0),
+        ("=8;", 0),
+        ("=08", 0),
+        ("=88", 0),
+        ("=8\n", 0),
+        ("=9;=8", 1),
+    ]:
         assert task.reward(prompt, text) == worth, text
     sums = make("sums")
     assert all(len(p.text) == 16 for p in sums.sample(0, 50))
@@ -77,7 +101,9 @@ def test_countdown_uses_every_number_once():
         assert task.reward(prompt, f"thinking\nanswer: {expression}\n") == worth, expression
     assert task.reward(prompt, "answer: (7-3)*8+2\nanswer: 34") == 0  # the last answer counts
     assert task.reward(Prompt("", {"numbers": [6, 4, 3], "target": 2}), "answer: 6/3*4/4") == 0
-    assert task.reward(Prompt("", {"numbers": [8, 3, 8, 3], "target": 24}), "answer: 8/(3-8/3)") == 1  # fractions on the way are exact
+    assert (
+        task.reward(Prompt("", {"numbers": [8, 3, 8, 3], "target": 24}), "answer: 8/(3-8/3)") == 1
+    )  # fractions on the way are exact
 
 
 def test_a_countdown_search_shows_its_dead_ends_in_a_fixed_order():
@@ -102,7 +128,12 @@ def test_countdown_searches_are_long():
 
 
 @pytest.mark.parametrize(
-    "options", [dict(count=3, highest=25, search=640), dict(count=3, highest=9, search=200), dict(count=4, highest=6, search=3000)]
+    "options",
+    [
+        dict(count=3, highest=25, search=640),
+        dict(count=3, highest=9, search=200),
+        dict(count=4, highest=6, search=3000),
+    ],
 )
 def test_countdown_searches_find_their_target_within_the_limit(options):
     task, again = make("countdown", **options), make("countdown", **options)
@@ -119,7 +150,9 @@ def test_countdown_searches_find_their_target_within_the_limit(options):
             assert evaluate(f"{x}{operation}{y}")[0] == int(value)
             assert end == "left" or (int(value) == prompt.answer["target"]) == (end == "yes")
     seen, asked = ({tuple(sorted(p.answer["numbers"])) for p in some} for some in (prompts, held_out))
-    assert len(seen) > 50 and len(asked) > 10 and not seen & asked  # numbers held out never come in training, in any order
+    assert (
+        len(seen) > 50 and len(asked) > 10 and not seen & asked
+    )  # numbers held out never come in training, in any order
 
 
 @given(st.text(max_size=60))
@@ -153,10 +186,20 @@ def test_recall_asks_for_pairs_that_are_there():
         pairs = {pair[:2]: pair[2:] for pair in listed.split()}
         assert len(pairs) == 200 and len(prompt.text) == 5 * 200 + 3 * 4 and rest == ""
         assert {key: pairs[key] for key in question.split()} == prompt.answer
-    assert len({position for p in task.sample(0, 200) for position in [p.text.index(next(iter(p.answer)))]}) > 100  # anywhere in the list
+    assert (
+        len({position for p in task.sample(0, 200) for position in [p.text.index(next(iter(p.answer)))]}) > 100
+    )  # anywhere in the list
     prompt = Prompt("Qk58 Bt10 Xm99\nXm Qk\n", {"Xm": "99", "Qk": "58"})
     assert task.solution(prompt) == "Xm99 Qk58\nanswer: 99 58"
-    for text, worth in [("99 58", 1), ("99  58 ", 1), ("58 99", 0), ("99", 0), ("99 58 10", 0), ("9958", 0), ("Xm99 Qk58", 0)]:
+    for text, worth in [
+        ("99 58", 1),
+        ("99  58 ", 1),
+        ("58 99", 0),
+        ("99", 0),
+        ("99 58 10", 0),
+        ("9958", 0),
+        ("Xm99 Qk58", 0),
+    ]:
         assert task.reward(prompt, f"Xm99 Qk58\nanswer: {text}") == worth, text
 
 
@@ -194,7 +237,9 @@ def test_bad_options_are_told():
     ]:
         with pytest.raises(SparseRLError, match=message):
             make(name, **options)
-    with pytest.raises(SparseRLError, match="none of 1000 problems with 4 numbers up to 20 had a search of at most 20 characters"):
+    with pytest.raises(
+        SparseRLError, match="none of 1000 problems with 4 numbers up to 20 had a search of at most 20 characters"
+    ):
         make("countdown", search=20).sample(0, 1)
     with pytest.raises(SparseRLError, match="'countdwon'; did you mean 'countdown'"):
         make("countdwon")
@@ -207,14 +252,19 @@ def test_bad_options_are_told():
 def test_every_task_is_described():
     described = dict(describe())
     assert [*TASKS, "gym:NAME", "FILE.py", "FILE.py:CLASS"] == list(described)
-    assert described["sums"].startswith("add up a row of digits") and described["math"].startswith("problems from JSONL files")
+    assert described["sums"].startswith("add up a row of digits") and described["math"].startswith(
+        "problems from JSONL files"
+    )
     assert all(len(line) > 20 and "\n" not in line for line in described.values())
 
 
 def test_a_grading_process_need_not_wait_for_torch():
     modules = "sparse_rl.tasks.worker, sparse_rl.tasks.user, sparse_rl.tasks.gym"
     code = f"import sys, {modules}; print({{'torch', 'numpy', 'sympy'}} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
 
 
 class Echo(Task):
@@ -232,15 +282,29 @@ class Echo(Task):
 def test_verdicts_and_rewards_that_fail_in_this_process():
     task = Echo()
     texts = ["1", "2.5", "0.25", "0", "-1", "True", "np.float32(0.5)", "np.array(1.0)"]
-    grades = [(1, "right"), (2.5, "right"), (0.25, "partly"), (0, "wrong"), (-1, "wrong"), (1, "right"), (0.5, "partly"), (1, "right")]
+    grades = [
+        (1, "right"),
+        (2.5, "right"),
+        (0.25, "partly"),
+        (0, "wrong"),
+        (-1, "wrong"),
+        (1, "right"),
+        (0.5, "partly"),
+        (1, "right"),
+    ]
     Echo.reward.__globals__["np"] = np
     assert task.grade(task.sample(0, 8), texts) == [Grade(*grade) for grade in grades]
-    assert all(type(grade.reward) is float for grade in task.grade(task.sample(0, 8), texts)) and task.last_error is None
+    assert (
+        all(type(grade.reward) is float for grade in task.grade(task.sample(0, 8), texts)) and task.last_error is None
+    )
     failing = ["1", "float('nan')", "1 / 0", "float('inf')", "None", "'1'", "1j", "np.ones(2)", "exit(3)", "0"]
     assert task.grade(task.sample(0, 10), failing) == [RIGHT, *[ERROR] * 8, WRONG]
     assert task.grade([task[5]] * 2, ["None", "1"]) == [ERROR, RIGHT]
     assert task.last_error == "ValueError: the reward is nan; it must be finite (prompt 1)"  # the first, still
-    for text, message in [("1/0", "ZeroDivisionError: division by zero \\(prompt 0, .*line 1"), ("None", "TypeError: the reward is None")]:
+    for text, message in [
+        ("1/0", "ZeroDivisionError: division by zero \\(prompt 0, .*line 1"),
+        ("None", "TypeError: the reward is None"),
+    ]:
         again = Echo()
         again.grade([again[0]], [text])
         with pytest.raises(AssertionError, match=message):
@@ -353,7 +417,9 @@ def test_a_reward_may_fail_in_every_way_and_the_others_are_graded(functions, cap
     for k, (text, grade) in enumerate(expected.items()):
         texts[3 * k + 1], grades[3 * k + 1] = text, grade
     assert task.grade(prompts, texts) == grades
-    assert task.last_error.startswith("KeyError: 'oh' (prompt 10, ") and "doubling.py, line " in task.last_error  # the first by order
+    assert (
+        task.last_error.startswith("KeyError: 'oh' (prompt 10, ") and "doubling.py, line " in task.last_error
+    )  # the first by order
     assert task.grade(prompts[30:], texts[30:]) == grades[30:]
     out, err = capfd.readouterr()
     assert out == "" and "more noise" in err
@@ -364,7 +430,8 @@ def test_a_reward_may_fail_in_every_way_and_the_others_are_graded(functions, cap
 
 
 @pytest.mark.parametrize(
-    "text, message", [("exit", "ended with exit code 7"), ("crash", "was ended by SIGSEGV"), ("quit", "SystemExit: bye")]
+    "text, message",
+    [("exit", "ended with exit code 7"), ("crash", "was ended by SIGSEGV"), ("quit", "SystemExit: bye")],
 )
 def test_how_a_grading_process_ended_is_told(functions, text, message):
     task = make(functions, workers=1)
@@ -381,7 +448,9 @@ def test_processes_are_kept_and_long_texts_arrive(functions):
     assert [grade.reward for grade in task.grade(task.sample(0, 4), texts)] == list(map(len, texts))
     pids = {child.process.pid for child in task._pool._children}
     assert len(pids) == 2 and first[0] in pids
-    wait_until(lambda task=task: {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} == pids)  # both are ready
+    wait_until(
+        lambda task=task: {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} == pids
+    )  # both are ready
     for pid in pids:
         os.kill(pid, signal.SIGINT)  # Ctrl-C is not theirs
     assert {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} <= pids
@@ -415,7 +484,10 @@ def test_what_a_reward_started_ends_with_it_and_memory_can_be_limited(functions,
 
 
 def test_the_time_to_start_is_not_the_rewards(tmp_path):
-    slow = write(tmp_path / "slow.py", "import sys, time\ntime.sleep(1.2 * ('sparse_rl.tasks.worker' in sys.modules))\n" + FUNCTIONS)
+    slow = write(
+        tmp_path / "slow.py",
+        "import sys, time\ntime.sleep(1.2 * ('sparse_rl.tasks.worker' in sys.modules))\n" + FUNCTIONS,
+    )
     task = make(slow, workers=1, deadline=0.6)
     assert task.grade([task[1]], ["2"]) == [RIGHT]
     task.close()
@@ -423,20 +495,30 @@ def test_the_time_to_start_is_not_the_rewards(tmp_path):
 
 def test_processes_that_cannot_start_are_told(tmp_path):
     for line, message in [
-        ("import nonesuch", "cannot be graded: .*child.py cannot be loaded: ModuleNotFoundError: No module named 'nonesuch'"),
+        (
+            "import nonesuch",
+            "cannot be graded: .*child.py cannot be loaded: ModuleNotFoundError: No module named 'nonesuch'",
+        ),
         ("import os; os._exit(5)", "ended with exit code 5 before it was ready, 3 times"),
     ]:
-        path = write(tmp_path / "child.py", f"import sys\nif 'sparse_rl.tasks.worker' in sys.modules:\n    {line}\n{FUNCTIONS}")
+        path = write(
+            tmp_path / "child.py", f"import sys\nif 'sparse_rl.tasks.worker' in sys.modules:\n    {line}\n{FUNCTIONS}"
+        )
         task = make(path, workers=2)
         with pytest.raises(SparseRLError, match=message):
             task.grade(task.sample(0, 4), ["0"] * 4)
         assert task._pool._children == []
-    odd = make(write(tmp_path / "odd.py", "def prompt(i): return 'x', lambda: i\ndef reward(answer, text): return 1"), workers=1)
+    odd = make(
+        write(tmp_path / "odd.py", "def prompt(i): return 'x', lambda: i\ndef reward(answer, text): return 1"),
+        workers=1,
+    )
     with pytest.raises(SparseRLError, match="the answer of prompt 3 cannot be sent to a grading process"):
         odd.grade([odd[3]], ["x"])
     Echo.isolated = True
     try:
-        with pytest.raises(SparseRLError, match=r"the task echo is graded in processes of its own; create it with make"):
+        with pytest.raises(
+            SparseRLError, match=r"the task echo is graded in processes of its own; create it with make"
+        ):
             Echo().grade([Echo()[0]], ["1"])
     finally:
         Echo.isolated = False
@@ -462,7 +544,10 @@ def parent(functions):
 
     def start(deadline):
         process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, functions, str(deadline)], stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-c", PARENT, functions, str(deadline)],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         started.append(process)
         verdict, *pids = process.stdout.readline().split()
@@ -498,7 +583,12 @@ def test_nothing_is_left_when_the_parent_is_killed(parent):
 
 def test_function_files(tmp_path, functions):
     task = make(functions)
-    assert (task[4], task.num_prompts, task.name, task.isolated) == (Prompt("What is 4 + 4?", 8, 4), None, "doubling", True)
+    assert (task[4], task.num_prompts, task.name, task.isolated) == (
+        Prompt("What is 4 + 4?", 8, 4),
+        None,
+        "doubling",
+        True,
+    )
     assert task.solution(task[4]) == "It is 8" and [p.index for p in task.sample(5, 3)] == [5, 6, 7]
     assert [p.index for p in task.held_out().sample(0, 2)] == [1_000_000_000, 1_000_000_001]
     finite = make(write(tmp_path / "finite.py", f"SIZE = 45\n{FUNCTIONS}"))
@@ -506,7 +596,9 @@ def test_function_files(tmp_path, functions):
     assert (finite.num_prompts, held_out.num_prompts) == (41, 4)
     assert sorted(p.index for p in finite.sample(41, 41)) == list(range(41)) != [p.index for p in finite.sample(41, 41)]
     assert (
-        sorted(p.index for p in held_out.sample(0, 4)) == list(range(41, 45)) == sorted(p.index for p in held_out.held_out().sample(0, 4))
+        sorted(p.index for p in held_out.sample(0, 4))
+        == list(range(41, 45))
+        == sorted(p.index for p in held_out.held_out().sample(0, 4))
     )
     assert make(write(tmp_path / "called.py", f"def SIZE(): return 10\n{FUNCTIONS}")).num_prompts == 9
     with pytest.raises(SparseRLError, match="too few prompts to hold one out"):
@@ -515,7 +607,10 @@ def test_function_files(tmp_path, functions):
         make(write(tmp_path / "none.py", f"SIZE = 0\n{FUNCTIONS}"))
     (tmp_path / "helper_beside.py").write_text("WORTH = 0.5")
     beside = make(
-        write(tmp_path / "beside.py", "from helper_beside import WORTH\ndef prompt(i): return 'x', None\ndef reward(a, t): return WORTH")
+        write(
+            tmp_path / "beside.py",
+            "from helper_beside import WORTH\ndef prompt(i): return 'x', None\ndef reward(a, t): return WORTH",
+        )
     )
     assert beside.grade([beside[0]], ["x"]) == [Grade(0.5, "partly")]
     with pytest.raises(SparseRLError, match="has no worked solutions"):
@@ -567,7 +662,11 @@ def test_classes_of_a_file(tmp_path, monkeypatch):
     task = make("classes.py:Parity", modulus=3, offset=1, workers=1, deadline=5)
     monkeypatch.chdir("/")  # the processes find it all the same
     assert task.isolated and task.name == "Parity" and task._pool.limits.deadline == 5
-    assert task.grade(task.sample(0, 3), ["1", "2", "2"]) == [RIGHT, RIGHT, WRONG]  # options and answers of its own class travel
+    assert task.grade(task.sample(0, 3), ["1", "2", "2"]) == [
+        RIGHT,
+        RIGHT,
+        WRONG,
+    ]  # options and answers of its own class travel
     assert task.grade(task.held_out().sample(0, 1), [str((10**9 + 1) % 3)]) == [RIGHT]
     task.close()
     listed = make(f"{path}:Listed", modulus=2)
@@ -602,12 +701,16 @@ def test_gym():
     prompts = task.sample(0, 600)
     assert prompts[590:] == make("gym:spell_backward", min_word_len=3, max_word_len=5).sample(590, 10)
     assert len({p.text for p in prompts}) > 300 and "answer: ..." in prompts[0].text
-    assert not {p.text for p in prompts[:20]} & {p.text for p in prompts[500:520]}  # the next dataset object goes on, not back
+    assert not {p.text for p in prompts[:20]} & {
+        p.text for p in prompts[500:520]
+    }  # the next dataset object goes on, not back
     held_out = task.held_out()
     assert held_out.config == task.config
     sums, later = make("gym:chain_sum", seed=0), make("gym:chain_sum", seed=1)
     asked = [{p.text for p in t.sample(0, 300)} for t in (sums, sums.held_out(), later, later.held_out())]
-    assert all(len(a & b) < 15 for k, a in enumerate(asked) for b in asked[k + 1 :])  # neighbouring seeds would share 299
+    assert all(
+        len(a & b) < 15 for k, a in enumerate(asked) for b in asked[k + 1 :]
+    )  # neighbouring seeds would share 299
     right = f"thinking\nanswer: {prompts[0].answer['answer']}"
     grades = task.grade([prompts[0]] * 3, [right, "no idea", "answer: " + prompts[0].answer["answer"] + "zzzzzzzz"])
     assert grades[:2] == [RIGHT, Grade(0.0, "no answer")] and 0 <= grades[2].reward < 1

@@ -8,19 +8,19 @@ import time
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train import command, recipe, weights, write_recipe
 
 from sparse_rl import COMPRESSORS, Engine, Sampling
-from sparse_rl.adapt import METRICS, STEP, Adaptive, Dial, Target, move, start
-from sparse_rl.checkpoint import find_checkpoints, load_state
 from sparse_rl.compressors import make
-from sparse_rl.config import load_recipe, make_recipe
+from sparse_rl.config import METRICS, Adaptive, Target, load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
-from sparse_rl.metrics import read_lines
-from sparse_rl.run import plan_run, train
+from sparse_rl.files import find_checkpoints, read_lines
+from sparse_rl.train.budget import STEP, Dial, move, start
+from sparse_rl.train.checkpoint import load_state
+from sparse_rl.train.run import plan_run, train
+from tests.helpers.models import prompts_of, tiny
+from tests.helpers.runs import command, recipe, weights, write_recipe
 
 SAMPLING = Sampling(max_new_tokens=50, stop_ids=(7,))  # responses of different lengths
 
@@ -63,9 +63,15 @@ def test_prompts_alone_are_evicted_to_the_budget_that_was_set(llama):
     for step, budget in enumerate((20, 12, 32)):
         engine.set_budget(budget)
         mine = rollout(engine, seed=step)
-        for a, b in zip(mine, rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step), strict=True):
+        for a, b in zip(
+            mine,
+            rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step),
+            strict=True,
+        ):
             assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
-            torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5)  # a longer row is summed in another order
+            torch.testing.assert_close(
+                a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5
+            )  # a longer row is summed in another order
         assert [int(t.trace.slots_in_use().max()) for t in mine] == [
             min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine
         ]
@@ -154,7 +160,9 @@ def test_more_harm_never_gets_fewer_slots(given, a, b):
 def test_a_step_is_what_the_docstring_says():
     how = Adaptive(10, 1000, Target(alpha_5=0.9))
     assert move(Dial(100), 1.0, how).budget == pytest.approx(100 * 2.718281828459045**-STEP)  # no harm: error -1
-    assert move(Dial(100), 0.85, how).budget == pytest.approx(100 * 2.718281828459045 ** (STEP / 2))  # half as much again: error 0.5
+    assert move(Dial(100), 0.85, how).budget == pytest.approx(
+        100 * 2.718281828459045 ** (STEP / 2)
+    )  # half as much again: error 0.5
     assert move(Dial(100), 0.1, how).budget == pytest.approx(100 * 2.718281828459045**STEP)  # bounded
     assert move(Dial(100, 0.5), 1.0, how).smoothed == pytest.approx(0.7 * 0.5 + 0.3)
     assert start(how) == Dial(1000.0)
@@ -202,9 +210,9 @@ def test_the_recipe_keeps_the_dict(tmp_path):
     assert given.to_dict()["rollout"]["budget"] == {"min": 32, "max": 64, "target": {"alpha_5": 0.9}}
     (tmp_path / "recipe.yaml").write_text(given.to_yaml())
     assert load_recipe(tmp_path) == given
-    assert load_recipe(tmp_path, [("rollout.budget.target.alpha_5", "0.95"), ("rollout.budget.max", "70")]).rollout.budget == Adaptive(
-        32, 70, Target(alpha_5=0.95)
-    )
+    assert load_recipe(
+        tmp_path, [("rollout.budget.target.alpha_5", "0.95"), ("rollout.budget.max", "70")]
+    ).rollout.budget == Adaptive(32, 70, Target(alpha_5=0.95))
     assert load_recipe(tmp_path, [("budget", "40")]).rollout.budget == 40
 
 
@@ -289,8 +297,12 @@ def test_a_run_moves_its_budget_and_its_rollouts_obey(tmp_path, monkeypatch):
     lines = read_lines(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["eval/sparse/budget"] for line in lines if "eval/sparse/accuracy" in line}
     following = {line["step"] - 1: line["rollout/budget"] for line in lines if "rollout/budget" in line}
-    assert all(evaluated[step] == following[step] for step in (0, 3, 9))  # with the weights, and the budget, of the step that follows
-    assert trainer.engine.compressor.budget == round(load_state(find_checkpoints(folder / "checkpoints")[-1][1])["budget"]["budget"])
+    assert all(
+        evaluated[step] == following[step] for step in (0, 3, 9)
+    )  # with the weights, and the budget, of the step that follows
+    assert trainer.engine.compressor.budget == round(
+        load_state(find_checkpoints(folder / "checkpoints")[-1][1])["budget"]["budget"]
+    )
     assert len({nbytes for _, nbytes, _ in seen}) == 1  # the same memory all along
     fullest = {}
     for budget, _, done in seen:
@@ -300,8 +312,12 @@ def test_a_run_moves_its_budget_and_its_rollouts_obey(tmp_path, monkeypatch):
 
 
 def test_a_rejection_target(tmp_path):
-    train(adaptive({"rejection": 0.9}, run={"steps": 3, "diagnose": 0}, eval={"every": 0}), tmp_path / "run", show=False)
-    assert budgets(tmp_path / "run")[0] == 46 and budgets(tmp_path / "run")[-1] < 46  # less is rejected than was allowed
+    train(
+        adaptive({"rejection": 0.9}, run={"steps": 3, "diagnose": 0}, eval={"every": 0}), tmp_path / "run", show=False
+    )
+    assert (
+        budgets(tmp_path / "run")[0] == 46 and budgets(tmp_path / "run")[-1] < 46
+    )  # less is rejected than was allowed
 
 
 def test_killed_and_resumed_it_ends_the_same(tmp_path):
@@ -319,7 +335,9 @@ def test_killed_and_resumed_it_ends_the_same(tmp_path):
     train(adaptive(target, run={"steps": 8}), folder, resume=True, show=False)
     assert (folder / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
     theirs = weights(expected / "checkpoints" / "step-000008")
-    assert all(torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items())
+    assert all(
+        torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items()
+    )
 
 
 def test_a_plain_number_logs_and_moves_nothing(tmp_path):
@@ -330,7 +348,9 @@ def test_a_plain_number_logs_and_moves_nothing(tmp_path):
 
 def test_prompts_the_smallest_budget_cannot_protect_are_refused_at_once(tmp_path):
     """The first step runs at the largest budget, where they would fit."""
-    with pytest.raises(SparseRLError, match=r"protects the prompt, but \d+ prompt tokens . window 8 leave nothing of budget 12"):
+    with pytest.raises(
+        SparseRLError, match=r"protects the prompt, but \d+ prompt tokens . window 8 leave nothing of budget 12"
+    ):
         train(adaptive({"alpha_5": 0.9}, rollout={"budget": {**ADAPTIVE, "min": 12}}), tmp_path / "run", show=False)
 
 

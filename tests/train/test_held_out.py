@@ -4,15 +4,15 @@ import copy
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_rl import Engine, Sampling, Trace, Trajectory, load_model, tasks
 from sparse_rl.beacon import add_beacon
 from sparse_rl.compressors import make
-from sparse_rl.held_out import accuracy
 from sparse_rl.records import entries, mean_entries
+from sparse_rl.train.held_out import accuracy
+from tests.helpers.models import prompts_of, tiny
 
 # ------------------------------------------------------------------------------------------------------------ entries
 
@@ -21,7 +21,9 @@ def each(t: Trajectory) -> list[float]:
     """Query by query, token by token, as the trace's definition says."""
     gone = [head for layer in t.trace.evicted_at.tolist() for head in layer]
     queries = range(t.num_prompt_tokens, len(t.tokens) - 1)
-    return [sum(k <= q < head[k] for head in gone for k in range(len(head))) / len(gone) for q in queries] or [t.num_prompt_tokens]
+    return [sum(k <= q < head[k] for head in gone for k in range(len(head))) / len(gone) for q in queries] or [
+        t.num_prompt_tokens
+    ]
 
 
 def counted(t: Trajectory) -> float:
@@ -46,8 +48,18 @@ def test_mean_entries_are_those_of_a_count_by_hand(name):
 @given(st.integers(1, 5), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_mean_entries_of_any_trace(prompt, new, draw):
     tokens = prompt + new
-    gone = torch.tensor([[[draw.randint(k + 1, tokens + 2) for k in range(tokens)] for _ in range(2)] for _ in range(2)])
-    t = Trajectory(torch.zeros(tokens, dtype=torch.int64), prompt, torch.zeros(tokens), Trace(gone.to(torch.uint16)), "length", 0, 0)
+    gone = torch.tensor(
+        [[[draw.randint(k + 1, tokens + 2) for k in range(tokens)] for _ in range(2)] for _ in range(2)]
+    )
+    t = Trajectory(
+        torch.zeros(tokens, dtype=torch.int64),
+        prompt,
+        torch.zeros(tokens),
+        Trace(gone.to(torch.uint16)),
+        "length",
+        0,
+        0,
+    )
     assert mean_entries(t) == pytest.approx(counted(t), abs=1e-12)
     assert entries(t).tolist() == pytest.approx(each(t), abs=1e-12)
 

@@ -14,53 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import sparse_rl.sampler
-import sparse_rl.train
-from sparse_rl.checkpoint import find_checkpoints, save_checkpoint
+import sparse_rl.train.loop
+import sparse_rl.train.worker
 from sparse_rl.config import make_recipe
 from sparse_rl.errors import SparseRLError
+from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn.optimizer import MasterAdamW
-from sparse_rl.metrics import read_lines
 from sparse_rl.models import load_model
 from sparse_rl.records import read_trajectories
-from sparse_rl.run import train
-
-BASE = {
-    "model": {"name": "tiny-sums"},
-    "task": {"name": "sums"},
-    "rollout": {
-        "budget": 42,
-        "interval": 4,
-        "compressor_options": {"protect_prompt": True},
-        "rows": 16,
-        "prompts": 4,
-        "group_size": 4,
-        "max_new_tokens": 64,
-    },
-    "learn": {"minibatches": 2, "micro_batch_tokens": 400},
-    "optimizer": {"lr": 1e-4},
-    "eval": {"every": 3, "prompts": 4},
-    "run": {"steps": 4, "checkpoint_every": 2, "diagnose": 2, "samples": 2},
-}
-
-
-def recipe(**sections):
-    return make_recipe({name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}})
-
-
-def write_recipe(folder: Path, **sections) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "given.yaml"
-    path.write_text(recipe(**sections).to_yaml())
-    return path
-
-
-def command(*args: object) -> list[str]:
-    return [sys.executable, "-c", "from sparse_rl.cli import main; main()", *map(str, args)]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_model(str(folder))[0].state_dict()
+from sparse_rl.train.checkpoint import save_checkpoint
+from sparse_rl.train.run import train
+from tests.helpers.runs import BASE, command, recipe, weights, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +37,20 @@ def finished(tmp_path_factory):
 
 def test_a_run_folder_holds_everything(finished):
     lines = read_lines(finished / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 8]  # evaluations at 0, 3, 6 and the end
+    assert [line["step"] for line in lines] == [
+        0,
+        1,
+        2,
+        3,
+        3,
+        4,
+        5,
+        6,
+        6,
+        7,
+        8,
+        8,
+    ]  # evaluations at 0, 3, 6 and the end
     steps = [line for line in lines if "reward/mean" in line]
     always = ["gap/xi/p05", "gap/xi/min", "gap/ess/frac", "gap/alpha/p05", "gap/k3/mean", "reject/trajectories/frac", "update/clip/frac",
               "rollout/loops/frac", "rollout/truncated/frac", "rollout/length/mean", "cache/tokens_saved/frac",
@@ -86,15 +63,27 @@ def test_a_run_folder_holds_everything(finished):
     assert all({*stages, "cache/bytes_saved/frac"} <= set(line) for line in timing if "time/step" in line)
     assert [step for step, _ in find_checkpoints(finished / "checkpoints")] == [6, 8]  # the newest two
     samples = [json.loads(line) for line in (finished / "samples" / "step-000003" / "trajectories.jsonl").open()]
-    assert len(samples) == 2 and {"prompt", "text", "reward", "verdict", "advantage", "accepted", "old_logprobs"} <= set(samples[0])
+    assert len(samples) == 2 and {
+        "prompt",
+        "text",
+        "reward",
+        "verdict",
+        "advantage",
+        "accepted",
+        "old_logprobs",
+    } <= set(samples[0])
     trajectories = list(read_trajectories(finished / "samples" / "step-000003"))
     assert len(trajectories) == 2
     for s, t in zip(samples, trajectories, strict=True):  # an entry for every token as fed
         assert {len(s[name]) for name in ("pieces", "rank", "weight", "clipped", "old_logprobs")} == {len(t.tokens)}
-        assert "".join(s["pieces"][: t.num_prompt_tokens]) == s["prompt"] and "".join(s["pieces"]).startswith(s["prompt"] + s["text"])
+        assert "".join(s["pieces"][: t.num_prompt_tokens]) == s["prompt"] and "".join(s["pieces"]).startswith(
+            s["prompt"] + s["text"]
+        )
         xi = [math.exp(o - p) for o, p in zip(s["old_logprobs"], s["sampler_logprobs"])][t.num_prompt_tokens :]
         expected = [min(x, 2.0) if s["accepted"] else 0.0 for x in xi]  # sparse-rl
-        assert s["weight"][t.num_prompt_tokens :] == pytest.approx(expected, rel=1e-4) and not any(s["weight"][: t.num_prompt_tokens])
+        assert s["weight"][t.num_prompt_tokens :] == pytest.approx(expected, rel=1e-4) and not any(
+            s["weight"][: t.num_prompt_tokens]
+        )
         assert min(s["rank"][t.num_prompt_tokens :]) == 1 and {*s["clipped"]} <= {True, False}
     first = [json.loads(line) for line in (finished / "samples" / "step-000001" / "trajectories.jsonl").open()]
     assert {s["prompt"] for s in first}.isdisjoint(s["prompt"] for s in samples)  # every step has prompts of its own
@@ -117,7 +106,9 @@ def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, seed):
         if attempt < 3:
             before = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
             deadline = time.monotonic() + 60
-            while process.poll() is None and time.monotonic() < deadline:  # until it has got somewhere, then a little longer
+            while (
+                process.poll() is None and time.monotonic() < deadline
+            ):  # until it has got somewhere, then a little longer
                 grown = (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > before
                 if grown:
                     time.sleep(draw.random())
@@ -135,7 +126,9 @@ def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, seed):
     assert killed >= 2
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
     theirs = weights(finished / "checkpoints" / "step-000008")
-    assert all(torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items())
+    assert all(
+        torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items()
+    )
     assert not list((folder / "checkpoints").glob(".*")) and [p.name for p in folder.glob(".*")] == [".lock"]
 
 
@@ -151,14 +144,19 @@ def test_an_interrupt_saves_and_stops(finished, tmp_path):
     assert f"go on with: sparse-rl train {folder} --resume" in error.decode() and "Traceback" not in error.decode()
     ((step, _),) = find_checkpoints(folder / "checkpoints")
     assert step >= 3
-    assert subprocess.run(command("train", folder, "--resume", "--run.checkpoint_every", 2), capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            command("train", folder, "--resume", "--run.checkpoint_every", 2), capture_output=True
+        ).returncode
+        == 0
+    )
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypatch, how):
     """The signal comes between the two optimizer steps of step 3: that step is done and saved, and the run goes on from there."""
-    step, calls = sparse_rl.train.Learner.step, []
+    step, calls = sparse_rl.train.loop.Learner.step, []
 
     def interrupted(self, batch):
         calls.append(1)
@@ -166,7 +164,7 @@ def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypa
             signal.raise_signal(how)
         return step(self, batch)
 
-    monkeypatch.setattr(sparse_rl.train.Learner, "step", interrupted)
+    monkeypatch.setattr(sparse_rl.train.loop.Learner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(recipe(run={"steps": 8}), tmp_path / "run", show=False)
     assert len(calls) == 6 and [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
@@ -177,7 +175,9 @@ def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypa
 @pytest.mark.parametrize("where", ["between the updates of a step", "inside its first update"])
 def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, where):
     """The weights are then between two steps: they must not be saved as either, and the run starts over to the same end."""
-    owner, name, call = (sparse_rl.train.Learner, "step", 6) if "between" in where else (MasterAdamW, "_publish", 5)
+    owner, name, call = (
+        (sparse_rl.train.loop.Learner, "step", 6) if "between" in where else (MasterAdamW, "_publish", 5)
+    )
     plain, calls = getattr(owner, name), []
 
     def greedy(self, *args):
@@ -189,7 +189,9 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, greedy)
-        with pytest.raises(SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"):
+        with pytest.raises(
+            SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"
+        ):
             train(recipe(run={"steps": 8, "checkpoint_every": 100}), tmp_path / "run", show=False)
     done = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "update/empty/count" in line]
     before = sum(2 - line["update/empty/count"] for line in done) if name == "_publish" else 2 * len(done)
@@ -200,7 +202,7 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
 
 
 def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
-    calls, plain = [], sparse_rl.sampler.score
+    calls, plain = [], sparse_rl.train.loop.worker.score
 
     def greedy(*args):
         calls.append(1)
@@ -208,7 +210,7 @@ def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, mo
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(*args)
 
-    monkeypatch.setattr(sparse_rl.sampler, "score", greedy)
+    monkeypatch.setattr(sparse_rl.train.worker, "score", greedy)
     with pytest.raises(SparseRLError, match="out of memory while learning"):
         train(recipe(run={"steps": 8, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
     assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
@@ -216,9 +218,14 @@ def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, mo
 
 def test_a_background_job_stops_on_sigterm(tmp_path):
     """A shell starts background jobs with Ctrl-C ignored."""
-    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 200, "checkpoint_every": 200}, eval={"every": 0})
+    folder, given = (
+        tmp_path / "run",
+        write_recipe(tmp_path, run={"steps": 200, "checkpoint_every": 200}, eval={"every": 0}),
+    )
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from sparse_rl.cli import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", ignoring, "train", str(given), "--out", str(folder)], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ignoring, "train", str(given), "--out", str(folder)], stderr=subprocess.PIPE
+    )
     while not read_lines(folder / "metrics.jsonl"):
         assert process.poll() is None
         time.sleep(0.02)
@@ -228,7 +235,7 @@ def test_a_background_job_stops_on_sigterm(tmp_path):
 
 
 def test_other_errors_are_not_called_a_full_disk(tmp_path):
-    from sparse_rl.checkpoint import writing
+    from sparse_rl.files import writing
 
     for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(""), RuntimeError("CUDA error")):
         with pytest.raises(type(error)) as caught, writing(tmp_path / "x"):
@@ -290,7 +297,10 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     assert not list((folder / "checkpoints").glob(".*"))
     again = subprocess.run([sys.executable, "-c", FULL, "room", *map(str, args)], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    rewards = [[line["reward/mean"] for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line] for f in (folder, finished)]
+    rewards = [
+        [line["reward/mean"] for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line]
+        for f in (folder, finished)
+    ]
     assert rewards[0] == rewards[1]
 
 
@@ -352,7 +362,9 @@ def test_graders_that_raise_hang_or_die_cost_their_completions_only(tmp_path, ca
     settings = make_recipe({**plain, "task": task, "run": {"steps": 2, "checkpoint_every": 2}, "eval": {"every": 0}})
     train(settings, tmp_path / "run", show=False)
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
-        assert line["grade/timeout/count"] == 4 and line["grade/error/count"] == 8  # one prompt hangs, one raises, one kills its process
+        assert (
+            line["grade/timeout/count"] == 4 and line["grade/error/count"] == 8
+        )  # one prompt hangs, one raises, one kills its process
         assert line.get("grade/right/count", 0) + line.get("grade/wrong/count", 0) == 4
     assert "grading failed" in capsys.readouterr().err
 
@@ -366,10 +378,16 @@ def test_unreadable_rows_and_empty_labels_are_counted(tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
     plain = {name: section for name, section in BASE.items() if name != "task"}
     task = {"name": "math", "files": str(tmp_path / "data.jsonl"), "holdout": 4}
-    settings = make_recipe({**plain, "task": task, "run": {"steps": 1, "checkpoint_every": 1}, "eval": {"every": 1, "prompts": 4}})
+    settings = make_recipe(
+        {**plain, "task": task, "run": {"steps": 1, "checkpoint_every": 1}, "eval": {"every": 1, "prompts": 4}}
+    )
     train(settings, tmp_path / "run", show=False)
     evaluated, learned, _ = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert learned["data/skipped/count"] == 2 and evaluated["eval/dense/accuracy"] == 0 and evaluated["eval/dense/ungraded"] == 0
+    assert (
+        learned["data/skipped/count"] == 2
+        and evaluated["eval/dense/accuracy"] == 0
+        and evaluated["eval/dense/ungraded"] == 0
+    )
     said = capsys.readouterr().err
     assert "2 rows were left out" in said and "1 rows repeat the prompt of an earlier one, and were kept" in said
 
@@ -384,9 +402,13 @@ def test_everything_rejected_goes_on_without_an_update(tmp_path):
 
 
 def test_groups_without_variance_are_counted(tmp_path):
-    (tmp_path / "flat.py").write_text("def prompt(i):\n    return f'{i % 9}+1=', 0\ndef reward(answer, text):\n    return 1.0\n")
+    (tmp_path / "flat.py").write_text(
+        "def prompt(i):\n    return f'{i % 9}+1=', 0\ndef reward(answer, text):\n    return 1.0\n"
+    )
     plain = {name: section for name, section in BASE.items() if name != "task"}
-    settings = make_recipe({**plain, "task": {"name": str(tmp_path / "flat.py")}, "run": {"steps": 1}, "eval": {"every": 0}})
+    settings = make_recipe(
+        {**plain, "task": {"name": str(tmp_path / "flat.py")}, "run": {"steps": 1}, "eval": {"every": 0}}
+    )
     train(settings, tmp_path / "run", show=False)
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert line["advantage/groups_without_variance/frac"] == 1 and line["update/empty/count"] == 2
@@ -399,8 +421,8 @@ def test_a_loss_that_is_never_finite_stops_the_run_and_keeps_its_weights(tmp_pat
             batch.weights.fill_(float("nan"))
         return batches
 
-    original = sparse_rl.train.weigh
-    monkeypatch.setattr(sparse_rl.train, "weigh", broken)
+    original = sparse_rl.train.loop.make_batches
+    monkeypatch.setattr(sparse_rl.train.loop, "make_batches", broken)
     with pytest.raises(SparseRLError, match=r"4 optimizer steps in a row .* not finite"):
         train(recipe(run={"steps": 8, "max_skipped": 4}, eval={"every": 0}), tmp_path / "run", show=False)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -426,11 +448,17 @@ def test_refill_replaces_what_was_rejected(tmp_path):
 
 def test_rebaseline_and_shuffling_reach_the_advantages(tmp_path):
     found = {}
-    for name, learn in {"plain": {}, "rebaseline": {"rebaseline": True}, "shuffle": {"shuffle_advantages": True}}.items():
+    for name, learn in {
+        "plain": {},
+        "rebaseline": {"rebaseline": True},
+        "shuffle": {"shuffle_advantages": True},
+    }.items():
         learn = {**learn, "correction": {"reject_below": 0.5}}
         settings = recipe(learn=learn, run={"steps": 1, "samples": 16}, eval={"every": 0})
         train(settings, tmp_path / name, show=False)
-        found[name] = [json.loads(line) for line in (tmp_path / name / "samples" / "step-000001" / "trajectories.jsonl").open()]
+        found[name] = [
+            json.loads(line) for line in (tmp_path / name / "samples" / "step-000001" / "trajectories.jsonl").open()
+        ]
     assert any(not s["accepted"] for s in found["plain"])
     assert all(s["accepted"] or s["advantage"] == 0 for s in found["rebaseline"])
     plain, shuffled = ([s["advantage"] for s in found[name]] for name in ("plain", "shuffle"))
@@ -465,7 +493,9 @@ def test_trackers_get_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(recipe(run={"steps": 2, "trackers": ["tensorboard"]}), tmp_path / "run", show=False)
-    found = [EventAccumulator(str(folder)) for folder in {path.parent for path in (tmp_path / "run").rglob("events.out.*")}]
+    found = [
+        EventAccumulator(str(folder)) for folder in {path.parent for path in (tmp_path / "run").rglob("events.out.*")}
+    ]
     for events in found:
         events.Reload()
     (events,) = (events for events in found if "reward/mean" in events.Tags()["scalars"])
@@ -490,14 +520,16 @@ def test_prompts_of_many_lengths_resume_the_same(tmp_path):
 def test_dense_rollouts_take_prompts_of_any_length(tmp_path):
     rollout = {"compressor": "dense", "compressor_options": {}, "max_new_tokens": 8}
     plain = {name: section for name, section in BASE.items() if name != "task"}
-    settings = make_recipe({**plain, "task": {"name": "linsys"}, "rollout": {**BASE["rollout"], **rollout}, "learn": {"method": "none"}})
+    settings = make_recipe(
+        {**plain, "task": {"name": "linsys"}, "rollout": {**BASE["rollout"], **rollout}, "learn": {"method": "none"}}
+    )
     train(settings, tmp_path / "run", show=False)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert max(line["gap/abs/mean"] for line in lines if "gap/abs/mean" in line) < 1e-5
 
 
 def test_the_recipe_reaches_the_learner(tmp_path):
-    trainer = sparse_rl.train.Trainer(
+    trainer = sparse_rl.train.loop.Trainer(
         recipe(learn={"method": "sparse-rl-released"}, rollout={"temperature": 0.7}), tmp_path / "run", show=False
     )
     assert trainer.learner.clip_kl == 10.0 and trainer.loss.constant == 64 and trainer.learner.temperature == 0.7
@@ -505,7 +537,9 @@ def test_the_recipe_reaches_the_learner(tmp_path):
 
 
 def test_ratios_start_at_one_at_any_temperature(tmp_path):
-    settings = recipe(rollout={"temperature": 0.7}, learn={"method": "none", "minibatches": 1}, run={"steps": 1}, eval={"every": 0})
+    settings = recipe(
+        rollout={"temperature": 0.7}, learn={"method": "none", "minibatches": 1}, run={"steps": 1}, eval={"every": 0}
+    )
     train(settings, tmp_path / "run", show=False)
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert abs(line["update/drift/mean"]) < 1e-6 and line["update/grad_norm"] > 0
@@ -518,17 +552,19 @@ def test_naive_hides_the_gap_from_the_loss_but_not_from_the_metrics(tmp_path):
     (naive,), (none,) = (read_lines(tmp_path / method / "metrics.jsonl") for method in ("naive", "none"))
     same = [key for key in none if key.startswith(("gap/", "reject/", "reward/"))]
     assert none["gap/abs/mean"] > 0.01 and all(naive[key] == none[key] for key in same)
-    assert abs(none["update/drift/mean"]) < 1e-6 < 1e-3 < abs(naive["update/drift/mean"])  # its ratio starts at learner / sampler
+    assert (
+        abs(none["update/drift/mean"]) < 1e-6 < 1e-3 < abs(naive["update/drift/mean"])
+    )  # its ratio starts at learner / sampler
 
 
 def test_replacements_are_new_samples(tmp_path, monkeypatch):
-    seeds, generate = [], sparse_rl.sampler.Engine.generate
+    seeds, generate = [], sparse_rl.train.loop.worker.Engine.generate
 
     def spy(self, prompts, group_size, sampling, seed, samples):
         seeds.append(seed)
         return generate(self, prompts, group_size, sampling, seed, samples=samples)
 
-    monkeypatch.setattr(sparse_rl.sampler.Engine, "generate", spy)
+    monkeypatch.setattr(sparse_rl.train.loop.worker.Engine, "generate", spy)
     learn = {"correction": {"reject_below": 0.9}, "refill": 3}
     train(recipe(learn=learn, run={"steps": 1, "samples": 16}, eval={"every": 0}), tmp_path / "run", show=False)
     assert len(seeds) == 4 and len(set(seeds)) == 4
@@ -547,14 +583,14 @@ def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path):
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # what a crash leaves
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 4
-    trainer = sparse_rl.train.Trainer(recipe(run={"steps": 4}), tmp_path / "run", show=False)
+    trainer = sparse_rl.train.loop.Trainer(recipe(run={"steps": 4}), tmp_path / "run", show=False)
     trainer.resume()
     assert trainer.step == 2 and read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
     assert [p.name for p in (tmp_path / "run" / "samples").iterdir()] == ["step-000001"]
 
 
 def test_random_state_comes_back(tmp_path):
-    from sparse_rl.checkpoint import load_state
+    from sparse_rl.train.checkpoint import load_state
 
     model, tokenizer = load_model("tiny")
     torch.manual_seed(5)
@@ -568,11 +604,11 @@ def test_random_state_comes_back(tmp_path):
 
 
 def test_one_process_per_folder(tmp_path):
-    from sparse_rl.run import alone
+    from sparse_rl.train.run import folder_lock
 
     folder = tmp_path / "run"
     folder.mkdir()
-    with alone(folder), pytest.raises(SparseRLError, match="another process is training in"):
+    with folder_lock(folder), pytest.raises(SparseRLError, match="another process is training in"):
         train(recipe(), folder, show=False)
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(SparseRLError, match="holds a run already"):
@@ -584,9 +620,14 @@ def test_one_process_per_folder(tmp_path):
 
 def test_remedies_can_be_applied_on_resume(tmp_path, capsys):
     train(recipe(run={"steps": 2}), tmp_path / "run", show=False)
-    train(recipe(run={"steps": 3}, optimizer={"lr": 1e-5}, rollout={"rows": 4}), tmp_path / "run", resume=True, show=False)
+    train(
+        recipe(run={"steps": 3}, optimizer={"lr": 1e-5}, rollout={"rows": 4}), tmp_path / "run", resume=True, show=False
+    )
     told = capsys.readouterr().err
-    assert "from step 2 on, optimizer.lr is 1e-05 instead of 0.0001" in " ".join(told.split()) and "rollout.rows is 4" in told
+    assert (
+        "from step 2 on, optimizer.lr is 1e-05 instead of 0.0001" in " ".join(told.split())
+        and "rollout.rows is 4" in told
+    )
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-2]["update/lr"] == pytest.approx(1e-5)
 
 
@@ -605,7 +646,7 @@ class Partly(Task):
 
 def test_accuracy_counts_full_rewards_and_bad_prompts_get_a_sentence(tmp_path):
     from sparse_rl import Engine, Sampling, tasks
-    from sparse_rl.held_out import accuracy, dense_engine
+    from sparse_rl.train.held_out import accuracy, dense_engine
 
     (tmp_path / "partly.py").write_text(PARTLY)
     task = tasks.make(f"{tmp_path / 'partly.py'}:Partly")
@@ -621,18 +662,21 @@ def test_accuracy_counts_full_rewards_and_bad_prompts_get_a_sentence(tmp_path):
 
 
 def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
-    import sparse_rl.warmup
+    import sparse_rl.train.warmup
 
-    monkeypatch.setattr(sparse_rl.warmup, "batch_logprobs", lambda model, tokens, mask: model.lm_head.weight.sum() * float("nan"))
-    with pytest.raises(SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"):
+    monkeypatch.setattr(
+        sparse_rl.warmup, "batch_logprobs", lambda model, tokens, mask: model.lm_head.weight.sum() * float("nan")
+    )
+    with pytest.raises(
+        SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"
+    ):
         sparse_rl.warmup.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
     assert not (tmp_path / "model").exists()
 
 
 def test_a_warm_up_in_micro_batches_has_the_gradient_of_the_batch():
-    from conftest import tiny
-
-    import sparse_rl.warmup as module
+    import sparse_rl.train.warmup as module
+    from tests.helpers.models import tiny
 
     tokens = torch.randint(1, 60, (7, 40), generator=torch.Generator().manual_seed(0))
     place, ends = torch.arange(40), torch.tensor([40, 12, 33, 9, 20, 40, 11])
@@ -651,11 +695,13 @@ def test_a_warm_up_in_micro_batches_has_the_gradient_of_the_batch():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch, workers):
-    import sparse_rl.warmup as module
+    import sparse_rl.train.warmup as module
     from sparse_rl import tasks
 
     seen, logprobs = [], module.batch_logprobs
-    monkeypatch.setattr(module, "batch_logprobs", lambda model, tokens, mask: seen.append(tokens) or logprobs(model, tokens, mask))
+    monkeypatch.setattr(
+        module, "batch_logprobs", lambda model, tokens, mask: seen.append(tokens) or logprobs(model, tokens, mask)
+    )
     settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3, "workers": workers}, eval={"prompts": 2})
     module.warmup(settings, tmp_path / "model", show=False)
     tokenizer, task = load_model("tiny")[1], tasks.make(settings.task.name, **settings.task.options)
@@ -669,7 +715,10 @@ def test_a_warm_up_that_is_stopped_leaves_its_model(tmp_path, how, workers):
     """The signal goes to the whole group, as terminals and schedulers send it."""
     given = write_recipe(tmp_path, model={"name": "tiny"}, warmup={"steps": 100_000, "batch": 4, "workers": workers})
     process = subprocess.Popen(
-        command("warmup", given, "--out", tmp_path / "model"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        command("warmup", given, "--out", tmp_path / "model"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     while b"step 25/" not in process.stderr.readline():
         assert process.poll() is None
@@ -682,8 +731,12 @@ def test_a_warm_up_that_is_stopped_leaves_its_model(tmp_path, how, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_task_that_cannot_warm_up_is_told_in_a_sentence(tmp_path, workers):
-    import sparse_rl.warmup as module
+    import sparse_rl.train.warmup as module
 
-    settings = recipe(model={"name": "tiny"}, task={"name": "countdown", "search": 5}, warmup={"steps": 2, "workers": workers})
-    with pytest.raises(SparseRLError, match=r"^countdown: none of 1000 problems .* had a search of at most 5 characters"):
+    settings = recipe(
+        model={"name": "tiny"}, task={"name": "countdown", "search": 5}, warmup={"steps": 2, "workers": workers}
+    )
+    with pytest.raises(
+        SparseRLError, match=r"^countdown: none of 1000 problems .* had a search of at most 5 characters"
+    ):
         module.warmup(settings, tmp_path / "model", show=False)
