@@ -220,16 +220,16 @@ def check_stopping(world, folder):
     made._save_after(Disagreement("planted"))
     world.run_on_all(lambda: None)
     assert not find_checkpoints(Path(folder) / "run" / "checkpoints")
-    original = sparse_rl.train.loop.checkpoint.save_model
+    original = sparse_rl.train.checkpoint.save_model
 
     def slowly(*given):
         time.sleep(1)
         original(*given)
 
-    sparse_rl.train.loop.checkpoint.save_model = slowly
+    sparse_rl.train.checkpoint.save_model = slowly
     world.stop = True  # Ctrl-C again, after the meeting that stopped the run
     made._save_after(KeyboardInterrupt())
-    sparse_rl.train.loop.checkpoint.save_model = original
+    sparse_rl.train.checkpoint.save_model = original
     assert [step for step, _ in find_checkpoints(Path(folder) / "run" / "checkpoints")] == [1]
 
 

@@ -361,7 +361,7 @@ def test_adapters_follow_the_teacher_through_a_run(tmp_path):
 def test_what_students_are_given(tmp_path, monkeypatch):
     """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student; chunks as named."""
     calls, laid, engines = [], [], []
-    kl, insert_beacons, fitting = Student.kl, Student.insert_beacons, sparse_rl.train.loop.held_out.fitting_engine
+    kl, insert_beacons, fitting = Student.kl, Student.insert_beacons, sparse_rl.train.held_out.fitting_engine
     monkeypatch.setattr(
         Student, "kl", lambda self, fed, teacher, t: calls.append((self, teacher.model, t)) or kl(self, fed, teacher, t)
     )
@@ -369,7 +369,7 @@ def test_what_students_are_given(tmp_path, monkeypatch):
         Student, "insert_beacons", lambda self, *a: laid.append((self.name, tuple(a[3]))) or insert_beacons(self, *a)
     )
     monkeypatch.setattr(
-        sparse_rl.held_out,
+        sparse_rl.train.held_out,
         "fitting_engine",
         lambda model, name, *a: engines.append((model, name)) or fitting(model, name, *a),
     )

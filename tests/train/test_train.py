@@ -202,7 +202,7 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
 
 
 def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
-    calls, plain = [], sparse_rl.train.loop.worker.score
+    calls, plain = [], sparse_rl.train.worker.score
 
     def greedy(*args):
         calls.append(1)
@@ -272,7 +272,7 @@ def test_folders_are_not_mixed_up(finished, tmp_path):
 FULL = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from sparse_rl import checkpoint
+from sparse_rl.train import checkpoint
 write = checkpoint.save_model
 def limited(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -558,13 +558,13 @@ def test_naive_hides_the_gap_from_the_loss_but_not_from_the_metrics(tmp_path):
 
 
 def test_replacements_are_new_samples(tmp_path, monkeypatch):
-    seeds, generate = [], sparse_rl.train.loop.worker.Engine.generate
+    seeds, generate = [], sparse_rl.train.worker.Engine.generate
 
     def spy(self, prompts, group_size, sampling, seed, samples):
         seeds.append(seed)
         return generate(self, prompts, group_size, sampling, seed, samples=samples)
 
-    monkeypatch.setattr(sparse_rl.train.loop.worker.Engine, "generate", spy)
+    monkeypatch.setattr(sparse_rl.train.worker.Engine, "generate", spy)
     learn = {"correction": {"reject_below": 0.9}, "refill": 3}
     train(recipe(learn=learn, run={"steps": 1, "samples": 16}, eval={"every": 0}), tmp_path / "run", show=False)
     assert len(seeds) == 4 and len(set(seeds)) == 4
@@ -665,12 +665,12 @@ def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
     import sparse_rl.train.warmup
 
     monkeypatch.setattr(
-        sparse_rl.warmup, "batch_logprobs", lambda model, tokens, mask: model.lm_head.weight.sum() * float("nan")
+        sparse_rl.train.warmup, "batch_logprobs", lambda model, tokens, mask: model.lm_head.weight.sum() * float("nan")
     )
     with pytest.raises(
         SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"
     ):
-        sparse_rl.warmup.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
+        sparse_rl.train.warmup.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
     assert not (tmp_path / "model").exists()
 
 
