@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
-@pytest.mark.parametrize("schema, files", [("github-workflows", WORKFLOWS), ("citation-file-format", [ROOT / "CITATION.cff"])])
+@pytest.mark.parametrize(
+    "schema, files", [("github-workflows", WORKFLOWS), ("citation-file-format", [ROOT / "CITATION.cff"])]
+)
 def test_files_follow_their_schema(schema, files):
     """The schemas that check-jsonschema brings with it: nothing is fetched."""
     assert files
@@ -50,5 +52,5 @@ def test_the_lowest_versions_are_those_that_the_package_allows():
     assert pinned.keys() == allowed.keys()
     for name, version in pinned.items():
         assert re.sub(r"(\.0)+$", "", version) == re.sub(r"(\.0)+$", "", allowed[name]), name
-    pythons = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
-    assert f">={pythons[0]}" == project["requires-python"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    assert f">={workflow['jobs']['test']['strategy']['matrix']['python'][0]}" == project["requires-python"]
