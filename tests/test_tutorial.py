@@ -23,10 +23,10 @@ def executed(folder: Path) -> str:
 
 
 def test_the_tutorial_runs_with_few_steps(tmp_path, monkeypatch):
-    monkeypatch.setenv("TUTORIAL_STEPS", "2")
+    monkeypatch.setenv("TUTORIAL_STEPS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     printed = executed(tmp_path)
-    assert "largest |gap|" in printed and "2 steps done" in printed
+    assert "largest |gap|" in printed and "done; the model is in" in printed
     assert (tmp_path / "runs/tutorial.html").stat().st_size > 10_000
 
 
