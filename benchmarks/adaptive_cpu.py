@@ -30,14 +30,28 @@ SETTINGS = [  # (method, what is held, rollout.budget)
 
 def table(rows: list[dict]) -> str:
     """A line per run; means over the second half of the steps, when the controller has found its place."""
-    heads = ["method", "held", "seed", "budget, steps 1 / 15 / 30 / 45 / 60", "budget", "alpha p05", "rejected", "dense", "sparse"]
+    heads = [
+        "method",
+        "held",
+        "seed",
+        "budget, steps 1 / 15 / 30 / 45 / 60",
+        "budget",
+        "alpha p05",
+        "rejected",
+        "dense",
+        "sparse",
+    ]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for method, held, budget in SETTINGS:
         for row in sorted((r for r in rows if (r["method"], r["setting"]) == (method, held)), key=lambda r: r["seed"]):
             path = row["curves"]["rollout/budget"] or [float(budget)] * row["steps"]
             half = len(path) // 2
             mean = {k: statistics.mean(row["curves"][k][half:]) for k in ("gap/alpha/p05", "reject/trajectories/frac")}
-            moved = " / ".join(f"{path[max(1, i * len(path) // 4) - 1]:.0f}" for i in range(5)) if row["curves"]["rollout/budget"] else ""
+            moved = (
+                " / ".join(f"{path[max(1, i * len(path) // 4) - 1]:.0f}" for i in range(5))
+                if row["curves"]["rollout/budget"]
+                else ""
+            )
             lines.append(
                 f"| {method} | {held} | {row['seed']} | {moved} | {statistics.mean(path[half:]):.1f} | {mean['gap/alpha/p05']:.2f} | "
                 f"{mean['reject/trajectories/frac']:.0%} | {final(row, 'dense'):.2f} | {final(row, 'sparse'):.2f} |"
@@ -59,8 +73,16 @@ def main() -> None:
     with results.open("a") as file:
         for (method, held, budget), seed in itertools.product(SETTINGS, range(args.seeds)):
             if (seed, method, held) not in done:
-                more = {"rollout.compressor": "rkv", "rollout.budget": budget, "learn.method": method, "run.diagnose": args.diagnose}
-                rows.append(run(((seed, "tiny-sums", method, "rkv 46"), args.out / "runs", Path(), args.steps), more) | {"setting": held})
+                more = {
+                    "rollout.compressor": "rkv",
+                    "rollout.budget": budget,
+                    "learn.method": method,
+                    "run.diagnose": args.diagnose,
+                }
+                rows.append(
+                    run(((seed, "tiny-sums", method, "rkv 46"), args.out / "runs", Path(), args.steps), more)
+                    | {"setting": held}
+                )
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()
                 print(f"{seed} {method} {held}: {rows[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from sparse_rl import Engine, Sampling
 from sparse_rl.evaluation.cache import Cache, caches
 from sparse_rl.evaluation.run import Asked, task_of
 from sparse_rl.evaluation.summary import aligned
-from sparse_rl.learn.batch import Scored, collate, corrected, score
+from sparse_rl.learn.batch import Scored, apply_correction, collate, score
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.diagnose import gap_metrics, rejection_metrics
 from sparse_rl.models import encode, load_model
@@ -35,7 +35,7 @@ def measure(model, prompts: list, cache: Cache, new_tokens: int, rows: int, micr
 
     greedy, saved = sample(0.0)
     drawn, _ = sample(1.0)
-    mask, fixed = drawn.sampled.mask, corrected(drawn, PRESETS["sparse-rl"])
+    mask, fixed = drawn.sampled.mask, apply_correction(drawn, PRESETS["sparse-rl"])
     metrics = gap_metrics(drawn.gap, mask, fixed) | rejection_metrics(mask, fixed, torch.zeros(len(prompts)))
     return {
         "cache": cache.label,
@@ -73,12 +73,16 @@ def plot(found: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    for axis, key, label in zip(axes, ("same_choice", "kl"), ("greedy tokens that dense chooses too", "KL(sparse || dense), nats a token")):
+    for axis, key, label in zip(
+        axes, ("same_choice", "kl"), ("greedy tokens that dense chooses too", "KL(sparse || dense), nats a token")
+    ):
         for name in dict.fromkeys(row["compressor"] for row in found if row["budget"]):
             line = [(row["budget"], row[key]) for row in found if row["compressor"] == name]
             axis.plot(*zip(*sorted(line)), marker="o", label=name)
         for i, row in enumerate(row for row in found if row["budget"] is None):
-            axis.axhline(row[key], color="black" if row["cache"] == "dense" else f"C{9 - i}", linewidth=1, label=row["cache"])
+            axis.axhline(
+                row[key], color="black" if row["cache"] == "dense" else f"C{9 - i}", linewidth=1, label=row["cache"]
+            )
         axis.set(xscale="log", xlabel="budget", ylabel=label)
         budgets = sorted({row["budget"] for row in found if row["budget"]})
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
@@ -110,7 +114,9 @@ def main() -> None:
     prompts = [encode(tokenizer, prompt.text) for prompt in task.sample(0, args.prompts)]
     args.out.mkdir(parents=True, exist_ok=True)
     found = []
-    for cache in caches(args.compressors.split(","), [int(budget) for budget in args.budgets.split(",")], args.interval, {}):
+    for cache in caches(
+        args.compressors.split(","), [int(budget) for budget in args.budgets.split(",")], args.interval, {}
+    ):
         found.append(measure(model, prompts, cache, args.max_new_tokens, args.rows, args.micro_batch_tokens))
         (args.out / "agreement.json").write_text(json.dumps(found, indent=1))
     plot(found, args.out / "agreement.png")

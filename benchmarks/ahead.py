@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from sparse_rl.metrics import read_lines
+from sparse_rl.files import read_lines
 
 ARMS = {"in turn": 0, "ahead": 1}
 
@@ -76,10 +76,14 @@ def run(args, name: str, seed: int) -> dict:
             time.sleep(0.1)
             moments.setdefault(len(steps_of(folder)), time.time())
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}"
+        )
     timing = steps_of(folder)
     if len(timing) < 4:
-        raise SystemExit(f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count.")
+        raise SystemExit(
+            f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count."
+        )
     counted = [steps for steps in moments if 0 < steps < len(timing)]
     beside = timing[1:-1]  # the first step compiles and captures, beside the last nothing is sampled
     sampled = timing[2:] if ARMS[name] else beside  # a step's line says what was sampled for it, beside the step before
@@ -89,11 +93,17 @@ def run(args, name: str, seed: int) -> dict:
         "seed": seed,
         "step": statistics.median(line["time/step"] for line in beside),
         "wait": statistics.median(line.get("time/wait", 0.0) for line in sampled),
-        "rollout": statistics.median(line.get("ahead/rollout/seconds", line.get("time/rollout", 0.0)) for line in sampled),
+        "rollout": statistics.median(
+            line.get("ahead/rollout/seconds", line.get("time/rollout", 0.0)) for line in sampled
+        ),
         "update": statistics.median(line["time/update"] for line in beside),
         "peak": max((line.get("memory/peak_bytes", 0) for line in timing), default=0),
         "idle": watch.idle(moments[min(counted)], moments[max(counted)]) if len(counted) > 1 else None,
-        "curve": [(m["step"], m["eval/dense/accuracy"], m.get("eval/sparse/accuracy")) for m in metrics if "eval/dense/accuracy" in m],
+        "curve": [
+            (m["step"], m["eval/dense/accuracy"], m.get("eval/sparse/accuracy"))
+            for m in metrics
+            if "eval/dense/accuracy" in m
+        ],
         "drift": [m["update/drift/mean"] for m in metrics if "update/drift/mean" in m],
         "clip": [m["update/clip/frac"] for m in metrics if "update/clip/frac" in m],
         "gap": [m["gap/abs/mean"] for m in metrics if "gap/abs/mean" in m],

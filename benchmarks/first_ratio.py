@@ -48,9 +48,17 @@ def summary(gap: torch.Tensor) -> dict:
         "tokens": len(gap),
         "mean_abs": gap.abs().mean().item(),
         "max_abs": gap.abs().max().item(),
-        "quantiles": dict(zip(map(str, QUANTILES), percentiles(gap, torch.tensor(QUANTILES, dtype=torch.float64)).tolist(), strict=True)),
+        "quantiles": dict(
+            zip(
+                map(str, QUANTILES),
+                percentiles(gap, torch.tensor(QUANTILES, dtype=torch.float64)).tolist(),
+                strict=True,
+            )
+        ),
         "below_1e-4": (gap < -9.2103).double().mean().item(),
-        "counts": torch.histc(gap.clamp(EDGES[0], EDGES[-1]), len(EDGES) - 1, EDGES[0].item(), EDGES[-1].item()).int().tolist(),
+        "counts": torch.histc(gap.clamp(EDGES[0], EDGES[-1]), len(EDGES) - 1, EDGES[0].item(), EDGES[-1].item())
+        .int()
+        .tolist(),
     }
 
 
@@ -63,7 +71,9 @@ def plot(found: dict[str, dict], path: Path) -> None:
     _, axes = plt.subplots(1, len(found), figsize=(3.4 * len(found), 3), sharey=True, constrained_layout=True)
     centres = (EDGES[1:] + EDGES[:-1]) / 2
     for axis, (name, row) in zip(axes, found.items(), strict=True):
-        axis.bar(centres, [c / row["tokens"] for c in row["counts"]], width=(EDGES[1] - EDGES[0]).item(), color="#2a6f97")
+        axis.bar(
+            centres, [c / row["tokens"] for c in row["counts"]], width=(EDGES[1] - EDGES[0]).item(), color="#2a6f97"
+        )
         axis.set_yscale("log")
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("log(learner / sampler)")
@@ -92,14 +102,22 @@ def main() -> None:
         engine = Engine(model, compressor=compressor, rows=rollout.rows, **how)
         return collate(engine.generate(prompts, rollout.group_size, sampling, seed=0))
 
-    found = {"noise floor: dense rollouts, dense learner": summary(gap(model, sample("dense"), sampling.temperature, "dense"))}
+    found = {
+        "noise floor: dense rollouts, dense learner": summary(
+            gap(model, sample("dense"), sampling.temperature, "dense")
+        )
+    }
     for budget in map(int, args.budgets.split(",")):
-        sampled = sample(make(rollout.compressor, **rollout.compressor_options), budget=budget, interval=rollout.interval)
+        sampled = sample(
+            make(rollout.compressor, **rollout.compressor_options), budget=budget, interval=rollout.interval
+        )
         name = f"{rollout.compressor} {budget}"
         found[f"{name}, dense learner (Sparse-RL)"] = summary(gap(model, sampled, sampling.temperature, "dense"))
         found[f"{name}, shadow learner"] = summary(gap(model, sampled, sampling.temperature, "shadow"))
         if torch.cuda.is_available():
-            found[f"{name}, two kernels of the shadow learner"] = summary(between_kernels(model, sampled, sampling.temperature))
+            found[f"{name}, two kernels of the shadow learner"] = summary(
+                between_kernels(model, sampled, sampling.temperature)
+            )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "ratios.json").write_text(json.dumps(found, indent=1))
     plot(found, args.out / "ratios.png")

@@ -38,11 +38,18 @@ class Study:
 
 
 STUDIES = {
-    "countdown": Study("countdown-beacons", {}, (48, 64, 96, 128, 192), 16, (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)),
+    "countdown": Study(
+        "countdown-beacons", {}, (48, 64, 96, 128, 192), 16, (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)
+    ),
     "sums": Study(
         "tiny-sums",
         {
-            **{"rollout.compressor": "dense", "rollout.compressor_options": "{}", "learn.method": "none", "run.diagnose": "0"},
+            **{
+                "rollout.compressor": "dense",
+                "rollout.compressor_options": "{}",
+                "learn.method": "none",
+                "run.diagnose": "0",
+            },
             **{"student.chunks": "[2, 4, 8, 16, [2, 4, 8, 16]]", "student.lr": "1e-3"},
         },
         (30, 34, 38, 42, 46),
@@ -68,7 +75,7 @@ def late_folders(args) -> list[Path]:
 
 
 def last_checkpoint(folder: Path) -> Path:
-    from sparse_rl.checkpoint import find_checkpoints
+    from sparse_rl.files import find_checkpoints
 
     return find_checkpoints(folder / "checkpoints")[-1][1]
 
@@ -78,10 +85,15 @@ def steps_of(folder: Path) -> int:
 
 
 def train(args, kind: str, **keys) -> None:
-    from sparse_rl.run import train as start
+    from sparse_rl.train.run import train as start
 
     folder = run_folder(args, kind)
-    start(recipe_of(args, run__seed=args.seed, run__samples=0, **keys), folder, resume=(folder / "recipe.yaml").exists(), show=False)
+    start(
+        recipe_of(args, run__seed=args.seed, run__samples=0, **keys),
+        folder,
+        resume=(folder / "recipe.yaml").exists(),
+        show=False,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ points
@@ -112,15 +124,27 @@ def points(args) -> None:
     done = {(row["seed"], row["curve"], row["label"], row.get("steps")) for row in read(file)}
     end = time.perf_counter() + 60 * args.minutes
     with file.open("a") as lines:
-        if not any((args.seed, "teacher", str(cap), steps_of(run_folder(args, "joint"))) in done for cap in STUDIES[args.study].caps):
+        if not any(
+            (args.seed, "teacher", str(cap), steps_of(run_folder(args, "joint"))) in done
+            for cap in STUDIES[args.study].caps
+        ):
             for row in capped(args):
                 lines.write(json.dumps(row) + "\n")
         for curve, label, folder, how in wanted(args):
             steps = steps_of(next(parent.parent for parent in folder.parents if parent.name == "checkpoints"))
             if (args.seed, curve, label, steps) in done or time.perf_counter() > end:
                 continue
-            row = {"seed": args.seed, "curve": curve, "label": label, "steps": steps, **evaluate(args, folder, dict(how))}
-            print(f"{curve}, {label}: {row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s", flush=True)
+            row = {
+                "seed": args.seed,
+                "curve": curve,
+                "label": label,
+                "steps": steps,
+                **evaluate(args, folder, dict(how)),
+            }
+            print(
+                f"{curve}, {label}: {row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s",
+                flush=True,
+            )
             lines.write(json.dumps(row) + "\n")
             lines.flush()
 
@@ -140,7 +164,9 @@ def sample(args, folder: Path, how: dict):
     name, budget = how.pop("compressor"), how.pop("budget", 64)
     if name in FREE:
         how = {"sinks": max(map(len, ids))} if name == "window" else {"protect_prompt": True}
-    engine = Engine(model, make(name, **how), budget=budget, interval=STUDIES[args.study].interval, rows=recipe.rollout.rows)
+    engine = Engine(
+        model, make(name, **how), budget=budget, interval=STUDIES[args.study].interval, rows=recipe.rollout.rows
+    )
     done = engine.generate(ids, args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
     texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
     grades = task.grade([prompts[t.prompt_index] for t in done], texts)
@@ -165,7 +191,9 @@ def capped(args) -> Iterator[dict]:
     done, right = sample(args, last_checkpoint(run_folder(args, "joint")), {"compressor": "dense"})
     for cap in STUDIES[args.study].caps:
         lengths = [min(cap, len(t.response_tokens)) for t in done]
-        entries = [t.num_prompt_tokens + n / 2 for t, n in zip(done, lengths)]  # the mean over n - 1 queries of P + 1 .. P + n - 1
+        entries = [
+            t.num_prompt_tokens + n / 2 for t, n in zip(done, lengths)
+        ]  # the mean over n - 1 queries of P + 1 .. P + n - 1
         answered = [good and len(t.response_tokens) <= cap for t, good in zip(done, right)]
         yield {
             "seed": args.seed,
@@ -235,11 +263,22 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8.5, 4.4), constrained_layout=True)
-    colors = dict(zip((c for c in curves(rows) if c != "teacher"), [f"C{i}" for i in range(10)] + ["gold", "navy"])) | {"teacher": "black"}
+    colors = dict(zip((c for c in curves(rows) if c != "teacher"), [f"C{i}" for i in range(10)] + ["gold", "navy"])) | {
+        "teacher": "black"
+    }
     for curve, labels in curves(rows).items():
-        means = sorted((statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g)) for g in labels.values())
+        means = sorted(
+            (statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g))
+            for g in labels.values()
+        )
         learned = curve.startswith(("joint", "late"))
-        axis.plot(*zip(*means), marker="o" if learned else "x", linewidth=2 if learned else 1, color=colors[curve], label=curve)
+        axis.plot(
+            *zip(*means),
+            marker="o" if learned else "x",
+            linewidth=2 if learned else 1,
+            color=colors[curve],
+            label=curve,
+        )
         for row in (row for row in rows if row["curve"] == curve):
             axis.plot(row["entries"], row["accuracy"], marker=".", markersize=3, color=colors[curve], linestyle="")
     axis.set(xlabel="mean cache entries of a row", ylabel="accuracy", ylim=(-0.02, 1.0))
@@ -256,14 +295,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--joint", metavar="MODEL", help="train teacher and students, from this warm start")
     parser.add_argument("--late", action="store_true", help="train students of the finished teacher")
-    parser.add_argument("--part", default="", help="of the late students, when several processes train some each (--set student.chunks)")
+    parser.add_argument(
+        "--part", default="", help="of the late students, when several processes train some each (--set student.chunks)"
+    )
     parser.add_argument("--points", action="store_true", help="evaluate what is there")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no evaluation after this")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="PNG")
-    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe")
+    parser.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.joint:

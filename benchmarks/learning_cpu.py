@@ -23,7 +23,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
-SETTINGS = {"rkv 46": ("rkv", 46), "rkv 38": ("rkv", 38), "rkv 32": ("rkv", 32), "snapkv 46": ("snapkv", 46), "snapkv 38": ("snapkv", 38)}
+SETTINGS = {
+    "rkv 46": ("rkv", 46),
+    "rkv 38": ("rkv", 38),
+    "rkv 32": ("rkv", 32),
+    "snapkv 46": ("snapkv", 46),
+    "snapkv 38": ("snapkv", 38),
+}
 DENSE = ("dense", "shuffled")  # on a dense cache, the second a control
 METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released", "shadow", "smd a", "smd b", "smd c")
 STARTS = ("tiny-sums", "second")
@@ -35,7 +41,9 @@ def jobs(seeds: int, methods: tuple[str, ...], settings: tuple[str, ...]) -> lis
     everything = []
     for seed, start in itertools.product(range(seeds), STARTS):
         everything += [(seed, start, method, "dense") for method in DENSE if method in methods]
-        everything += [(seed, start, method, setting) for setting in settings for method in methods if method not in DENSE]
+        everything += [
+            (seed, start, method, setting) for setting in settings for method in methods if method not in DENSE
+        ]
     return everything
 
 
@@ -50,7 +58,12 @@ def overrides(job: tuple, second: Path, steps: int, more: dict) -> list[tuple[st
     else:
         name, budget = SETTINGS[setting]
         preset, _, direction = method.partition(" ")
-        keys |= {"rollout.compressor": name, "rollout.budget": budget, "learn.method": preset, "learn.distill": direction or "null"}
+        keys |= {
+            "rollout.compressor": name,
+            "rollout.budget": budget,
+            "learn.method": preset,
+            "learn.distill": direction or "null",
+        }
     return [(k, str(v)) for k, v in {**keys, **more}.items()]
 
 
@@ -61,8 +74,8 @@ def run(args: tuple, more: dict | None = None) -> dict:
 
     torch.set_num_threads(1)
     from sparse_rl.config import load_recipe
-    from sparse_rl.metrics import read_lines
-    from sparse_rl.run import train
+    from sparse_rl.files import read_lines
+    from sparse_rl.train.run import train
 
     recipe = load_recipe(ROOT / "recipes" / "tiny-sums.yaml", overrides(job, second, steps, more or {}))
     name = "-".join(str(part).replace(" ", "") for part in (*job, *(more or {}).values()))
@@ -70,7 +83,10 @@ def run(args: tuple, more: dict | None = None) -> dict:
     start = time.perf_counter()
     trainer = train(recipe, folder / name, show=False)
     lines = read_lines(folder / name / "metrics.jsonl")
-    row = dict(zip(("seed", "start", "method", "setting"), job)) | {"steps": steps, "seconds": time.perf_counter() - start}
+    row = dict(zip(("seed", "start", "method", "setting"), job)) | {
+        "steps": steps,
+        "seconds": time.perf_counter() - start,
+    }
     row["curves"] = {
         key: [round(line[key], 4) for line in lines if line.get(key) is not None]
         for key in ("reward/mean", "reject/trajectories/frac", "gap/xi/p05", "gap/alpha/p05", "update/grad_norm", "cache/tokens_saved/frac",
@@ -85,8 +101,8 @@ def run(args: tuple, more: dict | None = None) -> dict:
 def under(trainer, compressor: str, budget: int) -> float:
     """Accuracy of a dense-trained model on a compressed cache."""
     from sparse_rl.compressors import make
-    from sparse_rl.held_out import accuracy
     from sparse_rl.rollout import Engine
+    from sparse_rl.train.held_out import accuracy
 
     engine = Engine(trainer.model, make(compressor, protect_prompt=True), budget=budget, interval=4, rows=128)
     prompts = trainer.held_out.sample(0, 128)
@@ -97,7 +113,9 @@ def interval(values: list[float]) -> str:
     """Mean and half the width of a 95 % t interval over runs."""
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else ""
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.20}.get(len(values), 2.0)
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.20}.get(
+        len(values), 2.0
+    )
     return f"{statistics.mean(values):.2f} ± {t * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
 
 
@@ -111,7 +129,9 @@ def table(rows: list[dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for start in STARTS:
         here = [r for r in rows if r["start"] == start]
-        lines.append(f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start | | | | | |")
+        lines.append(
+            f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start | | | | | |"
+        )
         dense = [r for r in here if r["method"] == "dense"]
         shown = "; ".join(f"{s} {interval([r['under'][s] for r in dense])}" for s in SETTINGS) if dense else ""
         for method in DENSE:
@@ -119,7 +139,9 @@ def table(rows: list[dict]) -> str:
             if group:
                 values = [final(r, "dense") for r in group]
                 sparse = shown if method == "dense" else ""
-                lines.append(f"| none (dense) | {method} | {len(group)} | {interval(values)} | {sparse} | {min(values):.2f} | | | |")
+                lines.append(
+                    f"| none (dense) | {method} | {len(group)} | {interval(values)} | {sparse} | {min(values):.2f} | | | |"
+                )
         for setting in SETTINGS:
             for method in METHODS:
                 group = [r for r in here if (r["method"], r["setting"]) == (method, setting)]
@@ -160,7 +182,10 @@ def main() -> None:
                 if time.perf_counter() - start < args.minutes * 60:
                     yield job
 
-        with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool, results.open("a") as file:
+        with (
+            multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool,
+            results.open("a") as file,
+        ):
             for row in lazily(pool, until_late(), args.processes, run):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
@@ -186,12 +211,16 @@ def lazily(pool, jobs, width: int, run):
 def make_second(out: Path) -> Path:
     """The second warm start, from the same recipe with another seed."""
     from sparse_rl.config import load_recipe
-    from sparse_rl.warmup import warmup
+    from sparse_rl.train.warmup import warmup
 
     folder = out / "second-warm-start"
     if not folder.exists():
         out.mkdir(parents=True, exist_ok=True)
-        found = warmup(load_recipe(ROOT / "recipes" / "tiny-sums-warmup.yaml", [("run.seed", str(SECOND_SEED))]), folder, show=False)
+        found = warmup(
+            load_recipe(ROOT / "recipes" / "tiny-sums-warmup.yaml", [("run.seed", str(SECOND_SEED))]),
+            folder,
+            show=False,
+        )
         print(f"second warm start: {found['accuracy']:.3f}", file=sys.stderr)
     return folder
 

@@ -32,9 +32,30 @@ from learning_report import DENSE, final, plot, table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process has one core
 CURVES = (
-    *("reward/mean", "reject/trajectories/frac", "gap/alpha/p05", "gap/abs/mean", "update/grad_norm", "old/entropy/mean"),
-    *("rollout/length/mean", "rollout/truncated/frac", "rollout/loops/frac", "eval/dense/accuracy", "eval/sparse/accuracy"),
-    *("cache/tokens_saved/frac", "cache/bytes_saved/frac", "time/rollout", "time/score", "time/update", "time/step", "time/eval"),
+    *(
+        "reward/mean",
+        "reject/trajectories/frac",
+        "gap/alpha/p05",
+        "gap/abs/mean",
+        "update/grad_norm",
+        "old/entropy/mean",
+    ),
+    *(
+        "rollout/length/mean",
+        "rollout/truncated/frac",
+        "rollout/loops/frac",
+        "eval/dense/accuracy",
+        "eval/sparse/accuracy",
+    ),
+    *(
+        "cache/tokens_saved/frac",
+        "cache/bytes_saved/frac",
+        "time/rollout",
+        "time/score",
+        "time/update",
+        "time/step",
+        "time/eval",
+    ),
 )
 
 
@@ -66,13 +87,19 @@ STUDIES = {
     "search": Study(
         warmup="countdown-search-warmup",
         recipe="countdown-search",
-        settings={f"rkv {budget}": Setting("rkv", budget, 16, {"protect_prompt": True}) for budget in (40, 48, 64, 80, 96, 128, 192)},
+        settings={
+            f"rkv {budget}": Setting("rkv", budget, 16, {"protect_prompt": True})
+            for budget in (40, 48, 64, 80, 96, 128, 192)
+        },
         chosen=("rkv 128", "rkv 64"),
     ),
     "recall": Study(
         warmup="recall-warmup",
         recipe="recall",
-        settings={f"prompt {budget}": Setting("prompt-only", budget, 1, {"window": 16}) for budget in (48, 64, 96, 128, 192, 256, 384)},
+        settings={
+            f"prompt {budget}": Setting("prompt-only", budget, 1, {"window": 16})
+            for budget in (48, 64, 96, 128, 192, 256, 384)
+        },
         chosen=("prompt 256", "prompt 96"),
     ),
 }
@@ -113,7 +140,9 @@ class Plan:
         """A recipe with the keys changed that the study, the command line and, last, we say."""
         from sparse_rl.config import load_recipe
 
-        return load_recipe(name, [*self.study.keys.items(), *self.more, *((key, str(value)) for key, value in keys.items())])
+        return load_recipe(
+            name, [*self.study.keys.items(), *self.more, *((key, str(value)) for key, value in keys.items())]
+        )
 
     def setting(self, name: str) -> Setting:
         return Setting("dense", 1, 1) if name == DENSE else self.study.settings[name]
@@ -136,8 +165,8 @@ def warm(plan: Plan) -> None:
 def warm_round(plan: Plan, seconds: float) -> float | None:
     """One warm-up, on problems that none before it had: its held-out accuracy, or None where time was over. Earlier models are kept."""
     from sparse_rl.config import load_recipe
-    from sparse_rl.errors import stoppable
-    from sparse_rl.warmup import warmup
+    from sparse_rl.signals import stoppable
+    from sparse_rl.train.warmup import warmup
 
     folder, following = plan.out / "warm", plan.out / "warm-next"
     turn = 1 + load_recipe(folder).task.options.get("seed", 0) if folder.exists() else 0
@@ -166,7 +195,18 @@ def warm_round(plan: Plan, seconds: float) -> float | None:
 
 def pilot(plan: Plan) -> str:
     """One rollout of the warm model on every setting: how often it is right, and what sparse-rl would see."""
-    heads = ["setting", "accuracy", "rejected", "alpha p05", "mean gap", "length", "truncated", "tokens saved", "bytes saved", "seconds"]
+    heads = [
+        "setting",
+        "accuracy",
+        "rejected",
+        "alpha p05",
+        "mean gap",
+        "length",
+        "truncated",
+        "tokens saved",
+        "bytes saved",
+        "seconds",
+    ]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     print("\n".join(lines))
     for name in (DENSE, *plan.study.settings):
@@ -176,17 +216,21 @@ def pilot(plan: Plan) -> str:
 
 
 def tried(plan: Plan, name: str) -> str:
-    from sparse_rl.learn.batch import corrected
-    from sparse_rl.metrics import Clock
-    from sparse_rl.train import Trainer
+    from sparse_rl.learn.batch import apply_correction
+    from sparse_rl.train.log import Clock
+    from sparse_rl.train.loop import Trainer
 
     sizes = plan.recipe(plan.study.recipe, {}).eval
     keys = plan.setting(name).keys() | {"learn.method": "sparse-rl", "run.diagnose": 16, "task.split": "held-out"}
-    keys |= {"model.name": plan.out / "warm", "rollout.prompts": sizes.prompts, "rollout.group_size": max(2, sizes.samples)}
+    keys |= {
+        "model.name": plan.out / "warm",
+        "rollout.prompts": sizes.prompts,
+        "rollout.group_size": max(2, sizes.samples),
+    }
     trainer = Trainer(plan.recipe(plan.study.recipe, keys), plan.out / "pilot", show=False)
     start, clock = time.perf_counter(), Clock()
     rollout = trainer.sample(clock)
-    found = trainer.diagnose(rollout, corrected(rollout.scored, trainer.how), clock)
+    found = trainer.diagnose(rollout, apply_correction(rollout.scored, trainer.how), clock)
     return (
         f"| {name} | {found['reward/mean']:.3f} | {found['reject/trajectories/frac']:.1%} | {found['gap/alpha/p05']:.3f} | "
         f"{found['gap/abs/mean']:.4f} | {found['rollout/length/mean']:.0f} | {found['rollout/truncated/frac']:.1%} | "
@@ -203,8 +247,8 @@ def run(plan: Plan, arm: Arm) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from sparse_rl.metrics import write_text
-    from sparse_rl.run import train
+    from sparse_rl.files import write_text
+    from sparse_rl.train.run import train
 
     folder = plan.out / "runs" / arm.name
     keys = plan.setting(arm.setting).keys() | {"learn.method": "none" if arm.method == DENSE else arm.method}
@@ -220,23 +264,33 @@ def run(plan: Plan, arm: Arm) -> None:
 def under_setting(trainer, setting: Setting) -> float:
     """Accuracy of a run's model on another cache, on the prompts of its evaluations."""
     from sparse_rl.compressors import make
-    from sparse_rl.held_out import accuracy
     from sparse_rl.rollout import Engine
     from sparse_rl.streams import stream_key
+    from sparse_rl.train.held_out import accuracy
 
     recipe = trainer.recipe
-    engine = Engine(trainer.model, make(setting.compressor, **setting.options), setting.budget, setting.interval, recipe.rollout.rows)
+    engine = Engine(
+        trainer.model,
+        make(setting.compressor, **setting.options),
+        setting.budget,
+        setting.interval,
+        recipe.rollout.rows,
+    )
     prompts = trainer.held_out.sample(0, recipe.eval.prompts)
     seed = stream_key(recipe.run.seed, [-2])
-    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, recipe.eval.samples, trainer.sampling, seed)["accuracy"]
+    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, recipe.eval.samples, trainer.sampling, seed)[
+        "accuracy"
+    ]
 
 
 def read_run(folder: Path, arm: Arm) -> dict:
     """What a run has written so far: every curve as [step, value] pairs."""
-    from sparse_rl.metrics import read_lines
+    from sparse_rl.files import read_lines
 
     lines = [line for name in ("metrics", "timing") for line in read_lines(folder / f"{name}.jsonl")]
-    curves = {key: [[line["step"], round(line[key], 4)] for line in lines if line.get(key) is not None] for key in CURVES}
+    curves = {
+        key: [[line["step"], round(line[key], 4)] for line in lines if line.get(key) is not None] for key in CURVES
+    }
     finished = (folder / "under.json").exists()
     under = json.loads((folder / "under.json").read_text()) if finished else {}
     steps = max((line["step"] for line in lines), default=0)
@@ -257,8 +311,14 @@ def run_arms(plan: Plan) -> None:
         if row["finished"]:
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        state = f"dense {final(row, 'dense'):.2f}" if row["finished"] else f"stopped at step {row['steps']}, exit code {code}"
-        print(f"{time.perf_counter() - start:5.0f} s  {arm.name}: {state}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        state = (
+            f"dense {final(row, 'dense'):.2f}"
+            if row["finished"]
+            else f"stopped at step {row['steps']}, exit code {code}"
+        )
+        print(
+            f"{time.perf_counter() - start:5.0f} s  {arm.name}: {state}, {seconds:.0f} s", file=sys.stderr, flush=True
+        )
 
 
 def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm, float, int]]:
@@ -292,7 +352,11 @@ def all_rows(plan: Plan) -> list[dict]:
     """Finished runs, and what the others have written."""
     rows = finished_rows(plan.out)
     done = {(row["method"], row["setting"], row["seed"]) for row in rows}
-    others = [read_run(plan.out / "runs" / arm.name, arm) for arm in plan.arms() if (arm.method, arm.setting, arm.seed) not in done]
+    others = [
+        read_run(plan.out / "runs" / arm.name, arm)
+        for arm in plan.arms()
+        if (arm.method, arm.setting, arm.seed) not in done
+    ]
     return rows + [row for row in others if row["steps"]]
 
 
@@ -310,8 +374,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms then")
-    parser.add_argument("--until", type=float, default=0.0, help="repeat --warm until this held-out accuracy; 0: one round")
-    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe")
+    parser.add_argument(
+        "--until", type=float, default=0.0, help="repeat --warm until this held-out accuracy; 0: one round"
+    )
+    parser.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe"
+    )
     args = parser.parse_args()
     study = STUDIES[args.study]
     settings = tuple(args.settings.split(",")) if args.settings else study.chosen

@@ -36,16 +36,31 @@ def grouped(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
     """By (setting, method), in the order of settings and methods."""
     names = dict.fromkeys((row["setting"], row["method"]) for row in rows)
     order = sorted(names, key=lambda name: (name[0] != DENSE, [*dict.fromkeys(s for s, _ in names)].index(name[0])))
-    return {name: sorted((r for r in rows if (r["setting"], r["method"]) == name), key=lambda r: r["seed"]) for name in order}
+    return {
+        name: sorted((r for r in rows if (r["setting"], r["method"]) == name), key=lambda r: r["seed"])
+        for name in order
+    }
 
 
 def table(rows: list[dict]) -> str:
-    heads = ["cache", "method", "steps", "dense inference", "sparse inference", "last reward", "rejected", "alpha p05", "length"]
+    heads = [
+        "cache",
+        "method",
+        "steps",
+        "dense inference",
+        "sparse inference",
+        "last reward",
+        "rejected",
+        "alpha p05",
+        "length",
+    ]
     heads += ["KV tokens saved", "KV bytes saved"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for view in ("dense", "sparse"):
         for setting in dict.fromkeys(row["setting"] for row in rows):
-            found = {r["seed"]: v[0] for r in rows if r["setting"] == setting and (v := values(r, f"eval/{view}/accuracy"))}
+            found = {
+                r["seed"]: v[0] for r in rows if r["setting"] == setting and (v := values(r, f"eval/{view}/accuracy"))
+            }
             if found and (view == "sparse" or setting == DENSE):
                 shown = {"dense": "", "sparse": "", view: spread(list(found.values()))}  # the same for every method
                 lines.append(f"| {setting} | at the start | 0 | {shown['dense']} | {shown['sparse']} |" + " |" * 6)
@@ -53,7 +68,9 @@ def table(rows: list[dict]) -> str:
         sparse = spread([final(r, "sparse") for r in group])
         if method == DENSE:
             names = dict.fromkeys(name for r in group for name in r["under"])
-            sparse = "; ".join(f"{name}: {spread([r['under'][name] for r in group if name in r['under']])}" for name in names)
+            sparse = "; ".join(
+                f"{name}: {spread([r['under'][name] for r in group if name in r['under']])}" for name in names
+            )
         last = spread([statistics.mean(values(r, "reward/mean")[-10:]) for r in group if values(r, "reward/mean")])
         steps = ", ".join(str(r["steps"]) for r in group)
         lines.append(
@@ -83,13 +100,17 @@ def plot(rows: list[dict], path: Path) -> None:
     caches = [name for name in dict.fromkeys(setting for setting, _ in groups) if name != DENSE] or [DENSE]
     colours = {method: f"C{i}" for i, method in enumerate(dict.fromkeys(method for _, method in groups))}
     size = (3.3 * len(panels), 2.6 * len(caches) + 0.5)
-    figure, axes = pyplot.subplots(len(caches), len(panels), figsize=size, squeeze=False, sharex=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(
+        len(caches), len(panels), figsize=size, squeeze=False, sharex=True, constrained_layout=True
+    )
     for (row, cache), (column, curve) in itertools.product(enumerate(caches), enumerate(panels)):
         axis = axes[row][column]
         for (setting, method), group in groups.items():
             if setting in (DENSE, cache):
                 draw(axis, group, curve, colours[method], method)
-        axis.set(ylim=(-0.02, 1.02), title=panels[curve] if row == 0 else "", xlabel="step" if row == len(caches) - 1 else "")
+        axis.set(
+            ylim=(-0.02, 1.02), title=panels[curve] if row == 0 else "", xlabel="step" if row == len(caches) - 1 else ""
+        )
         axis.set_ylabel(cache if column == 0 else "")
         axis.grid(alpha=0.3)
     shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
@@ -103,4 +124,6 @@ def draw(axis, group: list[dict], curve: str, colour: str, label: str) -> None:
     for line in lines if len(lines) > 1 else ():
         axis.plot(list(line), list(line.values()), linewidth=0.5, alpha=0.5, color=colour)
     if steps := sorted(set.intersection(*map(set, lines))):  # those every seed has
-        axis.plot(steps, [statistics.mean(line[s] for line in lines) for s in steps], linewidth=1.8, color=colour, label=label)
+        axis.plot(
+            steps, [statistics.mean(line[s] for line in lines) for s in steps], linewidth=1.8, color=colour, label=label
+        )

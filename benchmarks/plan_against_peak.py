@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.models import shape_config
-from sparse_rl.plan import size
+from sparse_rl.planning.memory import size
 
 
 def main() -> None:
@@ -25,13 +25,22 @@ def main() -> None:
     config = shape_config(arguments.shape)
     lengths = f"prompts of {arguments.prompt}, {arguments.new} new tokens"
     print(f"{torch.cuda.get_device_name()}, {arguments.shape}, bf16; {arguments.rows} rows, {lengths}")
-    print(f"{'':<22} {'KV cache':>11} {'planned':>11} {'equal':>6}   {'total peak':>11} {'planned':>11} {'peak/plan':>10}")
+    print(
+        f"{'':<22} {'KV cache':>11} {'planned':>11} {'equal':>6}   {'total peak':>11} {'planned':>11} {'peak/plan':>10}"
+    )
     for name in ("dense", "rkv", "snapkv", "h2o"):
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         torch.cuda.reset_peak_memory_stats()
-        engine = Engine(model, compressor=name, budget=512, interval=128, rows=arguments.rows, max_tokens=arguments.prompt + arguments.new)
+        engine = Engine(
+            model,
+            compressor=name,
+            budget=512,
+            interval=128,
+            rows=arguments.rows,
+            max_tokens=arguments.prompt + arguments.new,
+        )
         prompts = torch.randint(1, 1000, (arguments.rows // 8, arguments.prompt)).tolist()
         engine.generate(prompts, group_size=8, sampling=Sampling(arguments.new, stop_ids=()))
         plan = engine.plan(arguments.prompt, arguments.new)

@@ -9,7 +9,9 @@ from sparse_rl.tasks.math import Math
 
 class PlantedMath(Math):
     def grade(self, prompts: list[Prompt], texts: list[str]) -> list[Grade]:
-        return super().grade(prompts, [text + planted(prompt, i) for i, (prompt, text) in enumerate(zip(prompts, texts))])
+        return super().grade(
+            prompts, [text + planted(prompt, i) for i, (prompt, text) in enumerate(zip(prompts, texts))]
+        )
 
 
 def planted(prompt: Prompt, i: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_rl import Engine, Sampling
-from sparse_rl.plan import size
+from sparse_rl.planning.memory import size
 
 ROWS, PROMPT = 16, 64
 
@@ -59,7 +59,9 @@ def medians(runs: dict, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="fewer tokens, one run: checks that it works, measures nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer tokens, one run: checks that it works, measures nothing"
+    )
     arguments = parser.parse_args()
     lengths, repeats = ((16, 32), 1) if arguments.quick else ((256, 2048), arguments.repeats)
 
@@ -67,7 +69,9 @@ def main() -> None:
     prompts = torch.randint(1, 4096, (ROWS, PROMPT))
     short, long = lengths
     millions, threads = sum(p.numel() for p in model.parameters()) / 1e6, torch.get_num_threads()
-    print(f"Llama shape, {millions:.1f} M parameters, fp32, {threads} thread(s); {ROWS} rows, prompts of {PROMPT} tokens")
+    print(
+        f"Llama shape, {millions:.1f} M parameters, fp32, {threads} thread(s); {ROWS} rows, prompts of {PROMPT} tokens"
+    )
     print(f"{'new tokens':>10}  {'':<22} {'KV cache':>11} {'seconds':>8} {'tokens/s':>9} {'against generate':>17}")
     for new, compressors in ((short, ["dense"]), (long, ["dense", "rkv", "snapkv", "window"])):
         engines = {

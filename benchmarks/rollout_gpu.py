@@ -80,7 +80,9 @@ def noise(model, new: int = 512) -> dict:
     """Mean |gap|: of dense rollouts against a dense forward, of sparse ones against the shadow view, and against a dense forward."""
     found = {}
     for name, compressor, shadow in (("dense", "dense", False), ("shadow", "rkv", True), ("uncorrected", "rkv", False)):
-        engine = Engine(model, compressor, budget=128, interval=64, rows=16, max_tokens=256 + new if compressor == "dense" else None)
+        engine = Engine(
+            model, compressor, budget=128, interval=64, rows=16, max_tokens=256 + new if compressor == "dense" else None
+        )
         prompts = torch.randint(1, 150000, (16, 128), generator=torch.Generator().manual_seed(1)).tolist()
         gaps = []
         for t in engine.generate(prompts, sampling=Sampling(new, stop_ids=())):
@@ -103,7 +105,11 @@ def run(out: Path, only: list[str]) -> None:
                 file.write(json.dumps(result) + "\n")
             print(
                 key,
-                {k: round(v, 4) for k, v in result.items() if k in ("tokens_per_s", "full_step_ms", "of_floor", "ms_per_step")},
+                {
+                    k: round(v, 4)
+                    for k, v in result.items()
+                    if k in ("tokens_per_s", "full_step_ms", "of_floor", "ms_per_step")
+                },
                 flush=True,
             )
             torch.cuda.empty_cache()
@@ -115,7 +121,9 @@ def run(out: Path, only: list[str]) -> None:
         for setting in PARTS[part].get("steps", []):
             record(f"step {name(setting)}", lambda s=setting: step(s, models(s.model_shape)))
         for setting in PARTS[part].get("rollouts", []):
-            record(f"rollout {name(setting)} new {setting.new}", lambda s=setting: bench_rollout(s, models(s.model_shape)))
+            record(
+                f"rollout {name(setting)} new {setting.new}", lambda s=setting: bench_rollout(s, models(s.model_shape))
+            )
 
 
 def name(setting: Setting) -> str:
@@ -127,19 +135,26 @@ def read(path: Path) -> list[dict]:
 
 
 def tables(lines: list[dict]) -> str:
-    text = ["| rollout | tokens/s | s | ms / step | prefill | decode | evict | trace | host | KV | peak / planned |", "|" + "---|" * 11]
+    text = [
+        "| rollout | tokens/s | s | ms / step | prefill | decode | evict | trace | host | KV | peak / planned |",
+        "|" + "---|" * 11,
+    ]
     for r in (r for r in lines if r["key"].startswith("rollout")):
         share = {k: f"{100 * v:.1f} %" for k, v in r["share"].items()}
         what = f"{r['model_shape']}, {r['rows']} rows, {r['new']:,} new"
         peak = f"{r['peak_bytes'] / 2**30:.1f} / {r['planned_bytes'] / 2**30:.1f} GiB"
         parts = " | ".join(share.get(k, "0") for k in ("prefill", "decode", "evict", "trace", "host"))
         kv = f"{r['kv_bytes'] / 2**30:.2f} GiB"
-        text.append(f"| {what} | {r['tokens_per_s']:,.0f} | {r['seconds']:.2f} | {r['ms_per_step']:.2f} | {parts} | {kv} | {peak} |")
+        text.append(
+            f"| {what} | {r['tokens_per_s']:,.0f} | {r['seconds']:.2f} | {r['ms_per_step']:.2f} | {parts} | {kv} | {peak} |"
+        )
     text += ["", "| one step | slots | ms | floor, ms | of the floor | tokens/s |", "|" + "---|" * 6]
     for r in (r for r in lines if r["key"].startswith("step")):
         what = f"{r['model_shape']}, {r['compressor']}, {r['rows']} rows"
         speed = r["rows"] / r["full_step_ms"] * 1000
-        text.append(f"| {what} | {r['slots']:,} | {r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%} | {speed:,.0f} |")
+        text.append(
+            f"| {what} | {r['slots']:,} | {r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%} | {speed:,.0f} |"
+        )
     text += [f"noise: {r}" for r in lines if r["key"].startswith("noise")]
     text += [f"transformers: {r['peer_tokens_per_s']:,.0f} tokens/s" for r in lines if "peer_tokens_per_s" in r]
     return "\n".join(text)
@@ -151,10 +166,21 @@ def plot(lines: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    vllm = {512: 29.3, 3840: 22.9}  # thousand tokens/s, Qwen2.5-1.5B, 256 requests, vLLM 0.24 on the same kind of GPU (docs/results.md)
+    vllm = {
+        512: 29.3,
+        3840: 22.9,
+    }  # thousand tokens/s, Qwen2.5-1.5B, 256 requests, vLLM 0.24 on the same kind of GPU (docs/results.md)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    steps = [r for r in lines if r["key"].startswith("step") and r["model_shape"] == BASE.model_shape and r["compressor"] == "rkv"]
-    by_rows = sorted((r["rows"], r["rows"] / r["full_step_ms"], r["rows"] / r["floor_ms"]) for r in steps if r["budget"] == BASE.budget)
+    steps = [
+        r
+        for r in lines
+        if r["key"].startswith("step") and r["model_shape"] == BASE.model_shape and r["compressor"] == "rkv"
+    ]
+    by_rows = sorted(
+        (r["rows"], r["rows"] / r["full_step_ms"], r["rows"] / r["floor_ms"])
+        for r in steps
+        if r["budget"] == BASE.budget
+    )
     left.plot([r for r, *_ in by_rows], [s for _, s, _ in by_rows], "o-", label="measured")
     left.plot([r for r, *_ in by_rows], [f for *_, f in by_rows], ":", color="grey", label="at the memory's speed")
     left.set(xscale="log", yscale="log", xlabel="rows", ylabel="thousand tokens/s", title="one step, 512 + 128 slots")
@@ -164,11 +190,17 @@ def plot(lines: list[dict], path: Path) -> None:
     middle.plot([s for s, *_ in by_slots], [f for *_, f in by_slots], ":", color="grey", label="at the memory's speed")
     middle.set(xlabel="slots of a row", ylabel="ms per step", title="256 rows", ylim=(0, None))
     middle.legend(frameon=False)
-    rollouts = [r for r in lines if r["key"].startswith("rollout") and r["model_shape"] == BASE.model_shape and r["rows"] == BASE.rows]
+    rollouts = [
+        r
+        for r in lines
+        if r["key"].startswith("rollout") and r["model_shape"] == BASE.model_shape and r["rows"] == BASE.rows
+    ]
     by_length = sorted((r["new"], r["tokens_per_s"] / 1000) for r in rollouts)
     right.plot(*zip(*by_length, strict=True), "o-", label="R-KV 512 + 128")
     right.plot(list(vllm), list(vllm.values()), "s--", color="tab:red", label="vLLM 0.24, dense")
-    right.set(xscale="log", xlabel="new tokens", ylabel="thousand tokens/s", title="whole rollouts, 256 rows", ylim=(0, None))
+    right.set(
+        xscale="log", xlabel="new tokens", ylabel="thousand tokens/s", title="whole rollouts, 256 rows", ylim=(0, None)
+    )
     right.legend(frameon=False)
     figure.suptitle("Qwen2.5-1.5B shape, bf16, one NVIDIA H200")
     figure.savefig(path, dpi=110)
@@ -186,7 +218,9 @@ def main() -> None:
         run(arguments.out, arguments.only.split(","))
     lines = read(arguments.out / "results.jsonl")
     print(tables(lines))
-    if any(line["key"].startswith("step") for line in lines) and any(line["key"].startswith("rollout") for line in lines):
+    if any(line["key"].startswith("step") for line in lines) and any(
+        line["key"].startswith("rollout") for line in lines
+    ):
         plot(lines, arguments.out / "rollout.png")
 
 

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from sparse_rl.config import load_recipe
-from sparse_rl.lengths import Lengths, lengths_of_run
-from sparse_rl.metrics import read_lines
+from sparse_rl.distributed.world import join_world, leave_world
+from sparse_rl.files import read_lines
 from sparse_rl.rollout.schedule import row_counts
-from sparse_rl.run import work_of
-from sparse_rl.scale import H200, Links, Machine, Work, drain, one_step
-from sparse_rl.world import join_world, leave_world
+from sparse_rl.scale.lengths import Lengths, lengths_of_run
+from sparse_rl.scale.model import H200, Links, Machine, Work, drain, one_step, work_of
 
 PROMPT = 16  # characters of a sum of 8 digits
 RUNS = {  # name: processes, keys, how many of the same at a time
@@ -62,7 +61,17 @@ def run(folder: Path, name: str, steps: int) -> list[dict[str, float]]:
     processes, more, together = RUNS[name]
     where = folder / name.replace(",", "").replace(" ", "-")
     if not (where / "checkpoints").exists():
-        command = [sys.executable, "-m", "sparse_rl", "train", "tiny-sums", "--num-processes", str(processes), *keys(steps), *more]
+        command = [
+            sys.executable,
+            "-m",
+            "sparse_rl",
+            "train",
+            "tiny-sums",
+            "--num-processes",
+            str(processes),
+            *keys(steps),
+            *more,
+        ]
         folders = [where, *(folder / f"beside-{where.name}" for _ in range(together - 1))]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         started = [subprocess.Popen([*command, "--out", str(out)], **quiet) for out in folders]
@@ -96,9 +105,17 @@ def calibrate(small: dict, large: dict, lengths: Lengths) -> Machine:
         seconds.append(timing["time/rollout"])
     layer, product = np.linalg.solve(np.array(equations), np.array(seconds))
     none = dict(
-        bandwidth=1e18, prefill_flops=1e30, token_seconds=0.0, evict_flops=1e30, rollout_rest=0.0, learn_flops=1.0, record_seconds=0.0
+        bandwidth=1e18,
+        prefill_flops=1e30,
+        token_seconds=0.0,
+        evict_flops=1e30,
+        rollout_rest=0.0,
+        learn_flops=1.0,
+        record_seconds=0.0,
     )
-    machine = replace(H200, **none, layer_seconds=float(layer), decode_flops=1 / float(product), step_rest=0.0, hidden=1.0)
+    machine = replace(
+        H200, **none, layer_seconds=float(layer), decode_flops=1 / float(product), step_rest=0.0, hidden=1.0
+    )
     alone = one_step(both[1], machine, Links(), 1, new)
     learned = large["time/score"] + large["time/update"]
     learn_flops = (alone.sample - alone.rollout + alone.update) / learned  # counted at 1 FLOP/s
@@ -110,7 +127,17 @@ def probe(folder: Path) -> Links:
     """What two processes on this machine exchange by gloo, as World does it."""
     result = folder / "links.json"
     if not result.exists():
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--probe", str(result)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            "--probe",
+            str(result),
+        ]
         subprocess.run(command, check=True)
     found = json.loads(result.read_text())
     return Links(found["link"], found["link"], 8, found["latency"], found["records"])
@@ -122,7 +149,7 @@ def measure_links(result: Path) -> None:
     def median(work) -> float:
         seconds = []
         for _ in range(15):
-            world.together(lambda: None)
+            world.run_on_all(lambda: None)
             start = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - start)
@@ -131,7 +158,7 @@ def measure_links(result: Path) -> None:
     small, large, records = torch.zeros(1), torch.zeros(2**22), torch.zeros(2**22, dtype=torch.uint8)
     latency = median(lambda: torch.distributed.all_reduce(small))
     summed = median(lambda: torch.distributed.all_reduce(large))  # of two processes each sends its 16 MiB once
-    taken = median(lambda: world.together(lambda: records))
+    taken = median(lambda: world.run_on_all(lambda: records))
     if world.first:
         rates = {"latency": latency, "link": large.nbytes / (summed - latency), "records": 2 * records.nbytes / taken}
         result.write_text(json.dumps(rates))
@@ -155,19 +182,28 @@ def main() -> None:
         for name in RUNS:
             every[name] += run(args.out / f"round-{i}", name, args.steps)
     lengths = lengths_of_run(args.out / "round-0" / "one-process-32-prompts")
-    measured = {name: {k: statistics.median(line[k] for line in lines) for k in lines[-1]} for name, lines in every.items()}
+    measured = {
+        name: {k: statistics.median(line[k] for line in lines) for k in lines[-1]} for name, lines in every.items()
+    }
     print(f"medians of {len(every['two processes, DDP'])} steps; mean length {lengths.mean:.1f}")
     print(f"links: {links.link / 1e9:.2f} GB/s, {links.latency * 1e3:.2f} ms, records {links.records / 1e9:.2f} GB/s")
-    machines = [calibrate(*(measured[f"one {who}, {n} prompts"] for n in (4, 32)), lengths) for who in ("process", "of two")]
+    machines = [
+        calibrate(*(measured[f"one {who}, {n} prompts"] for n in (4, 32)), lengths) for who in ("process", "of two")
+    ]
     for machine in machines:
         print(
             f"{machine.layer_seconds * 1e6:.0f} us per layer and step, {machine.decode_flops / 1e9:.2f} GFLOP/s decoding, "
             f"{machine.learn_flops / 1e9:.2f} learning, {machine.record_seconds * 1e6:.1f} us per record token"
         )
-    print("| run | measured | predicted, calibrated alone | error | calibrated beside another | error |\n|---|---|---|---|---|---|")
+    print(
+        "| run | measured | predicted, calibrated alone | error | calibrated beside another | error |\n|---|---|---|---|---|---|"
+    )
     for name in PREDICTED:
         it, took = work(name), measured[name]["time/step"]
-        drawn = [lengths.draw(it.rollout.prompts, it.rollout.group_size, it.rollout.max_new_tokens, seed) for seed in range(4)]
+        drawn = [
+            lengths.draw(it.rollout.prompts, it.rollout.group_size, it.rollout.max_new_tokens, seed)
+            for seed in range(4)
+        ]
         cells = []
         for machine in machines:
             step = statistics.mean(one_step(it, machine, links, RUNS[name][0], new).step for new in drawn)

@@ -11,12 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from sparse_rl.config import load_recipe, make_recipe
-from sparse_rl.lengths import Lengths
-from sparse_rl.run import work_of
-from sparse_rl.scale import H200, Links, Work, one_step
+from sparse_rl.scale.lengths import Lengths
+from sparse_rl.scale.model import H200, Links, Work, one_step, work_of
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
-FITTED = {("qwen2.5-1.5b", 16, 640), ("qwen2.5-1.5b", 256, 640), ("qwen2.5-1.5b", 1024, 640), ("qwen2.5-1.5b", 256, 1152)}
+FITTED = {
+    ("qwen2.5-1.5b", 16, 640),
+    ("qwen2.5-1.5b", 256, 640),
+    ("qwen2.5-1.5b", 1024, 640),
+    ("qwen2.5-1.5b", 256, 1152),
+}
 PREFILL_FITTED = {("qwen2.5-1.5b", 256, 512), ("qwen2.5-7b", 256, 512)}
 SHARES_FITTED = ("qwen2.5-1.5b", 256, 3840)  # evictions, traces and host
 # characters of the 32 prompts that the training step had (the first of simplerl_qwen_level3to5.jsonl)
@@ -27,7 +31,12 @@ PROMPTS += [340, 345, 356, 373, 406, 415, 425, 432, 435, 517, 533, 586, 774, 817
 
 def work(model: str, rows: int, new: int, prompt: int = 256, **more: dict) -> Work:
     rollout = {"rows": rows, "prompts": rows, "group_size": 2, "max_new_tokens": new} | more.pop("rollout", {})
-    settings = {"model": {"name": model, "gradient_checkpointing": True}, "task": {"name": "math"}, "rollout": rollout, **more}
+    settings = {
+        "model": {"name": model, "gradient_checkpointing": True},
+        "task": {"name": "math"},
+        "rollout": rollout,
+        **more,
+    }
     return work_of(make_recipe(settings), prompt)
 
 
@@ -60,7 +69,14 @@ def decode_steps() -> list[tuple[str, str, float, float]]:
         rows, slots = int(rows.split()[0]), int(numbers(cells[1]))
         it = work(model, rows, 512, rollout={"compressor": compressor})
         how = "fitted" if (model, rows, slots) in FITTED else ""
-        found.append((f"{model}, {rows} rows, {slots:,} slots", how, 1e3 * float(it.decode_seconds(H200, rows, slots)), numbers(cells[2])))
+        found.append(
+            (
+                f"{model}, {rows} rows, {slots:,} slots",
+                how,
+                1e3 * float(it.decode_seconds(H200, rows, slots)),
+                numbers(cells[2]),
+            )
+        )
     return found
 
 
@@ -70,15 +86,30 @@ def rollouts() -> list[tuple[str, str, float, float]]:
     for cells in rows_of("rollout"):
         model, rows, new = cells[0].split(", ")
         rows, new = int(rows.split()[0]), int(numbers(new))
-        how = "its prefill" if (model, rows, new) in PREFILL_FITTED else "its other shares" if (model, rows, new) == SHARES_FITTED else ""
+        how = (
+            "its prefill"
+            if (model, rows, new) in PREFILL_FITTED
+            else "its other shares"
+            if (model, rows, new) == SHARES_FITTED
+            else ""
+        )
         seconds = work(model, rows, new).rollout_seconds(H200, np.full(rows, new), rows)
         found.append((cells[0], how, seconds, numbers(cells[2])))
     for cells in rows_of("cache | slots of a row"):
         name, per_second = cells[0].replace("`", "").split()[0], numbers(cells[2])
         more = {"learn": {"method": "shadow"}} if name.startswith("beacon") else {}
-        it = work("qwen2.5-1.5b", 256, 1024, rollout={"compressor": name, "budget": 207 if name == "rkv" else 512}, **more)
+        it = work(
+            "qwen2.5-1.5b", 256, 1024, rollout={"compressor": name, "budget": 207 if name == "rkv" else 512}, **more
+        )
         seconds = it.rollout_seconds(H200, np.full(256, 1024), 256)
-        found.append((f"qwen2.5-1.5b, 256 rows, 1,024 new, {name}, {numbers(cells[1]):,.0f} slots", "", seconds, 256 * 1024 / per_second))
+        found.append(
+            (
+                f"qwen2.5-1.5b, 256 rows, 1,024 new, {name}, {numbers(cells[1]):,.0f} slots",
+                "",
+                seconds,
+                256 * 1024 / per_second,
+            )
+        )
     return found
 
 
@@ -91,24 +122,32 @@ def passes() -> list[tuple[str, str, float, float]]:
         for (count, length), cell in zip(sizes, cells[1:]):
             it = work("qwen2.5-1.5b", 256, 4096, learn={"method": "shadow" if "shadow" in cells[0] else "none"})
             name = f"{'shadow' if 'shadow' in cells[0] else 'dense'}, {count} x {length:,}"
-            found.append((name, "", 1e3 * it.passes * it.pass_seconds(H200, count, length), numbers(cell.replace("*", ""))))
+            found.append(
+                (name, "", 1e3 * it.passes * it.pass_seconds(H200, count, length), numbers(cell.replace("*", "")))
+            )
     return found
 
 
 def training_steps() -> list[tuple[str, str, float, float]]:
     """Stage by stage: (row, fitted or held out, predicted s, measured s)"""
     more = {"rollout": {"prompts": 32, "group_size": 8}, "loss": {"beta": 1e-4}}
-    step = one_step(work("qwen2.5-1.5b", 256, 4096, round(np.mean(PROMPTS)), **more), H200, Links(), 1, np.full((32, 8), 4096))
+    step = one_step(
+        work("qwen2.5-1.5b", 256, 4096, round(np.mean(PROMPTS)), **more), H200, Links(), 1, np.full((32, 8), 4096)
+    )
     ours = {"rollout": step.rollout, "score": step.sample - step.rollout, "update": step.update, "step": step.step}
     lines = [line for line in recorded().splitlines() if re.match(r"\| [12](, resumed)? \| .* s \(", line)]
     found = []
-    for line, name in zip(lines, ("eager, busy host, step 1", "eager, busy host, step 2", "captured modules, fresh"), strict=True):
+    for line, name in zip(
+        lines, ("eager, busy host, step 1", "eager, busy host, step 2", "captured modules, fresh"), strict=True
+    ):
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         took = dict(zip(("rollout", "grade", "score", "diagnose", "update", "step"), map(numbers, cells[1:7])))
         for stage in ours:
             fitted = name == "captured modules, fresh" and stage in ("score", "update")
             found.append((f"{name}: {stage}", "their sum" if fitted else "", ours[stage], took[stage]))
-        found.append((f"{name}: step, rollout as measured", "", step.step + took["rollout"] - step.rollout, took["step"]))
+        found.append(
+            (f"{name}: step, rollout as measured", "", step.step + took["rollout"] - step.rollout, took["step"])
+        )
     (cells,) = rows_of("fused rollouts, 1,024 new")
     took = dict(zip(("rollout", "grade", "score", "diagnose", "update", "step"), map(numbers, cells[1:7])))
     step = one_step(work("qwen2.5-1.5b", 256, 1024, LATER_PROMPTS, **more), H200, Links(), 1, np.full((32, 8), 1024))
@@ -127,7 +166,10 @@ def training_steps() -> list[tuple[str, str, float, float]]:
 
 def table(head: str, unit: str, found: list[tuple[str, str, float, float]]) -> str:
     lines = [f"| {head} | | predicted, {unit} | measured, {unit} | error |", "|---|---|---|---|---|"]
-    lines += [f"| {name} | {how} | {ours:.2f} | {theirs:.2f} | {ours / theirs - 1:+.1%} |" for name, how, ours, theirs in found]
+    lines += [
+        f"| {name} | {how} | {ours:.2f} | {theirs:.2f} | {ours / theirs - 1:+.1%} |"
+        for name, how, ours, theirs in found
+    ]
     return "\n".join(lines)
 
 

@@ -31,7 +31,9 @@ WAYS = ("dense (flash)", "shadow (segments)", "shadow (FlexAttention)", "shadow 
 NEVER = torch.iinfo(torch.int32).max
 
 
-def random_traces(rows: int, layers: int, heads: int, tokens: int, budget: int = BUDGET, interval: int = INTERVAL) -> torch.Tensor:
+def random_traces(
+    rows: int, layers: int, heads: int, tokens: int, budget: int = BUDGET, interval: int = INTERVAL
+) -> torch.Tensor:
     """int32 [B, L, H, T]: every head keeps `budget` tokens at random whenever it has `budget` + `interval`."""
     evicted_at = torch.full((rows * layers * heads, tokens), NEVER, dtype=torch.int32, device="cuda")
     for moment in range(budget + interval, tokens, interval):
@@ -83,7 +85,9 @@ def layer(rows: int, tokens: int, way: str) -> dict:
     torch.manual_seed(0)
 
     def draw(heads: int) -> torch.Tensor:
-        return torch.randn(rows, tokens, heads, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        return (
+            torch.randn(rows, tokens, heads, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        )
 
     query, key, value = draw(QUERY_HEADS), draw(HEADS), draw(HEADS)
     upstream = torch.randn(rows, tokens, QUERY_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -93,7 +97,9 @@ def layer(rows: int, tokens: int, way: str) -> dict:
     def run() -> None:
         query.grad = key.grad = value.grad = None
         if way.startswith("dense"):
-            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
         else:
             out, _ = shadow.shadow_attention(module, query, key, value, None, replay=replay)
         out.backward(upstream)
@@ -114,7 +120,9 @@ def whole_model(model, rows: int, tokens: int, way: str) -> dict:
 
     def run() -> None:
         model.zero_grad()
-        replay = None if way.startswith("dense") else Replay(evicted_at, lengths)  # made anew: its lists are part of the cost
+        replay = (
+            None if way.startswith("dense") else Replay(evicted_at, lengths)
+        )  # made anew: its lists are part of the cost
         batch_logprobs(model, ids, asked, 1.0, replay).sum().backward()
 
     with forced(way):
@@ -129,7 +137,10 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    settings = {"layer": [(8, 4096), (4, 8192), (2, 16384), (1, 32768)], "model": [(4, 4096), (2, 8192), (1, 16384), (1, 32768)]}
+    settings = {
+        "layer": [(8, 4096), (4, 8192), (2, 16384), (1, 32768)],
+        "model": [(4, 4096), (2, 8192), (1, 16384), (1, 32768)],
+    }
     for part in args.only.split(","):
         model = None
         if part == "model":
@@ -153,7 +164,10 @@ def table(rows: list[dict]) -> str:
     for part in dict.fromkeys(row["part"] for row in rows):
         here = [row for row in rows if row["part"] == part]
         sizes = list(dict.fromkeys((row["rows"], row["tokens"]) for row in here))
-        lines += [f"| {part}: ms (peak GB) | " + " | ".join(f"{a} x {b:,}" for a, b in sizes) + " |", "|" + "---|" * (len(sizes) + 1)]
+        lines += [
+            f"| {part}: ms (peak GB) | " + " | ".join(f"{a} x {b:,}" for a, b in sizes) + " |",
+            "|" + "---|" * (len(sizes) + 1),
+        ]
         for way in dict.fromkeys(row["way"] for row in here):
             cells = []
             for size in sizes:
@@ -164,7 +178,9 @@ def table(rows: list[dict]) -> str:
                 elif found[0]["ms"] is None:
                     cells.append("out of memory")
                 else:
-                    ratio = f", {found[0]['ms'] / base[0]['ms']:.2f}x" if base and base[0]["ms"] and way != WAYS[0] else ""
+                    ratio = (
+                        f", {found[0]['ms'] / base[0]['ms']:.2f}x" if base and base[0]["ms"] and way != WAYS[0] else ""
+                    )
                     cells.append(f"{found[0]['ms']:.2f} ({found[0]['gb']:.2f}){ratio}")
             lines.append(f"| {way} | " + " | ".join(cells) + " |")
         lines.append("")

@@ -15,10 +15,10 @@ import torch
 
 from sparse_rl import tasks
 from sparse_rl.config import load_recipe
-from sparse_rl.metrics import read_lines
+from sparse_rl.files import read_lines
 from sparse_rl.models import encode, tiny_tokenizer
-from sparse_rl.plan import size
-from sparse_rl.run import plan_run, train
+from sparse_rl.planning.memory import size
+from sparse_rl.train.run import plan_run, train
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +33,11 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
     args = parser.parse_args()
-    keys = [("model.name", args.model), ("rollout.stop", "[]"), ("task.name", f"{ROOT}/benchmarks/planted_math.py:PlantedMath")]
+    keys = [
+        ("model.name", args.model),
+        ("rollout.stop", "[]"),
+        ("task.name", f"{ROOT}/benchmarks/planted_math.py:PlantedMath"),
+    ]
     keys += [("task.files", args.data), ("run.steps", str(args.steps)), ("eval.every", "0"), ("run.keep", "1")]
     recipe = load_recipe(args.recipe, [*keys, *map(tuple, args.set)])
     train(recipe, args.out, resume=args.resume)
@@ -47,7 +51,13 @@ def main() -> None:
     for line in timing:
         seconds = [f"{line[k]:.1f} s ({line[k] / line['time/step']:.1%})" for k in stages]
         peak = line.get("memory/peak_bytes", 0)
-        cells = [str(line["step"]), *seconds, f"{line['rollout/tokens_per_s']:,.0f}", size(peak), f"{peak / plan.total_bytes:.2f}"]
+        cells = [
+            str(line["step"]),
+            *seconds,
+            f"{line['rollout/tokens_per_s']:,.0f}",
+            size(peak),
+            f"{peak / plan.total_bytes:.2f}",
+        ]
         print(f"| {' | '.join(cells)} |")
     for line in metrics:
         shown = ("step", "reward", "update", "gap", "reject", "grade", "cache")

@@ -4,7 +4,7 @@
     python benchmarks/why_correction_fails.py --out runs/why --processes 2       # train with other weights, R-KV 32
 
 On running sums the first character that differs from the worked solution is the culprit. The variants change the weights and the mask of
-the batch that `weigh` made, by the sign of the advantage A and by xi:
+the batch that `make_batches` made, by the sign of the advantage A and by xi:
 
     tis               w = min(xi, 2) for all
     reward-only       as tis where A > 0; trajectories with A < 0 are dropped
@@ -38,7 +38,11 @@ from learning_cpu import run as run_plain
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("reward-only", "punish-plain", "culprit-only", "before-culprit")
-KEYS = {"slower": {"optimizer.lr": 3e-5}, "more-prompts": {"rollout.prompts": 64}, "refill": {"learn.refill": 4}}  # of sparse-rl
+KEYS = {
+    "slower": {"optimizer.lr": 3e-5},
+    "more-prompts": {"rollout.prompts": 64},
+    "refill": {"learn.refill": 4},
+}  # of sparse-rl
 
 
 def change(batch, how, variant: str):
@@ -63,7 +67,7 @@ def change(batch, how, variant: str):
 
 @dataclasses.dataclass
 class Detailed:
-    """A batch, and what `weigh` knew when it made it."""
+    """A batch, and what `make_batches` knew when it made it."""
 
     batch: object
     sampler_logprobs: torch.Tensor
@@ -74,25 +78,28 @@ class Detailed:
 
 
 def run(args: tuple) -> dict:
-    """A run of learning_cpu.py whose `weigh` is another."""
-    import sparse_rl.train
+    """A run of learning_cpu.py whose `make_batches` is another."""
+    import sparse_rl.train.loop
 
     (seed, start, variant, setting), *rest = args
     if variant in KEYS:
         return run_plain(((seed, start, "sparse-rl", setting), *rest), KEYS[variant]) | {"method": variant}
-    plain = sparse_rl.train.weigh
+    plain = sparse_rl.train.loop.make_batches
 
     def other(scored, advantages, how, loss, minibatches):
         batches = plain(scored, advantages, how, loss, minibatches)
         parts = torch.arange(len(advantages)).tensor_split(minibatches)
         sampled = scored.sampled
-        return [change(Detailed(b, sampled.sampler_logprobs[p], sampled.mask[p]), loss, variant) for b, p in zip(batches, parts)]
+        return [
+            change(Detailed(b, sampled.sampler_logprobs[p], sampled.mask[p]), loss, variant)
+            for b, p in zip(batches, parts)
+        ]
 
-    sparse_rl.train.weigh = other
+    sparse_rl.train.loop.make_batches = other
     try:
         row = run_plain(((seed, start, "tis", setting), *rest))
     finally:
-        sparse_rl.train.weigh = plain
+        sparse_rl.train.loop.make_batches = plain
     return row | {"method": variant}
 
 
@@ -108,7 +115,9 @@ def culprits(second: Path) -> None:
     task = tasks.make("sums")
     prompts = task.sample(0, 128)
     quantiles = torch.tensor([0.05, 0.25, 0.5], dtype=torch.float64)
-    print("| warm start | compressor | failed | first wrong token: xi p05 / p25 / p50 | xi < 0.1 | xi < 1e-4 | all tokens: xi < 0.1 | |")
+    print(
+        "| warm start | compressor | failed | first wrong token: xi p05 / p25 / p50 | xi < 0.1 | xi < 1e-4 | all tokens: xi < 0.1 | |"
+    )
     for name in ("tiny-sums", str(second)):
         model, tokenizer = load_model(name)
         for setting, (compressor, budget) in {"dense": ("dense", 80), **SETTINGS}.items():
@@ -123,7 +132,10 @@ def culprits(second: Path) -> None:
                 if task.reward(prompt, text) == 0:
                     solution = [*tokenizer.encode(task.solution(prompt)), tokenizer.eos_token_id]
                     response = t.response_tokens.tolist()
-                    first = next((k for k, (a, b) in enumerate(zip(response, solution)) if a != b), min(len(response), len(solution)) - 1)
+                    first = next(
+                        (k for k, (a, b) in enumerate(zip(response, solution)) if a != b),
+                        min(len(response), len(solution)) - 1,
+                    )
                     wrong.append(scored.gap[i, t.num_prompt_tokens + first].item())
             xi = torch.tensor(wrong, dtype=torch.float64).exp()
             spread = " / ".join(f"{v:.1e}" for v in percentiles(xi, quantiles).tolist())
@@ -151,9 +163,14 @@ def main() -> None:
     results = args.out / "results.jsonl"
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     done = {(r["seed"], r["start"], r["method"], r["setting"]) for r in rows}
-    wanted = [(seed, "tiny-sums", variant, args.setting) for seed in range(args.seeds) for variant in args.variants.split(",")]
+    wanted = [
+        (seed, "tiny-sums", variant, args.setting) for seed in range(args.seeds) for variant in args.variants.split(",")
+    ]
     waiting = iter([(job, args.out / "runs", args.out / "none", args.steps) for job in wanted if job not in done])
-    with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool, results.open("a") as file:
+    with (
+        multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool,
+        results.open("a") as file,
+    ):
         for row in lazily(pool, waiting, args.processes, run):
             rows.append(row)
             file.write(json.dumps(row) + "\n")
@@ -162,7 +179,12 @@ def main() -> None:
         group = [r for r in rows if r["method"] == variant and r["setting"] == args.setting]
         if group:
             alpha = statistics.mean(statistics.mean(r["curves"]["gap/alpha/p05"]) for r in group)
-            cells = [variant, str(len(group)), *(interval([final(r, view) for r in group]) for view in ("dense", "sparse")), f"{alpha:.2f}"]
+            cells = [
+                variant,
+                str(len(group)),
+                *(interval([final(r, view) for r in group]) for view in ("dense", "sparse")),
+                f"{alpha:.2f}",
+            ]
             print(f"| {' | '.join(cells)} |")
 
 

@@ -22,7 +22,7 @@ _NAMES = {
     "SparseRLError": "errors",
     "Trace": "cache",
     "Trajectory": "records",
-    "generate": "generation",
+    "generate": "rollout.text",
     "load_model": "models",
     "read_trajectories": "records",
     "register": "compressors",

@@ -1,6 +1,6 @@
 """`python -m sparse_rl` is `sparse-rl`; launchers start processes with it: accelerate launch -m sparse_rl train RECIPE."""
 
-from .cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     main()

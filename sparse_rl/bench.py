@@ -14,9 +14,9 @@ from torch import nn
 
 from .beacon import add_beacon, beacon_of
 from .compressors import make
-from .errors import SparseRLError, whole
+from .errors import SparseRLError, require_int
 from .models import evaluating, load_model
-from .plan import size
+from .planning.memory import size
 from .rollout import Engine, Sampling
 from .rollout.decode import RowState
 
@@ -37,7 +37,7 @@ class Setting:
     peer_new: int = 128  # new tokens of the peer, whose time per token grows with their number
 
     def __post_init__(self):
-        whole(rows=self.rows, prompt=self.prompt, new=self.new, repeats=self.repeats, peer_new=self.peer_new)
+        require_int(rows=self.rows, prompt=self.prompt, new=self.new, repeats=self.repeats, peer_new=self.peer_new)
         if self.peer not in (None, "transformers"):
             raise SparseRLError(f"there is no peer {self.peer!r}; `transformers` is the one that is known.")
 
@@ -53,14 +53,18 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     device = next(model.parameters()).device
     if make(setting.compressor).folds and beacon_of(model) is None:
         add_beacon(model)
-    engine = Engine(model, compressor=setting.compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows)
+    engine = Engine(
+        model, compressor=setting.compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows
+    )
     engine.reserve(setting.prompt, setting.new)  # so that what is captured while warming up serves the timed runs
     sampling = Sampling(max_new_tokens=setting.new, stop_ids=())
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, engine.shape.vocabulary, (setting.rows, setting.prompt), generator=generator).tolist()
     capacity = engine.cache.capacity
     until_full = capacity - setting.prompt if setting.prompt < capacity else setting.interval
-    warm = min(setting.new, until_full + 2 if engine.compressor.evicts_response else 8)  # beyond the first eviction while decoding
+    warm = min(
+        setting.new, until_full + 2 if engine.compressor.evicts_response else 8
+    )  # beyond the first eviction while decoding
     engine.generate(prompts, sampling=replace(sampling, max_new_tokens=warm))
     _reset_peak(device)
     runs = []
@@ -180,7 +184,9 @@ def transformers_tokens_per_s(model: nn.Module, prompts: list[list[int]], new: i
     seconds = []
     for count in (4, new):  # the first one warms up
         start = time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
+        model.generate(
+            ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0
+        )
         _wait(ids.device)
         seconds.append(time.perf_counter() - start)
     return len(prompts) * new / seconds[-1]

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from .config import RECIPES, Recipe, load_recipe
 from .errors import SparseRLError
-from .metrics import read_lines
-from .plan import size
+from .files import read_lines
+from .planning.memory import size
 from .report import write
-from .run import train
+from .train.run import train
 
 METHODS = ("naive", "none", "sparse-rl")
 REFERENCE = Path(__file__).parent / "assets" / "demo-dense.json"
@@ -31,7 +31,11 @@ REFERENCE = Path(__file__).parent / "assets" / "demo-dense.json"
 
 def recipe(method: str) -> Recipe:
     """25 steps of the recipe tiny-sums with a correction preset, or with the dense cache."""
-    other = [("method", method)] if method != "dense" else [("compressor", "dense"), ("compressor_options", "{}"), ("method", "none")]
+    other = (
+        [("method", method)]
+        if method != "dense"
+        else [("compressor", "dense"), ("compressor_options", "{}"), ("method", "none")]
+    )
     return load_recipe(RECIPES / "tiny-sums.yaml", [("steps", "25"), *other])
 
 
@@ -86,7 +90,16 @@ def summary(folder: Path) -> dict:
 
 def table(rows: dict[str, dict]) -> Table:
     result = Table()
-    for heading in ("", "dense\nbefore", "dense\nafter", "sparse\nbefore", "sparse\nafter", "KV\ncache", "re-\njected", "tokens\nper s"):
+    for heading in (
+        "",
+        "dense\nbefore",
+        "dense\nafter",
+        "sparse\nbefore",
+        "sparse\nafter",
+        "KV\ncache",
+        "re-\njected",
+        "tokens\nper s",
+    ):
         result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, row in rows.items():
         cells = []
@@ -94,7 +107,9 @@ def table(rows: dict[str, dict]) -> Table:
             curve = row["curves"][view]
             start = f"{curve[0][1]:.2f}" if len(curve) > 1 else ""
             cells += [start, f"{statistics.mean(v for _, v in curve[-2:]):.2f}"]
-        speed = "" if "measured" in row else f"{row['tokens_per_s']:,.0f}"  # of another moment, perhaps another machine: not comparable
+        speed = (
+            "" if "measured" in row else f"{row['tokens_per_s']:,.0f}"
+        )  # of another moment, perhaps another machine: not comparable
         result.add_row(name, *cells, size(row["kv_bytes"]), f"{row['rejected']:.0%}", speed)
     return result
 
@@ -127,12 +142,18 @@ def draw(rows: dict[str, dict], path: Path) -> Path:
 def measure_reference(out: Path, how: str) -> None:
     """The dense row, to be shipped: same settings, nothing evicted."""
     from .compressors import make
-    from .held_out import accuracy
     from .rollout import Engine
+    from .train.held_out import accuracy
 
     shutil.rmtree(out, ignore_errors=True)
     trainer, rollout = train(recipe("dense"), out), recipe("naive").rollout
-    engine = Engine(trainer.model, make(rollout.compressor, **rollout.compressor_options), rollout.budget, rollout.interval, rollout.rows)
+    engine = Engine(
+        trainer.model,
+        make(rollout.compressor, **rollout.compressor_options),
+        rollout.budget,
+        rollout.interval,
+        rollout.rows,
+    )
     prompts = trainer.held_out.sample(0, trainer.recipe.eval.prompts)
     found = accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampling, seed=0)
     result = summary(out) | {"measured": how}

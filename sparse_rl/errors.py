@@ -4,10 +4,7 @@ Every error raised on purpose is a `SparseRLError`; broken invariants are assert
 """
 
 import difflib
-import signal
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from numbers import Integral
 
 
@@ -45,44 +42,7 @@ class RolloutInterrupted(KeyboardInterrupt):
         self.trajectories = trajectories
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM until the block is through, so that what it does happens wholly or not at all."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if None in before.values() or threading.current_thread() is not threading.main_thread():  # not ours to hold back
-        yield
-        return
-    received = []
-    for number in before:
-        signal.signal(number, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        signal.raise_signal(received[0])
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGTERM, which schedulers send, stops a run as Ctrl-C does, even where Ctrl-C is ignored (jobs in the background)."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: nobody sends us signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def whole(at_least: int = 1, **numbers: int) -> None:
+def require_int(at_least: int = 1, **numbers: int) -> None:
     """Check that named settings are whole numbers and large enough."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:

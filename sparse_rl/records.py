@@ -60,11 +60,16 @@ def entries(trajectory: Trajectory) -> Tensor:
 
     Queries are what was fed after the prompt, beacons included; the last token never is. Where nothing was: the prompt's tokens.
     """
-    first, last = trajectory.num_prompt_tokens, len(trajectory.tokens) - 1  # feed indices of the queries: first .. last - 1
+    first, last = (
+        trajectory.num_prompt_tokens,
+        len(trajectory.tokens) - 1,
+    )  # feed indices of the queries: first .. last - 1
     if last <= first:
         return torch.tensor([first], dtype=torch.float64)
     evicted_at = trajectory.trace.evicted_at.long()[..., :last]  # [L, H, T - 1]
-    gone = (evicted_at.clamp(first, last) - first).flatten().bincount(minlength=last - first + 1)[:-1]  # as query q comes
+    gone = (
+        (evicted_at.clamp(first, last) - first).flatten().bincount(minlength=last - first + 1)[:-1]
+    )  # as query q comes
     lists = evicted_at[..., 0].numel()
     return torch.arange(first + 1, last + 1) - gone.cumsum(0).double() / lists
 
@@ -107,7 +112,11 @@ class TrajectoryWriter:
             "tokens": trajectory.tokens.tolist(),
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
             "trace": trace,
-            **({} if trajectory.beacon_id is None else {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}),
+            **(
+                {}
+                if trajectory.beacon_id is None
+                else {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}
+            ),
         }
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
@@ -132,7 +141,13 @@ def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
         for number, text in enumerate((text for text in lines if text.endswith(b"\n")), 1):
             try:
                 trajectory = _trajectory(json.loads(text), Path(folder))
-            except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:  # SparseRLError, JSON and UTF-8 errors among them
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                RecursionError,
+                OSError,
+            ) as error:  # SparseRLError, JSON and UTF-8 errors among them
                 why = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
                 raise SparseRLError(f"{path}, line {number} is not a trajectory ({why}).") from error
             yield trajectory
@@ -153,11 +168,21 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         prompt_index=line["prompt_index"],
         sample_index=line["sample_index"],
         version=line["version"],
-        **({"beacon_id": line["beacon_id"], "positions": torch.tensor(line["positions"])} if "beacon_id" in line else {}),
+        **(
+            {"beacon_id": line["beacon_id"], "positions": torch.tensor(line["positions"])}
+            if "beacon_id" in line
+            else {}
+        ),
     )
-    lengths = {"tokens": len(trajectory.tokens), "log-probs": len(trajectory.sampler_logprobs), "trace": trajectory.trace.num_tokens}
+    lengths = {
+        "tokens": len(trajectory.tokens),
+        "log-probs": len(trajectory.sampler_logprobs),
+        "trace": trajectory.trace.num_tokens,
+    }
     if len(set(lengths.values())) > 1:
-        raise SparseRLError(f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}; trace file {line['trace']}")
+        raise SparseRLError(
+            f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}; trace file {line['trace']}"
+        )
     return trajectory
 
 
@@ -166,7 +191,10 @@ def _wrong_in(line: dict) -> str | None:
     for name in ("num_prompt_tokens", "prompt_index", "sample_index", "version"):
         if not _is_count(line[name]):
             return f"{name} is {line[name]!r}, not a whole number from 0 on"
-    for name, fits, what in (("tokens", _is_count, "token ids"), ("sampler_logprobs", _is_logprob, "log-probs, up to 0")):
+    for name, fits, what in (
+        ("tokens", _is_count, "token ids"),
+        ("sampler_logprobs", _is_logprob, "log-probs, up to 0"),
+    ):
         if not isinstance(line[name], list) or not all(map(fits, line[name])):
             return f"{name} is not a list of {what}"
     if line["num_prompt_tokens"] > len(line["tokens"]):
@@ -189,4 +217,6 @@ def _is_count(value) -> bool:
 
 
 def _is_logprob(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -3e38 < value <= 1e-4  # rounding may lead beyond 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and -3e38 < value <= 1e-4
+    )  # rounding may lead beyond 0

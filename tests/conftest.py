@@ -4,68 +4,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a download; do not wait for one
 
-import functools
 import signal
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
+
+from tests.helpers.models import ARCHITECTURES, tiny
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and pytest's own workers, start with Ctrl-C ignored
-
-VOCABULARY = 61
-SLIDING = 24  # shorter than the sequences in these tests
-
-_SMALL = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    initializer_range=0.3,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
-
-_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-CONFIGS = {
-    "qwen2": ("Qwen2Config", {}),
-    "qwen2-sliding": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=SLIDING, max_window_layers=1)),
-    "qwen3": ("Qwen3Config", dict(head_dim=16)),
-    "llama": ("LlamaConfig", {}),
-    "mistral": ("MistralConfig", dict(sliding_window=SLIDING)),
-    "phi3": ("Phi3Config", dict(sliding_window=SLIDING)),
-    "gemma2": ("Gemma2Config", dict(head_dim=8, sliding_window=SLIDING, attn_logit_softcapping=3.0, query_pre_attn_scalar=12)),
-    "gemma3": ("Gemma3TextConfig", dict(head_dim=8, sliding_window=SLIDING, query_pre_attn_scalar=12, layer_types=_MIXED)),
-    "olmo2": ("Olmo2Config", {}),
-    "smollm3": ("SmolLM3Config", dict(no_rope_layers=[1, 1, 0])),
-}  # fmt: skip
-ARCHITECTURES = list(CONFIGS)
-
-
-@functools.cache
-def tiny(name: str, **changes):
-    """A tiny random model of an architecture, fp32, made once. `changes` override its config."""
-    config_class, own = CONFIGS[name]
-    config = getattr(transformers, config_class)(**{**_SMALL, **own, **changes})
-    torch.manual_seed(len(name))
-    attention = "eager" if name == "gemma2" else "sdpa"  # stock sdpa refuses soft-capped logits
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases and norms start out constant: make them count
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background jobs, and pytest's own workers, start with Ctrl-C ignored
 
 
 @pytest.fixture(params=ARCHITECTURES)

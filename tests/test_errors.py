@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import prompts_of, tiny
 
 from sparse_rl import COMPRESSORS, Engine, NonFiniteLogits, OutOfMemory, RolloutInterrupted, Sampling, SparseRLError
 from sparse_rl.models import ModelShape
+from tests.helpers.models import prompts_of, tiny
 
 
 @pytest.fixture
@@ -17,7 +17,9 @@ def engine(llama):
     engine = Engine(llama, compressor="rkv", budget=16, interval=8, rows=2)
     yield engine
     after = engine.generate(prompts_of(9), sampling=Sampling(20), seed=5)[0]
-    fresh = Engine(llama, compressor="rkv", budget=16, interval=8, rows=2).generate(prompts_of(9), sampling=Sampling(20), seed=5)[0]
+    fresh = Engine(llama, compressor="rkv", budget=16, interval=8, rows=2).generate(
+        prompts_of(9), sampling=Sampling(20), seed=5
+    )[0]
     assert after.tokens.equal(fresh.tokens)  # whatever happened, it works as if nothing had
     assert after.trace.evicted_at.equal(fresh.trace.evicted_at)
     assert llama.config._attn_implementation == "sdpa" and not llama.training
@@ -55,7 +57,9 @@ def test_empty_prompt(engine):
 
 
 def test_prompt_beyond_the_context(engine):
-    with pytest.raises(SparseRLError, match="prompt 0 has 4100 tokens, beyond the model's context of 4096; shorten it by 4"):
+    with pytest.raises(
+        SparseRLError, match="prompt 0 has 4100 tokens, beyond the model's context of 4096; shorten it by 4"
+    ):
         engine.generate(prompts_of(4100))
 
 
@@ -123,7 +127,9 @@ def hooked(model, hook):
 def poisoned_from(model, call: int):
     """Make the logits NaN from the `call`-th forward pass on."""
     calls = iter(range(10**9))
-    handle = model.lm_head.register_forward_hook(lambda module, inputs, out: out * torch.nan if next(calls) >= call else out)
+    handle = model.lm_head.register_forward_hook(
+        lambda module, inputs, out: out * torch.nan if next(calls) >= call else out
+    )
     try:
         yield
     finally:
@@ -131,7 +137,10 @@ def poisoned_from(model, call: int):
 
 
 def test_non_finite_logits_name_row_and_step(engine, llama):
-    with poisoned_from(llama, call=0), pytest.raises(NonFiniteLogits, match=r"row 0 \(prompt 0, sample 0\).*step 0 \(token 5\)"):
+    with (
+        poisoned_from(llama, call=0),
+        pytest.raises(NonFiniteLogits, match=r"row 0 \(prompt 0, sample 0\).*step 0 \(token 5\)"),
+    ):
         engine.generate(prompts_of(5))
     two_prompts, good_steps = 2, 7
     with (
@@ -193,7 +202,9 @@ def test_dense_says_when_a_later_call_needs_more(llama):
     growing.generate(prompts_of(10), sampling=Sampling(20))
     assert len(growing.generate(prompts_of(10), sampling=Sampling(40))[0].tokens) == 50 and growing.cache.capacity == 50
     engine = Engine(llama, compressor="dense", rows=2, max_tokens=30)
-    with pytest.raises(SparseRLError, match=r"hold 30 tokens, but the call needs 50 \(10 prompt \+ 40 new\).*max_tokens=50"):
+    with pytest.raises(
+        SparseRLError, match=r"hold 30 tokens, but the call needs 50 \(10 prompt \+ 40 new\).*max_tokens=50"
+    ):
         engine.generate(prompts_of(10), sampling=Sampling(40))
     assert len(engine.generate(prompts_of(10), sampling=Sampling(15))[0].tokens) == 25
     roomy = Engine(llama, compressor="dense", rows=2, max_tokens=50)
@@ -213,7 +224,10 @@ def test_out_of_memory_in_the_middle(engine, llama):
     def hook(module, inputs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nlong explanation")
 
-    with hooked(llama, hook), pytest.raises(OutOfMemory, match=r"Tried to allocate 2.00 GiB(.|\n)*KV per row(.|\n)*rows="):
+    with (
+        hooked(llama, hook),
+        pytest.raises(OutOfMemory, match=r"Tried to allocate 2.00 GiB(.|\n)*KV per row(.|\n)*rows="),
+    ):
         engine.generate(prompts_of(5))
 
 
@@ -231,7 +245,9 @@ def test_rope_that_rescales_is_limited_to_its_first_range():
     model = (
         tiny("llama", max_position_embeddings=64)
         .__class__(
-            tiny("llama").config.__class__(**{**tiny("llama").config.to_dict(), "max_position_embeddings": 64, "rope_parameters": rope})
+            tiny("llama").config.__class__(
+                **{**tiny("llama").config.to_dict(), "max_position_embeddings": 64, "rope_parameters": rope}
+            )
         )
         .eval()
     )
@@ -262,7 +278,14 @@ def small(name: str, **own):
     """A tiny random model of any architecture."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     config = AutoConfig.for_model(name, **{**sizes, **own}, pad_token_id=0, bos_token_id=None, eos_token_id=None)
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -274,9 +297,17 @@ def small(name: str, **own):
         ("gptj", dict(n_embd=32, n_head=4, n_layer=2, rotary_dim=4, n_positions=64), "attention be replaced"),
         ("diffllama", {}, "attends twice in layer 0"),
         ("doge", {}, "attention mask of its own"),
-        ("bart", dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False), "takes no position_ids"),
+        (
+            "bart",
+            dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False),
+            "takes no position_ids",
+        ),
         ("bert", dict(is_decoder=False), "is not causal"),
-        ("phimoe", dict(sliding_window=24, num_local_experts=2), "sliding windows in layers .* keeps them from its attention"),
+        (
+            "phimoe",
+            dict(sliding_window=24, num_local_experts=2),
+            "sliding windows in layers .* keeps them from its attention",
+        ),
         ("deepseek_v3", dict(q_lora_rank=8, kv_lora_rank=8, first_k_dense_replace=2), "config says|layers scale"),
     ],
 )
@@ -310,7 +341,11 @@ def test_longrope_is_limited_to_its_original_context():
 
     rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
     config = Phi3Config(
-        hidden_size=32, num_attention_heads=4, max_position_embeddings=4096, original_max_position_embeddings=48, rope_parameters=rope
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=48,
+        rope_parameters=rope,
     )
     assert ModelShape.of(config).hard_context == 48
 
@@ -337,7 +372,9 @@ def test_a_nan_inside_the_cache_is_gone_afterwards(compressor, llama):
     handle = llama.model.layers[0].self_attn.v_proj.register_forward_hook(poison)
     try:
         with pytest.raises(NonFiniteLogits):
-            engine.generate(prompts_of(30), sampling=Sampling(20))  # leaves more slots behind than the next call overwrites
+            engine.generate(
+                prompts_of(30), sampling=Sampling(20)
+            )  # leaves more slots behind than the next call overwrites
     finally:
         handle.remove()
     after = engine.generate(prompts_of(5), sampling=Sampling(20))[0]
@@ -361,7 +398,9 @@ def test_non_finite_logits_of_any_row_are_found(engine, llama):
         handle.remove()
 
 
-@pytest.mark.parametrize("name, options", [("h2o", {}), ("h2o", dict(sinks=4)), ("rkv", dict(sinks=3)), ("window", {}), ("knorm", {})])
+@pytest.mark.parametrize(
+    "name, options", [("h2o", {}), ("h2o", dict(sinks=4)), ("rkv", dict(sinks=3)), ("window", {}), ("knorm", {})]
+)
 def test_the_budget_that_is_suggested_works(llama, name, options):
     compressor = COMPRESSORS[name](**options)
     too_small = next(b for b in range(40, 0, -1) if not compressor.has_room(b)) if not compressor.has_room(1) else 1
@@ -369,13 +408,19 @@ def test_the_budget_that_is_suggested_works(llama, name, options):
         with pytest.raises(SparseRLError) as caught:
             Engine(llama, compressor=compressor, budget=too_small, interval=4)
         suggested = int(str(caught.value).rsplit("at least ", 1)[1].rstrip("."))
-        assert Engine(llama, compressor=compressor, budget=suggested, interval=4).compressor.budget == suggested > too_small
+        assert (
+            Engine(llama, compressor=compressor, budget=suggested, interval=4).compressor.budget
+            == suggested
+            > too_small
+        )
     if name != "window":
         protecting = COMPRESSORS[name](**options, protect_prompt=True)
         with pytest.raises(SparseRLError) as caught:
             Engine(llama, compressor=protecting, budget=48, interval=4).generate(prompts_of(60))
         suggested = int(str(caught.value).split("at least ")[1].split(",")[0])
-        trajectory = Engine(llama, compressor=protecting, budget=suggested, interval=4).generate(prompts_of(60), sampling=Sampling(90))[0]
+        trajectory = Engine(llama, compressor=protecting, budget=suggested, interval=4).generate(
+            prompts_of(60), sampling=Sampling(90)
+        )[0]
         assert not (trajectory.trace.evicted_at.long() < 150)[..., :60].any()
 
 

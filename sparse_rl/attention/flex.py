@@ -21,10 +21,14 @@ _VARIANTS = 64  # of the compiled kernel: with and without a window, a gradient,
 
 @functools.cache
 def _compiled():
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # fullgraph: beyond _VARIANTS it fails, where it would build [T, T]
+    return torch.compile(
+        flex_attention, dynamic=True, fullgraph=True
+    )  # fullgraph: beyond _VARIANTS it fails, where it would build [T, T]
 
 
-def flex_under_trace(query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None) -> Tensor:
+def flex_under_trace(
+    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None
+) -> Tensor:
     """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at int32 [B, H, T] -> [B, T, H * G, D]"""
     group = query.shape[1] // key.shape[1]
     mask = trace_block_mask(evicted_at, group, sliding_window)

@@ -47,7 +47,11 @@ def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None
     Checkpointing runs layers again during backward, long after this block has ended; without care that second run would find
     the stock attention. So each checkpointed layer is told to switch again while it recomputes.
     """
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")]
+    layers = [
+        m
+        for m in model.modules()
+        if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
+    ]
     before = [layer._gradient_checkpointing_func for layer in layers]
 
     def contexts():

@@ -1,7 +1,7 @@
 """`shadow`: a full forward pass in which every query sees exactly what the sampler's cache still held for it.
 
 On a GPU by segments, our own kernel, whose memory follows the tokens; where a trace has so many segments that listing what each keeps
-would not, by FlexAttention. Elsewhere, and for what those do not know (fp64, dropout, values of another width or dtype; of FlexAttention
+would not, by FlexAttention. PeerFailed, and for what those do not know (fp64, dropout, values of another width or dtype; of FlexAttention
 soft-caps), under a mask that is built per layer, so [L, H, T, T] never exists.
 """
 
@@ -38,14 +38,25 @@ class Replay:
 
     def layout(self, dim: int, dtype: torch.dtype):
         if (dim, dtype) not in self.layouts:
-            from ..kernels.segments import lay_out
+            from ..kernels.segments import insert_beacons
 
-            self.layouts[dim, dtype] = lay_out(self.segments, self.evicted_at, dim, dtype)
+            self.layouts[dim, dtype] = insert_beacons(self.segments, self.evicted_at, dim, dtype)
         return self.layouts[dim, dtype]
 
 
 def shadow_attention(
-    module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, replay=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    *,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    replay=None,
+    **kwargs,
 ):
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
     check_call(module, attention_mask, kwargs, replay, "replay")
@@ -57,7 +68,9 @@ def shadow_attention(
             from ..kernels.segments import segment_attention
 
             layout = replay.layout(query.shape[-1], query.dtype)
-            return segment_attention(query, key, value, layout, module.layer_idx, scaling, sliding_window, softcap), None
+            return segment_attention(
+                query, key, value, layout, module.layer_idx, scaling, sliding_window, softcap
+            ), None
         if softcap is None:  # FlexAttention cannot differentiate a soft-cap of dynamic shapes
             from .flex import flex_under_trace
 

@@ -31,7 +31,9 @@ class Feed:
     first: bool = False  # the rows were empty: plain causal attention
     ends: Tensor | None = None  # [B] where each prompt ends; tokens from there on are padding. None: all are real
     position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
-    live: Tensor | None = None  # [B] bool, while decoding: rows that are fed; the others are left as they are. None: all are
+    live: Tensor | None = (
+        None  # [B] bool, while decoding: rows that are fed; the others are left as they are. None: all are
+    )
     layers_seen: set[int] = field(default_factory=set)
 
     def __post_init__(self):
@@ -52,7 +54,18 @@ class Feed:
 
 
 def slots_attention(
-    module, query, key, value, attention_mask, dropout=0.0, *, scaling=None, sliding_window=None, softcap=None, slots_feed=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    *,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    slots_feed=None,
+    **kwargs,
 ):
     """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
 
@@ -67,7 +80,14 @@ def slots_attention(
 
 
 def feed_and_attend(
-    module, query: Tensor, key: Tensor, value: Tensor, feed: Feed, scaling: float, sliding_window: int | None, softcap: float | None
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feed: Feed,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Store the tokens, then attend. -> [B, T, H * G, D]"""
     cache, layer, shape = feed.cache, module.layer_idx, feed.cache.shape
@@ -79,7 +99,9 @@ def feed_and_attend(
             f"{shape.layers} layers: {type(module).__name__} is not supported."
         )
     if layer in feed.layers_seen:
-        raise SparseRLError(f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported.")
+        raise SparseRLError(
+            f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported."
+        )
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
     if feed.live is None:
@@ -112,7 +134,15 @@ def feed_and_attend(
 
 def token_of(cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> tuple:
     """One new token per row and where it goes, as the kernels take it. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
-    return query[:, :, 0], key[:, :, 0], value[:, :, 0], cache.layer(layer), feed.slot[:, 0], feed.index[:, 0], feed.live
+    return (
+        query[:, :, 0],
+        key[:, :, 0],
+        value[:, :, 0],
+        cache.layer(layer),
+        feed.slot[:, 0],
+        feed.index[:, 0],
+        feed.live,
+    )
 
 
 def decode_and_attend(

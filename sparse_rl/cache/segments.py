@@ -38,7 +38,9 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
     most = int(moments.sum(1).max())
     begins = torch.where(moments, index, lengths[:, None]).sort(1).values[:, :most]  # [B, S]
 
-    number = torch.where(moments, moments.cumsum(1) - 1, most)  # [B, T + 1]: the segment that begins at a moment; S: none does
+    number = torch.where(
+        moments, moments.cumsum(1) - 1, most
+    )  # [B, T + 1]: the segment that begins at a moment; S: none does
     segment = number.gather(1, gone).view(rows, layers * heads, tokens)
     left = torch.zeros(rows, layers * heads, most + 1, dtype=torch.int32, device=evicted_at.device)
     left.scatter_add_(2, segment, torch.ones(1, 1, 1, dtype=torch.int32, device=evicted_at.device).expand_as(segment))
@@ -61,7 +63,9 @@ def key_tiles(segments: Segments, size: int) -> Tensor:
     begins, ends = _spans(segments)
     kept = torch.full_like(begins, segments.most_kept)
     kept[:, 0] = 0
-    return _tiles(begins, ends, torch.where(ends > begins, ends - begins + kept, 0), size, first=torch.zeros_like(begins))
+    return _tiles(
+        begins, ends, torch.where(ends > begins, ends - begins + kept, 0), size, first=torch.zeros_like(begins)
+    )
 
 
 def typical_length(segments: Segments) -> int:

@@ -94,7 +94,12 @@ class SlotCache:
         return sum(t.nbytes for t in self.tensors)
 
     def layer(self, layer: int) -> LayerSlots:
-        return LayerSlots(self.keys[layer], self.values[layer], self.feed[layer], None if self.queries is None else self.queries[layer])
+        return LayerSlots(
+            self.keys[layer],
+            self.values[layer],
+            self.feed[layer],
+            None if self.queries is None else self.queries[layer],
+        )
 
     def place(self, slot: Tensor, index: Tensor) -> None:
         """Open slots for the tokens about to be fed to the first B rows. slot, index [B, T]"""

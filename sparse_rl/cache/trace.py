@@ -101,7 +101,9 @@ class Trace:
         except (SafetensorError, OSError) as error:
             raise SparseRLError(f"{path} is not a trace file or is damaged ({error}); write it again.") from error
         if not tensors:
-            raise SparseRLError(f"{path} is a safetensors file but not a trace (its format is {form!r}); write it with Trace.save.")
+            raise SparseRLError(
+                f"{path} is a safetensors file but not a trace (its format is {form!r}); write it with Trace.save."
+            )
         wrong = _wrong_in(tensors)
         if wrong is None:
             evicted_at = tensors["evicted_at"] if form == _PLAIN else _from_events(**tensors)
@@ -123,7 +125,11 @@ def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:
     A row's layers and heads evict together, once in `interval` tokens: a byte per token is enough for most.
     """
     gone = evicted_at.numpy()
-    moments = np.unique(gone) if gone.dtype != np.uint16 else np.bincount(gone.ravel(), minlength=NEVER + 1).nonzero()[0].astype(np.uint16)
+    moments = (
+        np.unique(gone)
+        if gone.dtype != np.uint16
+        else np.bincount(gone.ravel(), minlength=NEVER + 1).nonzero()[0].astype(np.uint16)
+    )
     if len(moments) > 256:
         return None
     which = np.searchsorted(moments, gone).astype(np.uint8)

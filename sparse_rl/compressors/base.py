@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import SparseRLError, nearest, whole
+from ..errors import SparseRLError, nearest, require_int
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class CacheView:
         queries = self.queries[:, :, -last:].float()  # [B, H * G, W', D]
         heads = self.keys.shape[1]
         count = queries.shape[2]
-        queries = queries.unflatten(1, (heads, queries.shape[1] // heads)).flatten(2, 3)  # [B, H, G * W', D]: keys are not repeated
+        queries = queries.unflatten(1, (heads, queries.shape[1] // heads)).flatten(
+            2, 3
+        )  # [B, H, G * W', D]: keys are not repeated
         logits = (queries @ self.keys.float().transpose(-1, -2) * self.scaling).unflatten(2, (-1, count))
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -94,7 +96,7 @@ class Compressor:
 
     def bind(self, budget: int, interval: int) -> Compressor:
         """A copy with its dial set, after checking that there is something left to choose."""
-        whole(budget=budget, interval=interval)
+        require_int(budget=budget, interval=interval)
         bound = copy.copy(self)
         bound.budget, bound.interval = budget, interval
         sinks, window = bound.protected(budget)
@@ -113,7 +115,9 @@ class Compressor:
         return budget > max(sinks, prompt) + window
 
     def smallest_budget(self, prompt: int) -> int:
-        return next(budget for budget in range(1, 8 * (prompt + sum(self.protected(0))) + 64) if self.has_room(budget, prompt))
+        return next(
+            budget for budget in range(1, 8 * (prompt + sum(self.protected(0))) + 64) if self.has_room(budget, prompt)
+        )
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a prompt that leaves a compressor which protects prompts nothing to choose."""
@@ -159,7 +163,9 @@ def register(cls: type[Compressor]) -> type[Compressor]:
         raise SparseRLError(f"{cls.__name__} needs a `name` to be registered under.")
     known = COMPRESSORS.get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:
-        raise SparseRLError(f"the name {cls.name!r} belongs to {known.__qualname__} already; give {cls.__qualname__} another.")
+        raise SparseRLError(
+            f"the name {cls.name!r} belongs to {known.__qualname__} already; give {cls.__qualname__} another."
+        )
     COMPRESSORS[cls.name] = cls
     return cls
 
@@ -187,7 +193,9 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
         if inner and not (inner.isascii() and inner.isdecimal()):
             raise SparseRLError(f"{compressor!r} names no chunk; write beacon:16 for a beacon after every 16 tokens.")
         if inner and "chunk" in options:
-            raise SparseRLError(f"{compressor} has its chunk in its name, but chunk={options['chunk']} was given too; give it once.")
+            raise SparseRLError(
+                f"{compressor} has its chunk in its name, but chunk={options['chunk']} was given too; give it once."
+            )
         return _made(Beacon, compressor, options | ({"chunk": int(inner)} if inner else {}))
     if compressor not in COMPRESSORS:
         raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, [*COMPRESSORS, 'beacon'])}")
@@ -211,7 +219,9 @@ def parameters_of(cls: type[Compressor]) -> list[str]:
     for base in cls.__mro__:
         if "__init__" in vars(base) and base is not object:
             parameters = inspect.signature(base.__init__).parameters.values()
-            found |= dict.fromkeys(p.name for p in parameters if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+            found |= dict.fromkeys(
+                p.name for p in parameters if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            )
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
     return list(found)

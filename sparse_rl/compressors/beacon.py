@@ -30,7 +30,9 @@ class Beacon(Compressor):
         super().__init__()
         check_chunk(chunk)
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 < threshold < math.inf):
-            raise SparseRLError(f"beacon: the threshold is {threshold!r}; it must be a positive number of nats, or none for equal chunks.")
+            raise SparseRLError(
+                f"beacon: the threshold is {threshold!r}; it must be a positive number of nats, or none for equal chunks."
+            )
         self.chunk, self.threshold = chunk, threshold
         self.interval = chunk
 

@@ -21,9 +21,13 @@ class PromptOnly(Compressor):
         self.chooser = chooser = make(chooser, **options)
         self.name = f"prompt-only:{chooser.name}"
         if not chooser.evicts_response:
-            raise SparseRLError(f"{self.name}: {chooser.name} does not choose among slots; use one that does, such as prompt-only:snapkv.")
+            raise SparseRLError(
+                f"{self.name}: {chooser.name} does not choose among slots; use one that does, such as prompt-only:snapkv."
+            )
         if chooser.protect_prompt:
-            raise SparseRLError(f"{self.name} evicts nothing but the prompt, so protect_prompt leaves it nothing; set it to False.")
+            raise SparseRLError(
+                f"{self.name} evicts nothing but the prompt, so protect_prompt leaves it nothing; set it to False."
+            )
         self.num_queries, self.uses_mass = chooser.num_queries, chooser.uses_mass
         self.uses_values, self.copies = chooser.uses_values, chooser.copies
 

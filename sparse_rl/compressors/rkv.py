@@ -45,7 +45,10 @@ class RKV(SnapKV):
 
     def __init__(self, *, importance_weight: float = 0.1, threshold: float = 0.5, **options):
         super().__init__(**options)
-        self.importance_weight, self.threshold = importance_weight, threshold  # methods' lambda; cosine above which keys are copies
+        self.importance_weight, self.threshold = (
+            importance_weight,
+            threshold,
+        )  # methods' lambda; cosine above which keys are copies
 
     def score(self, view: CacheView) -> Tensor:
         if view.keys.shape[2] <= self.window:

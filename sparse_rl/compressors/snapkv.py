@@ -36,7 +36,9 @@ class SnapKV(ScoreCompressor):
     def __init__(self, *, pool: int = 7, **options):
         super().__init__(**options)
         if self.window < 1 or pool < 1 or pool % 2 == 0:
-            raise SparseRLError(f"{self.name}: window {self.window} must be at least 1 and pool {pool} odd and positive.")
+            raise SparseRLError(
+                f"{self.name}: window {self.window} must be at least 1 and pool {pool} odd and positive."
+            )
         self.pool = pool
         self.num_queries = self.window
 

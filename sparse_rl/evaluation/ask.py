@@ -50,12 +50,17 @@ class Exam:
         return {**how, "options": dict(self.options)}
 
 
-def ask(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool = False) -> list[Summary]:
+def ask(
+    engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool = False
+) -> list[Summary]:
     for sampling in dict.fromkeys(exam.sampling for exam in exams):
         sample(engine, tokenizer, [exam for exam in exams if exam.sampling == sampling], seed, results, progress)
     for exam in exams:
         grade(exam, results, progress)
-    return [summarize(items_of(exam, results), exam.samples, engine.shape.cache_shape().kv_bytes_per_token) for exam in exams]
+    return [
+        summarize(items_of(exam, results), exam.samples, engine.shape.cache_shape().kv_bytes_per_token)
+        for exam in exams
+    ]
 
 
 def items_of(exam: Exam, results: Results) -> list[Item]:
@@ -82,10 +87,14 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
         results.add(completion(exam.name, i, texts[trajectory.prompt_index], text, trajectory))
 
     try:
-        engine.generate(ids, sampling=exams[0].sampling, seed=seed, progress=progress, on_finish=save, samples=wanted, keep=False)
+        engine.generate(
+            ids, sampling=exams[0].sampling, seed=seed, progress=progress, on_finish=save, samples=wanted, keep=False
+        )
     finally:
         seconds = time.perf_counter() - start
-        results.called(tokens=sampled, seconds=seconds, cache_bytes=engine.cache.nbytes if engine.cache else 0, rows=engine.rows)
+        results.called(
+            tokens=sampled, seconds=seconds, cache_bytes=engine.cache.nbytes if engine.cache else 0, rows=engine.rows
+        )
 
 
 def completion(bench: str, index: int, prompt: str, text: str, trajectory: Trajectory) -> Completion:
@@ -109,7 +118,11 @@ def completion(bench: str, index: int, prompt: str, text: str, trajectory: Traje
 def grade(exam: Exam, results: Results, progress: bool) -> None:
     """The completions of a benchmark that have no verdict yet, also those beyond the samples asked for now, or whose reference changed."""
     for key, item in list(results.items.items()):
-        if item.bench == exam.name and item.index < len(exam.prompts) and item.gold != plain(exam.prompts[item.index].answer):
+        if (
+            item.bench == exam.name
+            and item.index < len(exam.prompts)
+            and item.gold != plain(exam.prompts[item.index].answer)
+        ):
             results.reopen(key)
     waiting = [c for c in results.ungraded.values() if c.bench == exam.name and c.index < len(exam.prompts)]
     parts = [waiting[i : i + GRADED_TOGETHER] for i in range(0, len(waiting), GRADED_TOGETHER)]

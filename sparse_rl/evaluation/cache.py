@@ -23,7 +23,12 @@ class Cache:
         """Without the numbers that this compressor does not use."""
         made = make(compressor, **(options or {}))
         sized = made.evicts and not made.folds
-        return cls(compressor, budget if sized else None, interval if sized and made.evicts_response else None, dict(options or {}))
+        return cls(
+            compressor,
+            budget if sized else None,
+            interval if sized and made.evicts_response else None,
+            dict(options or {}),
+        )
 
     def make(self) -> Compressor:
         return make(self.compressor, **self.options)
@@ -44,10 +49,17 @@ class Cache:
         return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in self.label)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"compressor": self.compressor, "budget": self.budget, "interval": self.interval, "options": dict(self.options)}
+        return {
+            "compressor": self.compressor,
+            "budget": self.budget,
+            "interval": self.interval,
+            "options": dict(self.options),
+        }
 
 
-def caches(compressors: Sequence[str], budgets: Sequence[int], interval: int, options: Mapping[str, Any]) -> list[Cache]:
+def caches(
+    compressors: Sequence[str], budgets: Sequence[int], interval: int, options: Mapping[str, Any]
+) -> list[Cache]:
     """Every compressor at every budget, those without one once; dense first, since others are compared with it.
 
     An option goes to the compressors that know it; one that none knows is a mistake.
@@ -58,7 +70,9 @@ def caches(compressors: Sequence[str], budgets: Sequence[int], interval: int, op
     taken = {name: parameters_of(type(make(name))) if make(name).evicts else [] for name in ordered}
     for key in options:
         if not any(key in names for names in taken.values()):
-            raise SparseRLError(f"none of {', '.join(ordered)} has a parameter {key!r}; `sparse-rl list compressors` names them.")
+            raise SparseRLError(
+                f"none of {', '.join(ordered)} has a parameter {key!r}; `sparse-rl list compressors` names them."
+            )
     known = {name: {key: value for key, value in options.items() if key in taken[name]} for name in ordered}
     found = [Cache.of(name, budget, interval, known[name]) for name, budget in itertools.product(ordered, budgets)]
     return [cache for i, cache in enumerate(found) if cache not in found[:i]]

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..statistics import Difference, interval, paired
 from .results import Item, shares, tokens_saved
 from .run import Evaluated
+from .statistics import Difference, interval, paired
 from .summary import aligned
 
 ALL = "all problems"

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..checkpoint import replace_file
+from ..files import replace_file
 from .compare import ALL, Cell, rows_of
 
 STYLE = """
@@ -47,7 +47,9 @@ def draw(cells: Sequence[Cell]) -> bytes:
     each = -(-len(benches) // across)  # rows of panels that one quantity takes
     quantities = [of_accuracy, *([of_agreement] if any(c.in_common is not None for c in cells) else [])]
     down = each * len(quantities)
-    figure, axes = pyplot.subplots(down, across, figsize=(1.5 + 4.2 * across, 3.2 * down), squeeze=False, constrained_layout=True)
+    figure, axes = pyplot.subplots(
+        down, across, figsize=(1.5 + 4.2 * across, 3.2 * down), squeeze=False, constrained_layout=True
+    )
     for quantity, block in zip(quantities, (axes[i : i + each] for i in range(0, down, each))):
         for axis in block.flat[len(benches) :]:
             axis.axis("off")
@@ -93,7 +95,8 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
         before = f"{shortest(model, models)}, " if len(models) > 1 else ""
         for i, name in enumerate(names):
             line = sorted(
-                (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name), key=lambda c: c.budget
+                (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name),
+                key=lambda c: c.budget,
             )
             x = [c.budget * nearest ** (0.3 * ((i + len(names) * number) / curves - 0.5)) for c in line]  # side by side
             quantity(axis, line, x, {**style, "color": f"C{i}", "label": legible(before + name)})
@@ -132,10 +135,14 @@ def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
     benches = list(dict.fromkeys(c.bench for c in cells))
     for bench in [*([ALL] if ALL in benches else []), *(b for b in benches if b != ALL)]:
         heads, *rows = rows_of(bench, cells)
-        parts.append(f"<h2>{html.escape(bench)}</h2><div class=wide><table><tr>{''.join(f'<th>{html.escape(h)}' for h in heads)}")
+        parts.append(
+            f"<h2>{html.escape(bench)}</h2><div class=wide><table><tr>{''.join(f'<th>{html.escape(h)}' for h in heads)}"
+        )
         before = None
         for row in rows:
-            parts.append(f"<tr{' class=dense' if row[0] != before else ''}>{''.join(f'<td>{html.escape(value)}' for value in row)}")
+            parts.append(
+                f"<tr{' class=dense' if row[0] != before else ''}>{''.join(f'<td>{html.escape(value)}' for value in row)}"
+            )
             before = row[0]
         parts.append("</table></div>")
     parts.append(READING.format(tests=tests, chance=0.05 * tests))

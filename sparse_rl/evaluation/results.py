@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import writing
 from ..errors import SparseRLError
+from ..files import append_line, read_lines, write_text, writing
 from ..keys import flat
-from ..metrics import append_line, read_lines, write_text
 from ..tasks import Grade
 
 Key = tuple[str, int, int]  # benchmark, problem, sample
@@ -76,7 +75,9 @@ class Results:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SparseRLError(f"another evaluation is writing to {folder}; wait for it, or choose another folder with --out.") from None
+            raise SparseRLError(
+                f"another evaluation is writing to {folder}; wait for it, or choose another folder with --out."
+            ) from None
         for name in ("completions", "items", "calls"):
             _drop_torn_line(folder / f"{name}.jsonl")
         self.items: dict[Key, Item] = {item.key: item for item in read(Item, folder / "items.jsonl")}
@@ -113,13 +114,17 @@ class Results:
     def reopen(self, key: Key) -> None:
         """An item whose reference answer is another now has to be graded again."""
         names = Completion.__dataclass_fields__
-        self.ungraded[key] = Completion(**{name: value for name, value in vars(self.items.pop(key)).items() if name in names})
+        self.ungraded[key] = Completion(
+            **{name: value for name, value in vars(self.items.pop(key)).items() if name in names}
+        )
 
     def grade(self, golds: Mapping[Key, Any], answers: Mapping[Key, str | None], grades: Mapping[Key, Grade]) -> None:
         """Completions become items, all at once."""
         for key, grade in grades.items():
             fields = asdict(self.ungraded.pop(key))
-            self.items[key] = Item(**fields, gold=golds[key], answer=answers[key], verdict=grade.verdict, reward=grade.reward)
+            self.items[key] = Item(
+                **fields, gold=golds[key], answer=answers[key], verdict=grade.verdict, reward=grade.reward
+            )
         lines = [json.dumps(asdict(self.items[key]), ensure_ascii=False) for key in sorted(self.items)]
         write_text(self.folder / "items.jsonl", "".join(line + "\n" for line in lines))
         if not self.ungraded:
@@ -135,11 +140,15 @@ class Results:
         """Take the folder for this question, or refuse where it holds another."""
         path, nothing = self.folder / "evaluation.json", {**question, "benches": {}}
         try:
-            known = json.loads(path.read_text()) if path.exists() and self.prompts else nothing  # without a completion nothing is settled
+            known = (
+                json.loads(path.read_text()) if path.exists() and self.prompts else nothing
+            )  # without a completion nothing is settled
             if not isinstance(known["benches"], dict):
                 raise TypeError("its benches are no object")
         except (ValueError, KeyError, TypeError) as error:
-            raise SparseRLError(f"{path} cannot be read ({error}); remove the folder, or choose another with --out.") from error
+            raise SparseRLError(
+                f"{path} cannot be read ({error}); remove the folder, or choose another with --out."
+            ) from error
         there, asked = flat({**known, "benches": {}}), flat({**question, "benches": {}})
         for name, settings in question["benches"].items():
             if name in known["benches"]:
@@ -148,15 +157,21 @@ class Results:
         for key in [*asked, *there]:
             if there.get(key) != asked.get(key):
                 was, now = there.get(key), asked.get(key)
-                raise SparseRLError(f"{self.folder} holds an evaluation with {key} = {was}, not {now}; choose another folder with --out.")
-        write_text(path, json.dumps({**question, "benches": {**known["benches"], **question["benches"]}}, indent=1) + "\n")
+                raise SparseRLError(
+                    f"{self.folder} holds an evaluation with {key} = {was}, not {now}; choose another folder with --out."
+                )
+        write_text(
+            path, json.dumps({**question, "benches": {**known["benches"], **question["benches"]}}, indent=1) + "\n"
+        )
 
 
 def read(kind: type[Completion], path: Path) -> list:
     try:
         return [kind(**line) for line in read_lines(path)]
     except (TypeError, UnicodeDecodeError) as error:
-        raise SparseRLError(f"{path} cannot be read ({error}); remove the folder, or choose another with --out.") from error
+        raise SparseRLError(
+            f"{path} cannot be read ({error}); remove the folder, or choose another with --out."
+        ) from error
 
 
 def _drop_torn_line(path: Path) -> None:

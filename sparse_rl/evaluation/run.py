@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import tasks
-from ..errors import SparseRLError, whole
-from ..metrics import write_text
+from ..errors import SparseRLError, require_int
+from ..files import write_text
 from ..models import encode, load_model
 from ..rollout import Engine, Sampling
 from ..tasks.benchmarks import Benchmark
@@ -24,7 +24,12 @@ from .results import Item, Results
 from .summary import Summary
 
 ENDLESS = 256  # problems asked of a task that has no end
-OWN_TASK = {"samples": 1, "max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0}  # where nothing is said and no protocol published
+OWN_TASK = {
+    "samples": 1,
+    "max_new_tokens": 256,
+    "temperature": 1.0,
+    "top_p": 1.0,
+}  # where nothing is said and no protocol published
 PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # of the seven benchmarks; samples and new tokens are their own
 
 
@@ -47,7 +52,7 @@ class Asked:
 
     def __post_init__(self):
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
-        whole(**{name: value for name, value in given.items() if value is not None})
+        require_int(**{name: value for name, value in given.items() if value is not None})
         if self.template is not None:
             find(self.template)
             if not any(issubclass(tasks.TASKS.get(bench, tasks.Task), Math) for bench in self.benches):
@@ -55,7 +60,9 @@ class Asked:
                     f"--template {self.template} is for questions, and {', '.join(self.benches)} makes its own prompts; leave it away."
                 )
         if not self.benches or len(set(self.benches)) < len(self.benches):
-            raise SparseRLError(f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, with commas.")
+            raise SparseRLError(
+                f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, with commas."
+            )
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,9 @@ def evaluate(
 ) -> Iterator[Evaluated]:
     """One model on one cache after the other. What is in their folders already is not sampled again."""
     with ExitStack() as stack:
-        found = {bench: task_of(bench, asked) for bench in asked.benches}  # mistakes in their names before a model is loaded
+        found = {
+            bench: task_of(bench, asked) for bench in asked.benches
+        }  # mistakes in their names before a model is loaded
         for cache in caches:
             cache.make().bind(*cache.slots)  # and in those of caches
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
@@ -100,16 +109,25 @@ def evaluate(
         exams = []
         for bench, (task, options) in found.items():
             if isinstance(task, Benchmark) and "template" not in options:
-                options = {"template": trained or ("chat" if tokenizer.chat_template is not None else "plain"), **options}
+                options = {
+                    "template": trained or ("chat" if tokenizer.chat_template is not None else "plain"),
+                    **options,
+                }
                 task = tasks.make(bench, **options).held_out()
             if trained is not None and task.template not in (None, trained):
-                say(f"{bench}: prompts are in the template {task.template}, but {name} was trained with {trained}; accuracy may suffer.")
+                say(
+                    f"{bench}: prompts are in the template {task.template}, but {name} was trained with {trained}; accuracy may suffer."
+                )
             stack.callback(task.close)
             exams.append(make_exam(bench, task, options, asked, model, tokenizer, say))
         for cache in caches:
             engine = Engine(model, cache.make(), *cache.slots, asked.rows)
             question = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
-            question |= {"cache": cache.to_dict(), "seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
+            question |= {
+                "cache": cache.to_dict(),
+                "seed": asked.seed,
+                "benches": {exam.name: exam.settings() for exam in exams},
+            }
             results = stack.enter_context(Results(folder(cache), question))
             summaries = ask(engine, tokenizer, exams, asked.seed, results, progress)
             calls = results.calls()
@@ -126,7 +144,9 @@ def evaluate(
             write_text(results.folder / "summary.json", json.dumps(done.to_dict(), indent=1) + "\n")
             for exam in exams:
                 if exam.task.last_error:
-                    say(f"grading failed in {exam.name} ({exam.task.last_error[:300]}); such completions count as wrong, under ungraded.")
+                    say(
+                        f"grading failed in {exam.name} ({exam.task.last_error[:300]}); such completions count as wrong, under ungraded."
+                    )
             yield done
 
 
@@ -141,7 +161,9 @@ def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
     return tasks.make(bench, **options).held_out(), options
 
 
-def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]) -> Exam:
+def make_exam(
+    bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]
+) -> Exam:
     usual = dict(OWN_TASK)
     if isinstance(task, Benchmark):
         usual |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
@@ -162,15 +184,26 @@ def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, model, 
         prompts=prompts,
         samples=how["samples"],
         sampling=Sampling(how["max_new_tokens"], how["temperature"], top_p=how["top_p"]),
-        options={key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"},
+        options={
+            key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"
+        },
     )
 
 
-def fitting(bench: str, new_tokens: int, prompts: Sequence[tasks.Prompt], model, tokenizer, say: Callable[[str], None]) -> int:
+def fitting(
+    bench: str, new_tokens: int, prompts: Sequence[tasks.Prompt], model, tokenizer, say: Callable[[str], None]
+) -> int:
     """The published length, or what the model has positions for after the longest prompt."""
-    longest, context = max(len(encode(tokenizer, prompt.text)) for prompt in prompts), model.config.max_position_embeddings
+    longest, context = (
+        max(len(encode(tokenizer, prompt.text)) for prompt in prompts),
+        model.config.max_position_embeddings,
+    )
     if longest >= context:
-        raise SparseRLError(f"a prompt of {bench} has {longest:,} tokens, but this model was made for {context:,} positions; use another.")
+        raise SparseRLError(
+            f"a prompt of {bench} has {longest:,} tokens, but this model was made for {context:,} positions; use another."
+        )
     if new_tokens > context - longest:
-        say(f"{bench}: {context - longest:,} new tokens instead of {new_tokens:,}; this model has no positions for more.")
+        say(
+            f"{bench}: {context - longest:,} new tokens instead of {new_tokens:,}; this model has no positions for more."
+        )
     return min(new_tokens, context - longest)

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plan import size
-from ..statistics import interval, pass_at_k
+from ..planning.memory import size
 from .results import Item, shares, tokens_saved
+from .statistics import interval, pass_at_k
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def table(summaries: Sequence[Summary]) -> str:
     """A line per benchmark, and their mean where there are several."""
     rows = [list(COLUMNS), *([tell(s) for tell in COLUMNS.values()] for s in summaries)]
     if len(summaries) > 1:
-        rows.append(["mean", "", f"{statistics.fmean(s.accuracy for s in summaries):.1%}", *([""] * (len(COLUMNS) - 3))])
+        rows.append(
+            ["mean", "", f"{statistics.fmean(s.accuracy for s in summaries):.1%}", *([""] * (len(COLUMNS) - 3))]
+        )
     return aligned(rows)
 
 

@@ -21,7 +21,11 @@ def loss(inputs: Any, preset: str = "sparse-rl", clip_low: float = 0.2, clip_hig
 
     how = chosen("prime-rl", preset, parts)
     refuse_normalised("prime-rl", "one sequence at a time", how)
-    logprobs, sampler, mask = inputs.trainer_logprobs[None], inputs.inference_logprobs[None], inputs.loss_mask[None]  # [1, T]
+    logprobs, sampler, mask = (
+        inputs.trainer_logprobs[None],
+        inputs.inference_logprobs[None],
+        inputs.loss_mask[None],
+    )  # [1, T]
     old = sampler if how.old == "sampler" else logprobs.detach()
     done = correct(old - sampler, mask, how)
     weights = torch.where(done.mask, done.weights, 0.0)

@@ -14,13 +14,19 @@ def chosen(host: str, preset: str, parts: Mapping | None) -> Correction:
     if not isinstance(preset, str):
         raise SparseRLError(f"the preset for {host} is {preset!r}; it must be a name, such as 'sparse-rl'.")
     if not isinstance(parts, Mapping | None):
-        raise SparseRLError(f"the correction for {host} is {parts!r}; it must be parts and their values, such as {{cap: 3.0}}.")
+        raise SparseRLError(
+            f"the correction for {host} is {parts!r}; it must be parts and their values, such as {{cap: 3.0}}."
+        )
     parts = dict(parts or {})
     how = LearnSettings(method=preset, correction=parts).how()
     if how.view != "dense":
-        raise SparseRLError(f"{preset} replays a sampler's evictions, which {host} does not record; use a correction, such as sparse-rl.")
+        raise SparseRLError(
+            f"{preset} replays a sampler's evictions, which {host} does not record; use a correction, such as sparse-rl."
+        )
     if parts.get("clip_kl") is not None:
-        raise SparseRLError(f"clip_kl is {parts['clip_kl']}, but the KL term is {host}'s own; leave clip_kl out and use {host}'s settings.")
+        raise SparseRLError(
+            f"clip_kl is {parts['clip_kl']}, but the KL term is {host}'s own; leave clip_kl out and use {host}'s settings."
+        )
     return how.correction
 
 

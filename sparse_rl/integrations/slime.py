@@ -17,7 +17,7 @@ from ..learn.correct import correct
 from .settings import chosen, refuse_normalised
 
 
-def corrected(
+def apply_correction(
     args: Namespace,
     *,
     pg_loss: Tensor,  # this rank's response tokens, one sequence after the other
@@ -34,7 +34,9 @@ def corrected(
     how = chosen("slime", getattr(args, "sparse_rl_preset", "sparse-rl"), getattr(args, "sparse_rl_correction", None))
     refuse_normalised("slime", f"a micro-batch of {len(loss_masks)} sequences at a time", how)
     if how.old == "sampler" or args.use_rollout_logprobs:
-        raise SparseRLError("the sampler's log-probs as old (naive) are slime's --use-rollout-logprobs, which goes without --use-tis.")
+        raise SparseRLError(
+            "the sampler's log-probs as old (naive) are slime's --use-rollout-logprobs, which goes without --use-tis."
+        )
 
     lengths = list(zip(total_lengths, response_lengths))
 
@@ -42,7 +44,9 @@ def corrected(
         return torch.cat([slice_log_prob_with_cp(row[:size], total, size) for row, (total, size) in zip(rows, lengths)])
 
     gaps = [
-        all_gather_with_cp(old.detach() - sampler, total, size).detach()  # ranks may share a response; rejection needs all of it
+        all_gather_with_cp(
+            old.detach() - sampler, total, size
+        ).detach()  # ranks may share a response; rejection needs all of it
         for old, sampler, (total, size) in zip(train_log_probs, rollout_log_probs, lengths)
     ]
     gap, mask = pad_sequence(gaps, batch_first=True), pad_sequence(loss_masks, batch_first=True).bool()

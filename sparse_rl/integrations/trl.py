@@ -40,7 +40,17 @@ from ..streams import stream_key
 VERSIONS = "trl>=1.12,<2"
 TRACES = "sparse_rl_traces"  # their key in TRL's batches: a list, which TRL shuffles and cuts as it does tensors
 
-_NEEDED = ["use_vllm", "_metrics", "_tokenizer", "state", "accelerator", "max_completion_length", "temperature", "top_p", "top_k"]
+_NEEDED = [
+    "use_vllm",
+    "_metrics",
+    "_tokenizer",
+    "state",
+    "accelerator",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+]
 _NEEDED += ["vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"]
 _NEEDED += ["_generate_and_score_completions", "_compute_loss"]
 _SCORES = ["model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"]
@@ -68,10 +78,14 @@ def use_sparse_rollouts(
     with _own_forward(trainer.model):
         engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
     if engine.compressor.folds:
-        raise SparseRLError(f"{engine.compressor.name} writes beacons among the tokens, which TRL does not know; use `sparse-rl train`.")
+        raise SparseRLError(
+            f"{engine.compressor.name} writes beacons among the tokens, which TRL does not know; use `sparse-rl train`."
+        )
     sampler = Sampler(trainer, engine, how, replay)
     if dropped := without_dropout(trainer.model):
-        warnings.warn(f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2)
+        warnings.warn(
+            f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2
+        )
     trainer.use_vllm, trainer._last_loaded_step, trainer.vllm_generation = True, -1, sampler
     if how is not None:  # TRL recomputes old log-probs, and its metrics speak of the weights of tokens
         trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
@@ -111,12 +125,20 @@ class Sampler:
         runs = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
         with _own_forward(self.engine.model):
             self.trajectories = self.engine.generate(
-                [prompt for prompt, _ in runs], sampling=self.sampling, seed=self.next_seed(), samples=[range(n) for _, n in runs]
+                [prompt for prompt, _ in runs],
+                sampling=self.sampling,
+                seed=self.next_seed(),
+                samples=[range(n) for _, n in runs],
             )
         if self.replay:
             self.traces = [t.trace for t in self.trajectories]
         responses = [(t.response_tokens, t.sampler_logprobs[t.num_prompt_tokens :]) for t in self.trajectories]
-        return prompts, [ids.tolist() for ids, _ in responses], [logprobs[:, None].tolist() for _, logprobs in responses], None
+        return (
+            prompts,
+            [ids.tolist() for ids, _ in responses],
+            [logprobs[:, None].tolist() for _, logprobs in responses],
+            None,
+        )
 
     def next_seed(self) -> int:
         """Of the training's seed, the step, the call in it and the process: a run that resumes at a step draws what it would have."""
@@ -128,24 +150,33 @@ class Sampler:
         self.calls[evaluates] += 1
         return rollout_seed(trainer.args.seed, self.step, call, trainer.accelerator.process_index, evaluates)
 
-    def corrected(self, batch: dict) -> dict:
+    def apply_correction(self, batch: dict) -> dict:
         """The batch with our mask and weights in TRL's places for them, after its metrics are noted."""
         mode = "train" if self.trainer.model.training else "eval"
         mask, sampled = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
-        notes = {"kv_tokens_saved": kv_tokens_saved(self.trajectories), "kv_bytes_saved": self.engine.kv_bytes_saved(self.trajectories)}
+        notes = {
+            "kv_tokens_saved": kv_tokens_saved(self.trajectories),
+            "kv_bytes_saved": self.engine.kv_bytes_saved(self.trajectories),
+        }
         if (old := batch.get("old_per_token_logps")) is not None:
             gap = torch.where(mask, old - sampled, 0.0)
             if self.replay:
                 mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
                 check_replay(gap.cpu(), mask.cpu(), mixed or self.trainer.model.dtype)
             fixed = self.fixed(gap, mask, batch)
-            notes |= gap_metrics(gap.cpu(), mask.cpu(), Corrected(fixed.mask.cpu(), fixed.weights.cpu(), fixed.accepted.cpu()))
+            notes |= gap_metrics(
+                gap.cpu(), mask.cpu(), Corrected(fixed.mask.cpu(), fixed.weights.cpu(), fixed.accepted.cpu())
+            )
             notes |= {"reject/trajectories/frac": 1 - fixed.accepted.float().mean().item()}
             notes |= {"reject/tokens/frac": 1 - (fixed.mask.sum() / mask.sum().clamp(min=1)).item()}
             if self.how is not None:
                 counted = self.trainer.accelerator.gather(fixed.mask.sum()).sum()
                 weights = torch.where(fixed.mask, fixed.weights, 1.0)
-                batch |= {"tool_mask": fixed.mask.long(), "importance_sampling_ratio": weights, "num_items_in_batch": counted}
+                batch |= {
+                    "tool_mask": fixed.mask.long(),
+                    "importance_sampling_ratio": weights,
+                    "num_items_in_batch": counted,
+                }
                 if self.how.old == "sampler":
                     batch["old_per_token_logps"] = sampled
         for name, value in notes.items():
@@ -177,7 +208,9 @@ class SparseRollouts:
         finally:
             self.vllm_generation.traces = None
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options):
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
         traces = self.vllm_generation.traces
         if traces is None:
             return super()._get_per_token_logps_and_entropies(
@@ -185,7 +218,11 @@ class SparseRollouts:
             )
         whole = self.accelerator.unwrap_model(model)
         size = batch_size or len(input_ids)
-        parts = zip(input_ids.split(size), attention_mask.split(size), [traces[i : i + size] for i in range(0, len(traces), size)])
+        parts = zip(
+            input_ids.split(size),
+            attention_mask.split(size),
+            [traces[i : i + size] for i in range(0, len(traces), size)],
+        )
         with self.accelerator.autocast():
             values = [replayed(model, whole, *part, logits_to_keep, self.temperature) for part in parts]
         logprobs, entropies = (torch.cat(several) for several in zip(*values))
@@ -193,7 +230,13 @@ class SparseRollouts:
 
 
 def replayed(
-    model: nn.Module, whole: nn.Module, ids: Tensor, attended: Tensor, traces: Sequence[Trace], keep: int, temperature: float
+    model: nn.Module,
+    whole: nn.Module,
+    ids: Tensor,
+    attended: Tensor,
+    traces: Sequence[Trace],
+    keep: int,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, C] of the completions, each query seeing what its trace says. Differentiable.
 
@@ -202,14 +245,20 @@ def replayed(
     """
     padding = (attended[:, :-keep] == 0).sum(1)  # [B]: before the prompt
     lengths = [trace.num_tokens for trace in traces]
-    place = torch.arange(max(lengths), device=ids.device) + padding[:, None]  # [B, T]: where a token stands in TRL's row
+    place = (
+        torch.arange(max(lengths), device=ids.device) + padding[:, None]
+    )  # [B, T]: where a token stands in TRL's row
     inside = place.clamp(max=ids.shape[1] - 1)
     tokens = ids.gather(1, inside)
     asked = attended.gather(1, inside).bool() & (place == inside) & (place >= ids.shape[1] - keep)
     seen = replay_of(whole, [(row[:n].cpu(), trace) for row, n, trace in zip(tokens, lengths, traces)])
-    values = over_chunks(model, hidden_states(model, tokens, seen), asked, logprobs_entropies_ranks(temperature), tokens[asked])  # [n, 3]
+    values = over_chunks(
+        model, hidden_states(model, tokens, seen), asked, logprobs_entropies_ranks(temperature), tokens[asked]
+    )  # [n, 3]
     where = attended[:, -keep:].bool()  # the same tokens, in the same order
-    logprobs, entropies, _ = (values.new_zeros(where.shape).masked_scatter(where, column) for column in values.unbind(-1))
+    logprobs, entropies, _ = (
+        values.new_zeros(where.shape).masked_scatter(where, column) for column in values.unbind(-1)
+    )
     return logprobs, entropies
 
 
@@ -238,7 +287,9 @@ def _chosen(trainer, chosen: str | Correction | None, replay: bool) -> Correctio
         mode = trainer.vllm_importance_sampling_mode
         by_sequence = trainer.vllm_importance_sampling_correction and mode.startswith("sequence")
         if by_sequence and trainer.loss_type == "vespo":
-            raise SparseRLError(f"vespo weighs tokens, not sequences ({mode}); set vllm_importance_sampling_mode='token_truncate'.")
+            raise SparseRLError(
+                f"vespo weighs tokens, not sequences ({mode}); set vllm_importance_sampling_mode='token_truncate'."
+            )
         if by_sequence and not replay:
             warnings.warn(
                 f"vllm_importance_sampling_mode={mode!r} multiplies the ratios of all tokens of a completion, so long compressed rollouts "
@@ -262,15 +313,21 @@ def _check(trainer, replay: bool) -> None:
     from trl import GRPOTrainer, __version__
 
     if not isinstance(trainer, GRPOTrainer):
-        raise SparseRLError(f"{type(trainer).__name__} is not a GRPOTrainer; sparse rollouts can only go into that one.")
+        raise SparseRLError(
+            f"{type(trainer).__name__} is not a GRPOTrainer; sparse rollouts can only go into that one."
+        )
     if isinstance(trainer, SparseRollouts):
         raise SparseRLError("this trainer has sparse rollouts already; make a new one to change their settings.")
     score = getattr(trainer, "_get_per_token_logps_and_entropies", None)
     known = [] if score is None else inspect.signature(score).parameters
     missing = [name for name in _NEEDED if not hasattr(trainer, name)]
-    missing += [f"_get_per_token_logps_and_entropies({name})" for name in _SCORES if name not in known and "kwargs" not in known]
+    missing += [
+        f"_get_per_token_logps_and_entropies({name})" for name in _SCORES if name not in known and "kwargs" not in known
+    ]
     if missing:
-        raise SparseRLError(f"TRL {__version__} has no {missing[0]}: sparse rollouts support {VERSIONS}; install such a version.")
+        raise SparseRLError(
+            f"TRL {__version__} has no {missing[0]}: sparse rollouts support {VERSIONS}; install such a version."
+        )
     args, aux = trainer.args, getattr(trainer, "aux_loss_enabled", False)
     refused = {
         "use_vllm brings another engine; set use_vllm=False": args.use_vllm,
@@ -284,7 +341,9 @@ def _check(trainer, replay: bool) -> None:
         f"temperature={args.temperature} is not supported; set it above 0": not args.temperature > 0,
         "DeepSpeed shards or moves weights, and a process samples from whole ones; launch with DDP": trainer.is_deepspeed_enabled,
         "FSDP shards weights, and a process samples from whole ones; launch with DDP": trainer.is_fsdp_enabled,
-        "this TRL's Liger loss knows no corrections and no replay; set use_liger_kernel=False": getattr(trainer, "use_liger_kernel", False),
+        "this TRL's Liger loss knows no corrections and no replay; set use_liger_kernel=False": getattr(
+            trainer, "use_liger_kernel", False
+        ),
         "replay has no load-balancing loss; set router_aux_loss_coef=0": replay and aux,
     }
     for why in (why for why, holds in refused.items() if holds):

@@ -56,7 +56,9 @@ def policy_loss(
     if how.old == "sampler":
         gap, old = torch.zeros_like(gap), old_log_prob - gap
     done = correct(gap, mask, how)
-    low, high = (config.clip_ratio if bound is None else bound for bound in (config.clip_ratio_low, config.clip_ratio_high))
+    low, high = (
+        config.clip_ratio if bound is None else bound for bound in (config.clip_ratio_low, config.clip_ratio_high)
+    )
     weights = torch.where(done.mask, done.weights, 0.0)
     token_loss, cut = surrogate(log_prob, old, advantages, done.mask, weights, Loss(clip_low=low, clip_high=high))
     loss = agg_loss(loss_mat=token_loss, loss_mask=done.mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
@@ -73,7 +75,9 @@ def policy_loss(
 def whole_step(config: Any, trajectories: int) -> bool:
     """Whether this micro-batch is all of the optimizer step."""
     info = config.global_batch_info
-    return info.get("dp_size") == 1 and info.get("global_batch_size") == trajectories  # what is not said is not taken for granted
+    return (
+        info.get("dp_size") == 1 and info.get("global_batch_size") == trajectories
+    )  # what is not said is not taken for granted
 
 
 def gap_of(xi: Tensor | None, mask: Tensor, how: Correction) -> Tensor:
@@ -86,15 +90,21 @@ def gap_of(xi: Tensor | None, mask: Tensor, how: Correction) -> Tensor:
     xi = torch.where(mask, xi.float(), 1.0)
     zeros = int((xi == 0).sum())
     if zeros:
-        raise SparseRLError(f"{zeros} importance weights are 0; set {KEY}.rollout_is_threshold to one number, such as 1e9.")
+        raise SparseRLError(
+            f"{zeros} importance weights are 0; set {KEY}.rollout_is_threshold to one number, such as 1e9."
+        )
     long = mask.sum(1) > 1
     lowest, highest = (torch.where(mask, xi, beyond)[long] for beyond in (math.inf, 0.0))
     lowest, highest = lowest.amin(1), highest.amax(1)
     if len(lowest) and ((lowest == highest) & (lowest != 1)).all():
-        raise SparseRLError(f"every trajectory has one importance weight for all its tokens; set {KEY}.rollout_is=token.")
+        raise SparseRLError(
+            f"every trajectory has one importance weight for all its tokens; set {KEY}.rollout_is=token."
+        )
     top = xi.max().item()
     needed = math.inf if how.reject_outside or how.old == "sampler" else how.cap or 0.0
     too_low = top < needed or (how.mask_outside is not None and top <= how.mask_outside[1])
     if too_low and top > 1 and xi.new_tensor(float(f"{top:.3g}")).item() == top:  # a round number, as thresholds are
-        raise SparseRLError(f"importance weights end at {top:g}, where they were cut off; set {KEY}.rollout_is_threshold=1e9.")
+        raise SparseRLError(
+            f"importance weights end at {top:g}, where they were cut off; set {KEY}.rollout_is_threshold=1e9."
+        )
     return xi.log()

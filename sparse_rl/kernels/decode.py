@@ -169,7 +169,9 @@ def _store_and_attend(
             tl.store(values + there + d, new_value, mask=d < DIM)
             tl.store(feed + first + taken, fed.to(tl.int32))
             if RING > 0:
-                tl.store(ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real)
+                tl.store(
+                    ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real
+                )
     mine = row * HEADS * GROUP + heads
     if SPLITS == 1:
         tl.store(out + mine[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -223,11 +225,17 @@ def store_and_attend(
     assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())
     splits = splits or splits_for(rows * heads, capacity, _processors(query.device))
     out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
-    partial = torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device) if splits > 1 else out
+    partial = (
+        torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
+        if splits > 1
+        else out
+    )
     cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
     query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
     group, dim_block = query_heads // heads, max(16, triton.next_power_of_2(dim))
-    num_stages = num_stages if dim_block * query.element_size() <= 1024 else 1  # wide heads would not fit into shared memory
+    num_stages = (
+        num_stages if dim_block * query.element_size() <= 1024 else 1
+    )  # wide heads would not fit into shared memory
     _store_and_attend[(rows, heads, splits)](
         query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
         cos, sin, query_weight, key_weight, out, partial,
@@ -240,7 +248,9 @@ def store_and_attend(
     )  # fmt: skip
     if splits > 1:
         split_block = triton.next_power_of_2(splits)
-        _combine[(rows * query_heads,)](partial, out, SPLITS=splits, SPLIT_BLOCK=split_block, DIM=dim, DIM_BLOCK=dim_block, num_warps=1)
+        _combine[(rows * query_heads,)](
+            partial, out, SPLITS=splits, SPLIT_BLOCK=split_block, DIM=dim, DIM_BLOCK=dim_block, num_warps=1
+        )
     return out
 
 

@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 64  # slots at a time, where nothing else is said
-_TENSOR_CORES = dict(BLOCK=128, OTHERS=64, num_warps=8, maxnreg=128)  # two programs to a processor: one loads while the other multiplies
+_TENSOR_CORES = dict(
+    BLOCK=128, OTHERS=64, num_warps=8, maxnreg=128
+)  # two programs to a processor: one loads while the other multiplies
 _PLAIN = dict(BLOCK=32, OTHERS=32, num_warps=4)  # fp32: the operands of a dot live in registers
 
 
@@ -73,7 +75,11 @@ def _newest_copy(
         start -= OTHERS
     has = (i < used) & (found >= 0) & (found != i)
     other = _tile(keys, found, has, d, DIM).to(tl.float32)
-    there = tl.sum(_tile(keys, i, has, d, DIM).to(tl.float32) * other, 1) * scale * tl.load(inverse + found, mask=has, other=0.0)
+    there = (
+        tl.sum(_tile(keys, i, has, d, DIM).to(tl.float32) * other, 1)
+        * scale
+        * tl.load(inverse + found, mask=has, other=0.0)
+    )
     tl.store(newest + head * used + i, found, mask=i < used)
     tl.store(cosine + head * used + i, there, mask=i < used)
 
@@ -109,8 +115,12 @@ def redundancy(keys: Tensor, threshold: float) -> Tensor:
     dims = dict(DIM=dim, DIM_BLOCK=_padded(dim))
     _sum_units[(n,)](keys, inverse, units, used, **dims, BLOCK=_BLOCK, num_warps=4)
     tile = _PLAIN if keys.dtype == torch.float32 else _TENSOR_CORES
-    _newest_copy[(n * triton.cdiv(used, tile["BLOCK"]),)](keys, inverse, newest, cosine, used, float(threshold), **dims, **tile)
-    _column_sums[(n * triton.cdiv(used, _BLOCK),)](keys, inverse, units, newest, cosine, total, used, **dims, BLOCK=_BLOCK, num_warps=4)
+    _newest_copy[(n * triton.cdiv(used, tile["BLOCK"]),)](
+        keys, inverse, newest, cosine, used, float(threshold), **dims, **tile
+    )
+    _column_sums[(n * triton.cdiv(used, _BLOCK),)](
+        keys, inverse, units, newest, cosine, total, used, **dims, BLOCK=_BLOCK, num_warps=4
+    )
     return total.div_(used).softmax(-1)
 
 
@@ -190,7 +200,15 @@ def _compact(
     if MASS:
         _move(mass + layer * mass_layer + row * mass_row + head * mass_head, kept, count, 1, 1, 1, SLOTS)
     _move(keys + layer * key_layer + row * key_row + head * key_head, kept, count, key_slot, KEY_DIM, KEY_BLOCK, BLOCK)
-    _move(values + layer * value_layer + row * value_row + head * value_head, kept, count, value_slot, VALUE_DIM, VALUE_BLOCK, BLOCK)
+    _move(
+        values + layer * value_layer + row * value_row + head * value_head,
+        kept,
+        count,
+        value_slot,
+        VALUE_DIM,
+        VALUE_BLOCK,
+        BLOCK,
+    )
 
 
 def compact(

@@ -73,7 +73,17 @@ def _limit(
             i = start + tl.arange(0, BLOCK)
             x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
             mass += tl.where(_place(x, BITS) >= kept, tl.exp((x - highest) * inverse_temperature), 0.0)
-        kept = _least(logits, size, kept, top_p * tl.sum(mass, 0), highest, inverse_temperature, COUNT=False, BITS=BITS, BLOCK=BLOCK)
+        kept = _least(
+            logits,
+            size,
+            kept,
+            top_p * tl.sum(mass, 0),
+            highest,
+            inverse_temperature,
+            COUNT=False,
+            BITS=BITS,
+            BLOCK=BLOCK,
+        )
     tl.store(least + row, kept)
 
 
@@ -92,7 +102,9 @@ def _summarise(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = _scaled(logits + row * size, chunk * CHUNK + tl.arange(0, CHUNK), size, least + row, inverse_temperature, LIMITED, BITS)
+    x = _scaled(
+        logits + row * size, chunk * CHUNK + tl.arange(0, CHUNK), size, least + row, inverse_temperature, LIMITED, BITS
+    )
     top = tl.max(x, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
     tl.store(tops + row * CHUNKS + chunk, top)
@@ -163,7 +175,9 @@ def _pick(
         tl.store(done + row, (ended | (finite == 0)).to(tl.int8))
 
 
-def sample_and_record(logits: Tensor, state, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0) -> None:
+def sample_and_record(
+    logits: Tensor, state, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
+) -> None:
     """Draw one token for each of the first B rows that runs, and write it down. logits [B, V]; state: RowState; temperature 0: greedy."""
     rows, size = logits.shape
     assert logits.is_contiguous()
@@ -180,7 +194,9 @@ def sample_and_record(logits: Tensor, state, temperature: float, stop_ids: Tenso
             logits, least, size, inverse, float(top_k), max(top_p, 1e-30),
             TOP_K=by_count, TOP_P=by_mass, BITS=how["BITS"], BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-    _summarise[(rows, chunks)](logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **how, num_warps=4)
+    _summarise[(rows, chunks)](
+        logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **how, num_warps=4
+    )
     _pick[(rows,)](
         logits, least, tops, sums, bests, size, inverse, state.capacity,
         state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit, stop_ids,

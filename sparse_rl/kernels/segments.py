@@ -22,7 +22,12 @@ from ..cache.segments import Segments, key_tiles, query_tiles, typical_length
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LISTS = ["kept_b", "kept_h", "count_b", "count_h"]
-_SIZES = ["num_tiles", "most", "tokens", *_LISTS]  # differ from micro-batch to micro-batch: no kernel of its own for each
+_SIZES = [
+    "num_tiles",
+    "most",
+    "tokens",
+    *_LISTS,
+]  # differ from micro-batch to micro-batch: no kernel of its own for each
 
 
 @triton.jit(do_not_specialize=["rows_heads", "tokens", "num_segments", "most"])
@@ -37,7 +42,9 @@ def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most,
         k = start + tl.arange(0, BLOCK)
         stays = (tl.load(evicted_at + k, mask=k < begin, other=0) > begin).to(tl.int32)
         place = found + tl.cumsum(stays, 0) - 1
-        tl.store(kept + place, k, mask=(stays != 0) & (place < most))  # a row's missing segments begin at its end, and may see more
+        tl.store(
+            kept + place, k, mask=(stays != 0) & (place < most)
+        )  # a row's missing segments begin at its end, and may see more
         found += tl.sum(stays, 0)
 
 
@@ -65,7 +72,9 @@ def _listed(n, count, begin, total, kept):
 @triton.jit
 def _rows_of(x, row, valid, d, stride, DIM: tl.constexpr):
     """[N, D_BLOCK]: rows of a matrix, zero where not valid. row, valid [N]"""
-    return tl.load(x + row.to(tl.int64)[:, None] * stride + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+    return tl.load(
+        x + row.to(tl.int64)[:, None] * stride + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0
+    )
 
 
 @triton.jit
@@ -157,7 +166,9 @@ def _backward_queries(
         token = _listed(n, count, begin, last, kept)
         key_tile = _rows_of(key, token, n < last, d, key_t, DIM)  # [N, D]
         value_tile = _rows_of(value, token, n < last, d, value_t, DIM)
-        logits, capped = _logits(tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee"), scaling, SOFTCAP)  # [M, N]
+        logits, capped = _logits(
+            tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee"), scaling, SOFTCAP
+        )  # [M, N]
         weights = tl.where(_visible(q[:, None], token[None, :], WINDOW), tl.exp2(logits - norm[:, None]), 0.0)
         slope = weights * (tl.dot(up_tile, tl.trans(value_tile), input_precision="ieee") - mean[:, None])
         if SOFTCAP > 0:
@@ -202,7 +213,9 @@ def _backward_keys(
         place = ((b * heads + head) * GROUP + member) * tokens + q
         norm = tl.load(lse + place, mask=q < end, other=0.0)
         mean = tl.load(delta + place, mask=q < end, other=0.0)
-        logits, capped = _logits(tl.dot(key_tile, tl.trans(query_tile), input_precision="ieee"), scaling, SOFTCAP)  # [N, M]
+        logits, capped = _logits(
+            tl.dot(key_tile, tl.trans(query_tile), input_precision="ieee"), scaling, SOFTCAP
+        )  # [N, M]
         seen = _visible(q[None, :], token[:, None], WINDOW) & (q < end)[None, :]
         weights = tl.where(seen, tl.exp2(logits - norm[None, :]), 0.0)
         value_sum += tl.dot(weights.to(up_tile.dtype), up_tile, input_precision="ieee")
@@ -251,21 +264,41 @@ def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles,
     return Tiles(min(queries, 128), 32, 4, 4), Tiles(min(queries, 64), 32, 4, 3), Tiles(min(queries, 64), 64, 4, 2)
 
 
-def lay_out(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
+def insert_beacons(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
     """evicted_at int32 [B, L, H, T], as the segments were found in; L = H = 1 where it is the same for all"""
     rows, layers, heads, tokens = evicted_at.shape
     num_segments, device = segments.begins.shape[1], evicted_at.device
     kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
     _list_kept[(rows * layers * heads * num_segments,)](
-        evicted_at.contiguous(), segments.begins.contiguous(), kept, layers * heads, tokens, num_segments, kept.shape[-1], BLOCK=1024
+        evicted_at.contiguous(),
+        segments.begins.contiguous(),
+        kept,
+        layers * heads,
+        tokens,
+        num_segments,
+        kept.shape[-1],
+        BLOCK=1024,
     )
     forward, d_queries, d_keys = tiles_for(typical_length(segments), dim, dtype)
-    tables = query_tiles(segments, forward.queries), query_tiles(segments, d_queries.queries), key_tiles(segments, d_keys.keys)
-    return Layout(kept, segments.counts.contiguous(), *(table.to(device) for table in tables), (forward, d_queries, d_keys))
+    tables = (
+        query_tiles(segments, forward.queries),
+        query_tiles(segments, d_queries.queries),
+        key_tiles(segments, d_keys.keys),
+    )
+    return Layout(
+        kept, segments.counts.contiguous(), *(table.to(device) for table in tables), (forward, d_queries, d_keys)
+    )
 
 
 def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: int, scaling: float, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]; zeros on padding. Differentiable."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))

@@ -33,7 +33,9 @@ def advantage(
 
     def per_group(values: Tensor) -> Tensor:
         """Sum over the members of each group. [N] -> [groups]"""
-        return torch.zeros(len(ids), dtype=torch.float64, device=group.device).index_add(0, place, values.double() * members)
+        return torch.zeros(len(ids), dtype=torch.float64, device=group.device).index_add(
+            0, place, values.double() * members
+        )
 
     count = per_group(torch.ones_like(rewards))
     mean = per_group(rewards) / count.clamp(min=1)
@@ -47,5 +49,8 @@ def advantage(
     else:
         result = centred
     result = torch.where(flat[place] | ~members, 0.0, result)
-    metrics = {"advantage/groups_without_variance/frac": flat.double().mean().item(), "advantage/abs/mean": result.abs().mean().item()}
+    metrics = {
+        "advantage/groups_without_variance/frac": flat.double().mean().item(),
+        "advantage/abs/mean": result.abs().mean().item(),
+    }
     return result, metrics

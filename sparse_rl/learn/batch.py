@@ -2,7 +2,7 @@
 
     collate -> Sampled      what the engine recorded
     score   -> Scored       + what the learner thinks of it before the update (old), and the reference
-    weigh   -> [Batch]      + advantages, corrections and the scale of every token, one batch per optimizer step
+    make_batches   -> [Batch]      + advantages, corrections and the scale of every token, one batch per optimizer step
     pack    -> [rows]       which rows go through the model together
 
 Shapes: N trajectories, T tokens (prompt + response, padded at the end). Log-probs at t are those of token t. All on the CPU.
@@ -26,7 +26,11 @@ from .correct import Corrected, Correction, correct
 from .loss import Loss, token_scale
 from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
 
-_ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}  # mean nats between two kernels: ten times what is seen
+_ROUNDING = {
+    torch.bfloat16: 0.1,
+    torch.float16: 0.1,
+    torch.float32: 0.02,
+}  # mean nats between two kernels: ten times what is seen
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,9 @@ def score(
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
             states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
-            values = over_chunks(model, states, asked.to(device), logprobs_entropies_ranks(temperature), tokens[asked].to(device)).cpu()
+            values = over_chunks(
+                model, states, asked.to(device), logprobs_entropies_ranks(temperature), tokens[asked].to(device)
+            ).cpu()
             for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
     if view == "shadow":
@@ -135,7 +141,9 @@ def score(
         for rows in micro_batches:
             tokens, asked = _cut(sampled, rows)
             seen = replay(model, sampled, rows) if view == "shadow" else None
-            references[rows, : tokens.shape[1]] = batch_logprobs(other, tokens.to(device), asked.to(device), temperature, seen).cpu()
+            references[rows, : tokens.shape[1]] = batch_logprobs(
+                other, tokens.to(device), asked.to(device), temperature, seen
+            ).cpu()
     return Scored(sampled, old, entropies, ranks, references, view)
 
 
@@ -155,27 +163,27 @@ def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def old_for(scored: Scored, how: Correction) -> Tensor:
+def ratio_baseline(scored: Scored, how: Correction) -> Tensor:
     """What a correction takes for old: the recomputed log-probs, or (naive) the sampler's own, so that its gap is 0. fp32 [N, T]"""
     return scored.sampled.sampler_logprobs if how.old == "sampler" else scored.old_logprobs
 
 
-def corrected(scored: Scored, how: Correction) -> Corrected:
-    return correct(old_for(scored, how) - scored.sampled.sampler_logprobs, scored.sampled.mask, how)
+def apply_correction(scored: Scored, how: Correction) -> Corrected:
+    return correct(ratio_baseline(scored, how) - scored.sampled.sampler_logprobs, scored.sampled.mask, how)
 
 
-def weigh(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
+def make_batches(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
     """One batch per optimizer step, trajectories in the order given. advantages [N]"""
     batches = []
     for rows in torch.arange(len(advantages)).tensor_split(minibatches):
         part = scored.rows(rows)
-        sampled, fixed = part.sampled, corrected(part, how)
+        sampled, fixed = part.sampled, apply_correction(part, how)
         batches.append(
             Batch(
                 tokens=sampled.tokens,
                 lengths=sampled.lengths,
                 mask=fixed.mask,
-                old_logprobs=old_for(part, how),
+                old_logprobs=ratio_baseline(part, how),
                 reference_logprobs=part.reference_logprobs,
                 advantages=advantages[rows].float(),
                 weights=fixed.weights,

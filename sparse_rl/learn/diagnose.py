@@ -64,7 +64,9 @@ def rejection_metrics(mask: Tensor, fixed: Corrected, rewards: Tensor) -> dict[s
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def gap_since_eviction(gap: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], interval: int) -> dict[str, float]:
+def gap_since_eviction(
+    gap: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], interval: int
+) -> dict[str, float]:
     """Mean |gap| in each quarter of the interval after an eviction, and before the first one. A token belongs to the query before it,
     which predicted it.
 

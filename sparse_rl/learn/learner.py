@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..distributed.world import World
 from ..errors import SparseRLError
-from ..world import World
 from .batch import Batch, pack, replay
 from .distill import distillation
 from .loss import Loss, policy_loss
@@ -49,7 +49,12 @@ class Learner:
         """`sharded`: the model divided among the processes; None: every one has all of it."""
         self.model, self.loss = model, loss
         self.world, self.sharded = world or World(), sharded
-        self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = micro_batch_tokens, temperature, clip_kl, max_skipped
+        self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = (
+            micro_batch_tokens,
+            temperature,
+            clip_kl,
+            max_skipped,
+        )
         self.distill, self.distill_weight = distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
         self.version = 0  # optimizer steps behind the weights
@@ -62,7 +67,9 @@ class Learner:
     def step(self, batch: Batch) -> dict[str, float]:
         """Forward, loss, backward, clip, update. Returns metrics."""
         if self.distill is not None and batch.traces is None:
-            raise SparseRLError("distillation needs the shadow view, but the batch was scored in the dense one: score(..., view='shadow').")
+            raise SparseRLError(
+                "distillation needs the shadow view, but the batch was scored in the dense one: score(..., view='shadow')."
+            )
         moves = batch.mask.any(1)
         if self.loss.beta == 0 and self.distill is None:
             moves &= batch.advantages != 0
@@ -77,7 +84,7 @@ class Learner:
                     sums[name] += value
             if self.sharded is not None:
                 for _ in range(max(map(len, shares)) - len(shares[self.world.rank])):
-                    self._keep_company()
+                    self._empty_micro_batch()
         sums = self.world.add_numbers(sums)
         if self.sharded is None:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
@@ -146,7 +153,7 @@ class Learner:
         """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of theirs."""
         (loss if self.sharded is None else loss * self.world.size).backward()
 
-    def _keep_company(self) -> None:
+    def _empty_micro_batch(self) -> None:
         """A micro-batch of nothing, while others have more than this process: shards are gathered and reduced by all of them at once."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         asked = torch.tensor([[False, True]], device=self.device)
@@ -171,7 +178,9 @@ class Learner:
 
     def check_agreement(self) -> None:
         """Refuse to go on from weights that differ between processes: each made the same updates, so they must be the same bits."""
-        sums = self.world.together(lambda: [master.detach().double().sum().item() for master in self.optimizer.masters])
+        sums = self.world.run_on_all(
+            lambda: [master.detach().double().sum().item() for master in self.optimizer.masters]
+        )
         if any(other != sums[0] for other in sums):
             raise Disagreement(
                 f"the weights of the {self.world.size} processes are not the same after {self.version} optimizer steps; they must have the "
@@ -213,7 +222,12 @@ def without_dropout(model: nn.Module) -> list[float]:
 
 
 def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    return [(module, name, value) for module in model.modules() for name, value in vars(module).items() if _is_dropout(module, name, value)]
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if _is_dropout(module, name, value)
+    ]
 
 
 def _is_dropout(module: nn.Module, name: str, value) -> bool:

@@ -26,8 +26,12 @@ LEVELS = ("token", "sequence")
 class Loss:
     clip_low: float = key("the ratio is clipped at 1 - this", 0.2)
     clip_high: float = key("the ratio is clipped at 1 + this", 0.2)
-    beta: float = key("weight of the KL to the reference, which is the starting model; 0 turns it off and saves its weights", 0.0)
-    mean: str = key("sequence-mean: 1/N sum_i 1/|M_i| sum_t; token-mean: 1/|M| sum; dr-grpo: 1/(N * constant) sum", "sequence-mean")
+    beta: float = key(
+        "weight of the KL to the reference, which is the starting model; 0 turns it off and saves its weights", 0.0
+    )
+    mean: str = key(
+        "sequence-mean: 1/N sum_i 1/|M_i| sum_t; token-mean: 1/|M| sum; dr-grpo: 1/(N * constant) sum", "sequence-mean"
+    )
     constant: int | None = key("dr-grpo's denominator per trajectory; null: rollout.max_new_tokens", None)
     level: str = key("whose ratio is clipped: each `token`'s, or the `sequence`'s geometric mean (GSPO)", "token")
     renormalise: bool = key("divide by accepted trajectories instead of all", False)
@@ -36,7 +40,12 @@ class Loss:
         for name, known in (("mean", MEANS), ("level", LEVELS)):
             if getattr(self, name) not in known:
                 raise SparseRLError(f"loss.{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
-        if self.clip_low < 0 or self.clip_high < 0 or self.beta < 0 or (self.constant is not None and self.constant < 1):
+        if (
+            self.clip_low < 0
+            or self.clip_high < 0
+            or self.beta < 0
+            or (self.constant is not None and self.constant < 1)
+        ):
             raise SparseRLError(
                 f"loss: clip_low {self.clip_low}, clip_high {self.clip_high} and beta {self.beta} must not be negative, "
                 f"constant {self.constant} must be at least 1."
@@ -50,7 +59,9 @@ def token_scale(mask: Tensor, accepted: Tensor, how: Loss) -> Tensor:
         scale = 1 / mask.sum().clamp(min=1)
     elif how.mean == "dr-grpo":
         if how.constant is None:
-            raise SparseRLError("loss.mean is dr-grpo but loss.constant is not given; use the longest response, such as max_new_tokens.")
+            raise SparseRLError(
+                "loss.mean is dr-grpo but loss.constant is not given; use the longest response, such as max_new_tokens."
+            )
         scale = torch.as_tensor(1 / (trajectories * how.constant), device=mask.device)
     else:
         scale = 1 / (trajectories * mask.sum(1, keepdim=True).clamp(min=1))

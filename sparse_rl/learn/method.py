@@ -28,7 +28,9 @@ class Method:
         if self.view not in VIEWS:
             raise SparseRLError(f"learn.view is {self.view!r}; {nearest(self.view, VIEWS)}")
         if self.distill is not None and self.distill not in DIRECTIONS:
-            raise SparseRLError(f"learn.distill is {self.distill!r}; it must be one of {', '.join(DIRECTIONS)}, or null for the method's.")
+            raise SparseRLError(
+                f"learn.distill is {self.distill!r}; it must be one of {', '.join(DIRECTIONS)}, or null for the method's."
+            )
         if self.distill is not None and self.view != "shadow":
             raise SparseRLError(
                 f"distillation ({self.distill}) is between the two views, so it goes with learn.view: shadow, not {self.view}."

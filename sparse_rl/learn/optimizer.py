@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 from ..keys import key
 from .shards import full, put
 
@@ -28,9 +28,11 @@ class OptimizerSettings:
     max_grad_norm: float = key("gradients are scaled down to this norm", 1.0)
 
     def __post_init__(self):
-        whole(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
+        require_int(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
         positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and self.eps > 0
-        if not (positive and self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)):  # NaN fails every comparison
+        if not (
+            positive and self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        ):  # NaN fails every comparison
             raise SparseRLError(
                 f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm {self.max_grad_norm} above 0, "
                 f"weight_decay {self.weight_decay} not negative, betas {list(self.betas)} from 0 to below 1."
@@ -44,7 +46,9 @@ class MasterAdamW:
         if not self.parameters:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
         if any(p.dtype == torch.float16 for p in self.parameters):
-            raise SparseRLError("the model is float16, in which gradients vanish; train it as bfloat16 or float32 (model.dtype).")
+            raise SparseRLError(
+                "the model is float16, in which gradients vanish; train it as bfloat16 or float32 (model.dtype)."
+            )
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
@@ -53,7 +57,11 @@ class MasterAdamW:
         plain = [m for m in self.masters if m.dim() <= 1]
         groups = [{"params": decays, "weight_decay": how.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=how.lr, betas=how.betas, eps=how.eps, fused=self.masters[0].device.type == "cuda"
+            [g for g in groups if g["params"]],
+            lr=how.lr,
+            betas=how.betas,
+            eps=how.eps,
+            fused=self.masters[0].device.type == "cuda",
         )
 
     def step(self, share: float) -> tuple[float, float]:
@@ -91,7 +99,10 @@ class MasterAdamW:
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Masters, moments and steps of all parameters, in their order. Zeros where nothing was updated yet."""
-        states = [self.adamw.state.get(m) or {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)} for m in self.masters]
+        states = [
+            self.adamw.state.get(m) or {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)}
+            for m in self.masters
+        ]
         return {
             "masters": [m.detach() for m in self.masters],
             "exp_avg": [state["exp_avg"] for state in states],

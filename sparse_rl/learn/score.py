@@ -40,7 +40,9 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     return batch_logprobs(model, tokens, asked, temperature, replay)[0]
 
 
-def batch_logprobs(model: nn.Module, tokens: Tensor, asked: Tensor, temperature: float = 1.0, replay: Replay | None = None) -> Tensor:
+def batch_logprobs(
+    model: nn.Module, tokens: Tensor, asked: Tensor, temperature: float = 1.0, replay: Replay | None = None
+) -> Tensor:
     """fp32 [B, T]: log-probs of the tokens `asked` for (bool [B, T], never the first of a sequence), 0 elsewhere. Differentiable.
 
     tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view.
@@ -73,7 +75,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     finally:
         hook.remove()
     if not caught:
-        raise SparseRLError(f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: log-probs of it are not supported.")
+        raise SparseRLError(
+            f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: log-probs of it are not supported."
+        )
     states = caught[0]
     if beacon is not None:  # what follows a beacon was predicted before it
         after = states.last_hidden_state
@@ -102,7 +106,7 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
     name, decoder = causal_lm.base_model_prefix, _decoder(model)
-    setattr(causal_lm, name, _Given(given))
+    setattr(causal_lm, name, _FixedOutput(given))
     try:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
         return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
@@ -144,7 +148,9 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     longest = max(len(tokens) for tokens, _ in items)
-    padded = torch.full((len(items), config.num_hidden_layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    padded = torch.full(
+        (len(items), config.num_hidden_layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32
+    )
     if beacon_of(model) is None and (highest := max(int(tokens.max()) for tokens, _ in items)) >= config.vocab_size:
         raise SparseRLError(
             f"the tokens hold id {highest}, outside this model's vocabulary of {config.vocab_size}: a beacon's, or another tokenizer's; "
@@ -159,7 +165,9 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
             )
         row[..., : len(tokens)] = trace.evicted_at.to(torch.int32)
         if (row[..., : len(tokens)] <= torch.arange(len(tokens))).any():
-            raise SparseRLError("the trace says of a token that it was gone before it was fed: it is damaged; sample the trajectory again.")
+            raise SparseRLError(
+                "the trace says of a token that it was gone before it was fed: it is damaged; sample the trajectory again."
+            )
     return padded
 
 
@@ -172,7 +180,9 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     device = next(model.parameters()).device
     whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
     dense = hidden_states(model, whole)
-    shadow = hidden_states(model, trajectory.tokens.to(device)[None], replay_of(model, [(trajectory.tokens, trajectory.trace)]))
+    shadow = hidden_states(
+        model, trajectory.tokens.to(device)[None], replay_of(model, [(trajectory.tokens, trajectory.trace)])
+    )
     asked = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
     views = ((dense, asked), (shadow, trajectory.response_mask.to(device)[None]))
     pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(_chunk(model)) for states, asked in views)
@@ -183,7 +193,7 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     return torch.cat(shares) if shares else torch.zeros(0, device=device)
 
 
-class _Given(nn.Module):
+class _FixedOutput(nn.Module):
     """Stands in for the decoder and returns what it is given."""
 
     def __init__(self, output):
@@ -209,7 +219,9 @@ def _decoder(model: nn.Module) -> nn.Module:
     causal_lm = _causal_lm(model)
     decoder = getattr(causal_lm, causal_lm.base_model_prefix, None)
     if decoder is None:
-        raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: not supported.")
+        raise SparseRLError(
+            f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: not supported."
+        )
     return decoder
 
 

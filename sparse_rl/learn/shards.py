@@ -38,7 +38,9 @@ def shard(model: nn.Module, processes: int) -> Sharded:
 
     first = next(model.parameters())
     mesh = init_device_mesh(first.device.type, (processes,))
-    policy = MixedPrecisionPolicy() if first.dtype == torch.float32 else MixedPrecisionPolicy(first.dtype, torch.float32)
+    policy = (
+        MixedPrecisionPolicy() if first.dtype == torch.float32 else MixedPrecisionPolicy(first.dtype, torch.float32)
+    )
     for layer in decoder_layers(model):
         fully_shard(layer.float(), mesh=mesh, mp_policy=policy)
     around = Sharded(model)
@@ -79,7 +81,7 @@ def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     """Every process writes its own part. All do it together."""
     import torch.distributed.checkpoint as dcp
 
-    with _plainly():
+    with readable_checkpoint_errors():
         dcp.save(tensors, checkpoint_id=folder)
 
 
@@ -87,12 +89,12 @@ def load_shards(into: dict[str, Tensor], folder: Path) -> None:
     """Read what any number of processes wrote, into tensors that are whole or divided in any other way."""
     import torch.distributed.checkpoint as dcp
 
-    with _plainly():
+    with readable_checkpoint_errors():
         dcp.load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def readable_checkpoint_errors() -> Iterator[None]:
     """torch.distributed.checkpoint raises, on all processes, something that is not even an Exception: say what went wrong first."""
     from torch.distributed.checkpoint import CheckpointException
 

@@ -20,12 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Replay
-from ..beacon import POSITIONS, Laid, add_beacon, beacon_of, check_chunk, drawn, every, lay_out
-from ..errors import SparseRLError, whole
+from ..beacon import (
+    POSITIONS,
+    BeaconLayout,
+    add_beacon,
+    beacon_of,
+    check_chunk,
+    fixed_chunk_ends,
+    insert_beacons,
+    random_chunk_ends,
+)
+from ..distributed.world import World
+from ..errors import SparseRLError, require_int
 from ..keys import key
 from ..models import evaluating, with_lora
 from ..streams import stream_key
-from ..world import World
 from .batch import Sampled, pack
 from .distill import divergence
 from .learner import learning
@@ -38,17 +47,23 @@ _NEVER = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class StudentSettings:
-    chunks: list[Any] = key("students that fold their reasoning into beacons, each by its chunks' tokens: 8, or a list; []: none", [])
+    chunks: list[Any] = key(
+        "students that fold their reasoning into beacons, each by its chunks' tokens: 8, or a list; []: none", []
+    )
     draw: str = key("with several sizes, which one is drawn for: every sequence, or every chunk", "sequence")
     position: str = key("a beacon's: shared (the last token's of its chunk) or own", "shared")
     lr: float = key("learning rate of the students; everything else is the optimizer's", 1e-4)
-    lora_rank: int = key("0: a student has weights of its own; else it is the teacher as it stands, with adapters of that rank", 0)
+    lora_rank: int = key(
+        "0: a student has weights of its own; else it is the teacher as it stands, with adapters of that rank", 0
+    )
     lora_alpha: int = key("scale of the adapters: alpha / rank", 16)
     late: bool = key("the model is a finished teacher: it samples, but only students learn", False)
 
     def __post_init__(self):
         if not isinstance(self.chunks, (list, tuple)) or not all(map(sizes_of, self.chunks)):
-            raise SparseRLError(f"student.chunks is {self.chunks!r}; give a list with an entry per student, such as [2, 8, [2, 4, 8]].")
+            raise SparseRLError(
+                f"student.chunks is {self.chunks!r}; give a list with an entry per student, such as [2, 8, [2, 4, 8]]."
+            )
         names = [name_of(sizes_of(entry)) for entry in self.chunks]
         if len(set(names)) < len(names):
             raise SparseRLError(f"student.chunks is {self.chunks!r}: two students are the same; name each once.")
@@ -59,10 +74,12 @@ class StudentSettings:
             )
         if not 0 < self.lr < 1:
             raise SparseRLError(f"student.lr is {self.lr}; it must be between 0 and 1.")
-        whole(at_least=0, **{"student.lora_rank": self.lora_rank})
-        whole(**{"student.lora_alpha": self.lora_alpha})
+        require_int(at_least=0, **{"student.lora_rank": self.lora_rank})
+        require_int(**{"student.lora_alpha": self.lora_alpha})
         if self.late and not self.chunks:
-            raise SparseRLError("student.late is true, but there is no student; say which with student.chunks, such as [8].")
+            raise SparseRLError(
+                "student.late is true, but there is no student; say which with student.chunks, such as [8]."
+            )
 
 
 def sizes_of(entry) -> tuple[int, ...]:
@@ -87,7 +104,9 @@ class Seen:
 
 
 class Student:
-    def __init__(self, teacher: nn.Module, sizes: tuple[int, ...], how: StudentSettings, optimizer: OptimizerSettings, seed: int):
+    def __init__(
+        self, teacher: nn.Module, sizes: tuple[int, ...], how: StudentSettings, optimizer: OptimizerSettings, seed: int
+    ):
         self.name, self.sizes, self.how = name_of(sizes), sizes, how
         self.model = add_beacon(copied(teacher), sizes, how.position, seed)
         self.follows = list(zip(self.model.parameters(), _in_order(self.model, teacher))) if how.lora_rank else []
@@ -97,19 +116,21 @@ class Student:
         self.version = 0  # optimizer steps
         self.skipped = 0  # of them in a row, for non-finite numbers
 
-    def lay_out(self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int]) -> Laid:
+    def insert_beacons(self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int]) -> BeaconLayout:
         """Trajectories with this student's beacons. tokens int64 [B, T - beacons], prompts, lengths [B], streams: of what is drawn"""
         if self.how.draw == "chunk":
-            ends = drawn(self.sizes, streams, prompts, lengths, tokens.shape[1])
+            ends = random_chunk_ends(self.sizes, streams, prompts, lengths, tokens.shape[1])
         else:
             chunks = torch.tensor([self.sizes[stream % len(self.sizes)] for stream in streams])
-            ends = every(chunks, prompts, lengths, tokens.shape[1])
-        return lay_out(tokens, prompts, lengths, ends, beacon_of(self.model).id, _NEVER)
+            ends = fixed_chunk_ends(chunks, prompts, lengths, tokens.shape[1])
+        return insert_beacons(tokens, prompts, lengths, ends, beacon_of(self.model).id, _NEVER)
 
-    def kl(self, fed: Laid, teacher: Seen, temperature: float) -> Tensor:
+    def kl(self, fed: BeaconLayout, teacher: Seen, temperature: float) -> Tensor:
         """KL(teacher || student) of every response token. -> fp32 [n]"""
         device = teacher.states.device
-        replay = Replay(fed.evicted_at.to(device, torch.int32)[:, None, None], fed.lengths.to(device))  # all layers and heads alike
+        replay = Replay(
+            fed.evicted_at.to(device, torch.int32)[:, None, None], fed.lengths.to(device)
+        )  # all layers and heads alike
         hidden = hidden_states(self.model, fed.tokens.to(device), replay)
 
         def between(logits: Tensor, theirs: Tensor) -> Tensor:
@@ -159,13 +180,20 @@ class Students:
         world: World | None = None,
     ):
         self.world = world or World()
-        self.micro_batch_tokens, self.temperature, self.seed, self.max_skipped = micro_batch_tokens, temperature, seed, max_skipped
+        self.micro_batch_tokens, self.temperature, self.seed, self.max_skipped = (
+            micro_batch_tokens,
+            temperature,
+            seed,
+            max_skipped,
+        )
         self.every = [Student(teacher, sizes_of(entry), how, optimizer, seed) for entry in how.chunks]
 
     def learn(self, teacher: nn.Module, sampled: Sampled, minibatches: int, step: int) -> dict[str, float]:
         """One optimizer step of every student per minibatch. The teacher is as it was when it sampled."""
         sums = {student.name: [] for student in self.every}
-        for number, rows in enumerate(torch.arange(len(sampled.lengths)).tensor_split(minibatches if self.every else 0)):
+        for number, rows in enumerate(
+            torch.arange(len(sampled.lengths)).tensor_split(minibatches if self.every else 0)
+        ):
             for name, found in self._step(teacher, sampled, rows, stream_key(self.seed, [step, number])).items():
                 sums[name].append(found)
         return {
@@ -184,8 +212,10 @@ class Students:
             taught, lengths = seen(teacher, sampled, which), sampled.lengths[which]
             tokens, prompts = sampled.tokens[which, : int(lengths.max())], sampled.mask[which].int().argmax(1)
             for student in self.every:
-                streams = [stream_key(stream, [i], *student.sizes) % 2**62 for i in which.tolist()]  # run's seed, step, trajectory, student
-                fed = student.lay_out(tokens, prompts, lengths, streams)
+                streams = [
+                    stream_key(stream, [i], *student.sizes) % 2**62 for i in which.tolist()
+                ]  # run's seed, step, trajectory, student
+                fed = student.insert_beacons(tokens, prompts, lengths, streams)
                 with learning(student.model):
                     kl = student.kl(fed, taught, self.temperature).sum()
                     (kl / count).backward()
@@ -193,7 +223,9 @@ class Students:
         means = {name: total / count for name, total in self.world.add_numbers(sums).items()}
         for student in self.every if self.world.size > 1 else ():
             self.world.add(student.optimizer.gradients())
-        return {student.name: (means[student.name], self._update(student, means[student.name])) for student in self.every}
+        return {
+            student.name: (means[student.name], self._update(student, means[student.name])) for student in self.every
+        }
 
     def _update(self, student: Student, kl: float) -> float:
         """The gradient norm. A step in which a number is not finite changes nothing; too many of them in a row end the run."""
@@ -233,7 +265,12 @@ def seen(teacher: nn.Module, sampled: Sampled, rows: Tensor) -> Seen:
 
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy. Handles of hooks that transformers keeps on a model would not survive a second one: they are shared."""
-    handles = [h for m in model.modules() for h in (*getattr(m, "_require_grads_hooks", ()), getattr(m, "_require_grads_hook", None)) if h]
+    handles = [
+        h
+        for m in model.modules()
+        for h in (*getattr(m, "_require_grads_hooks", ()), getattr(m, "_require_grads_hook", None))
+        if h
+    ]
     return copy.deepcopy(model, {id(handle): handle for handle in handles})
 
 

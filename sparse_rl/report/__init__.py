@@ -11,7 +11,7 @@ FORMATS = ("html", "png", "md")
 
 def write(runs: Sequence[str | os.PathLike], out: Path, kind: str = "html") -> Path:
     """Write the report of these runs, whole or not at all."""
-    from ..checkpoint import replace_file
+    from ..files import replace_file
     from . import figures
     from .document import document
     from .page import page

@@ -16,7 +16,9 @@ MOST = 500  # points of a curve
 FEWEST = 10
 ALL = 250_000  # points of all curves of a page, about 8 MB: many runs get coarser bins
 DIGITS = 6
-_made: WeakKeyDictionary[Curve, dict[tuple[int, bool], dict]] = WeakKeyDictionary()  # a page that is watched asks again and again
+_made: WeakKeyDictionary[Curve, dict[tuple[int, bool], dict]] = (
+    WeakKeyDictionary()
+)  # a page that is watched asks again and again
 
 
 def points_for(curves: int) -> int:
@@ -41,10 +43,15 @@ def _binned(curve: Curve, most: int, regular: bool) -> dict[str, list]:
     here, first = np.unique(place, return_index=True)  # bins in which some point lies
     finite = np.isfinite(value)
     count = np.add.reduceat(finite.astype(np.int64), first)
-    share = np.where(finite, value, 0.0) / np.repeat(np.maximum(count, 1), np.diff(np.append(first, len(step))))  # so that no sum overflows
+    share = np.where(finite, value, 0.0) / np.repeat(
+        np.maximum(count, 1), np.diff(np.append(first, len(step)))
+    )  # so that no sum overflows
     mean, low, high = np.full((3, len(ends)), np.nan)
     mean[here] = np.where(count > 0, np.add.reduceat(share, first), np.nan)
-    low[here], high[here] = np.fmin.reduceat(value, first), np.fmax.reduceat(value, first)  # NaN only where nothing else is
+    low[here], high[here] = (
+        np.fmin.reduceat(value, first),
+        np.fmax.reduceat(value, first),
+    )  # NaN only where nothing else is
     ends[here] = step[np.append(first[1:], len(step)) - 1]
     last = rounded(value[finite][-1:])  # what the run ended with, which no mean says
     return {
@@ -72,7 +79,9 @@ def with_gaps(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     if len(curve.step) < 3:
         return curve.step, curve.value
     holes = np.flatnonzero(np.diff(curve.step) > usual(curve.step))
-    return np.insert(curve.step, holes + 1, curve.step[holes] + usual(curve.step)), np.insert(curve.value, holes + 1, np.nan)
+    return np.insert(curve.step, holes + 1, curve.step[holes] + usual(curve.step)), np.insert(
+        curve.value, holes + 1, np.nan
+    )
 
 
 def usual(step: np.ndarray) -> int:

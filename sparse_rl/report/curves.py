@@ -12,7 +12,13 @@ import numpy as np
 from .lines import Reading, Table, read_on
 
 EXPECTED = {  # what every step of a run writes
-    "metrics.jsonl": ("reward/mean", "rollout/length/mean", "old/entropy/mean", "gap/xi/p05", "reject/trajectories/frac"),
+    "metrics.jsonl": (
+        "reward/mean",
+        "rollout/length/mean",
+        "old/entropy/mean",
+        "gap/xi/p05",
+        "reject/trajectories/frac",
+    ),
     "timing.jsonl": ("time/step", "rollout/tokens_per_s", "cache/bytes/allocated"),
 }
 NAMES, LONGEST_NAME = 1000, 200  # metrics of a file, and characters of one
@@ -41,7 +47,9 @@ def is_evaluation(name: str) -> bool:
     return name.startswith("eval/") or name == "time/eval"
 
 
-Known = tuple[tuple, Reading, tuple[dict[str, Curve], list[str]]]  # how a file looked, what was read of it, its curves and notes
+Known = tuple[
+    tuple, Reading, tuple[dict[str, Curve], list[str]]
+]  # how a file looked, what was read of it, its curves and notes
 _read: dict[Path, Known] = {}
 
 
@@ -55,7 +63,9 @@ def read_curves(path: Path, expected: Sequence[str]) -> tuple[dict[str, Curve], 
     except OSError as error:
         _read.pop(path, None)
         return {}, [
-            f"there is no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name} cannot be read ({error.strerror})"
+            f"there is no {path.name}"
+            if isinstance(error, FileNotFoundError)
+            else f"{path.name} cannot be read ({error.strerror})"
         ]
 
 
@@ -73,7 +83,10 @@ def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[di
     """Curves of what was read of a file, and notes."""
     notes = damage(title, reading.lines, reading.torn, reading.wrong)
     tables = list(reading.tables.values())
-    line, step = (np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]) for name in ("line", "step"))
+    line, step = (
+        np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
+        for name in ("line", "step")
+    )
     order = np.argsort(line)
     line, step = line[order], step[order]
     if (stepless := line[step < 0]).size:
@@ -87,31 +100,46 @@ def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[di
     if many := len(known) - len(shown):
         limits = f"beyond {NAMES:,}, or with names of more than {LONGEST_NAME} characters"
         notes.append(f"{_count(many, 'metric')} of {title} {_is(many)} left out: {limits}")
-    gaps: dict[str, Counter[str]] = {"null, not finite or beyond 1e100": Counter(), "no number": Counter(), "missing": Counter()}
+    gaps: dict[str, Counter[str]] = {
+        "null, not finite or beyond 1e100": Counter(),
+        "no number": Counter(),
+        "missing": Counter(),
+    }
     steps, curves, again = _columns(tables, {name for name in shown if not is_evaluation(name)}, gaps)
     _, held_out, twice = _columns(tables, set(filter(is_evaluation, shown)), gaps)
     curves |= held_out
     if twice := np.union1d(again, twice).tolist():
         notes.append(f"{title} has {_count(len(twice), 'step')} more than once ({_some(twice)}): the later line counts")
     if late.size:
-        notes.append(f"{_lines(late)} of {title} {'goes' if len(late) == 1 else 'go'} back to an earlier step: shown in order of steps")
+        notes.append(
+            f"{_lines(late)} of {title} {'goes' if len(late) == 1 else 'go'} back to an earlier step: shown in order of steps"
+        )
     absent = [name for name in expected if name not in curves] if len(steps) else []
     if absent:
         notes.append(f"{title} has no {', '.join(absent)}: an older version may have written it")
     if holes := int(steps[-1] - steps[0]) + 1 - len(steps) if len(steps) else 0:
-        notes.append(f"{_count(holes, 'step')} between {steps[0]} and {steps[-1]} {_is(holes)} missing in {title}: gaps")
-    gaps["missing"] = Counter({name: count for name, count in gaps["missing"].items() if name in expected})  # others come and go
+        notes.append(
+            f"{_count(holes, 'step')} between {steps[0]} and {steps[-1]} {_is(holes)} missing in {title}: gaps"
+        )
+    gaps["missing"] = Counter(
+        {name: count for name, count in gaps["missing"].items() if name in expected}
+    )  # others come and go
     notes += [f"{title}: {_per_name(counts)} {what}: gaps" for what, counts in gaps.items() if counts]
     return curves, notes
 
 
-def _columns(tables: Sequence[Table], wanted: set[str], gaps: dict[str, Counter[str]]) -> tuple[np.ndarray, dict[str, Curve], np.ndarray]:
+def _columns(
+    tables: Sequence[Table], wanted: set[str], gaps: dict[str, Counter[str]]
+) -> tuple[np.ndarray, dict[str, Curve], np.ndarray]:
     """Steps [N], curves of the names that are wanted, and steps that come more than once, of which the last line counts.
 
     `gaps` counts what is no finite number, by name.
     """
     tables = [table for table in tables if not wanted.isdisjoint(table.names)]
-    line, step = (np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)]) for name in ("line", "step"))
+    line, step = (
+        np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
+        for name in ("line", "step")
+    )
     order = np.lexsort((line, step))
     order = order[step[order] >= 0]
     last = np.diff(step[order], append=-1) != 0
@@ -134,11 +162,17 @@ def _columns(tables: Sequence[Table], wanted: set[str], gaps: dict[str, Counter[
     for name, curve in curves.items():
         if lost := len(index) - len(curve.finite):
             missing = len(index) - there[name]
-            counts = {"null, not finite or beyond 1e100": lost - missing - odd[name], "no number": odd[name], "missing": missing}
+            counts = {
+                "null, not finite or beyond 1e100": lost - missing - odd[name],
+                "no number": odd[name],
+                "missing": missing,
+            }
             for what, count in counts.items():
                 if count:
                     gaps[what][name] = count
-    kept = {name: curve for name, curve in curves.items() if len(curve.finite) or not odd[name]}  # text all along: no curve
+    kept = {
+        name: curve for name, curve in curves.items() if len(curve.finite) or not odd[name]
+    }  # text all along: no curve
     return index, kept, np.unique(step[order][~last])
 
 

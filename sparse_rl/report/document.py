@@ -57,4 +57,6 @@ def described(run: Run, most: int) -> dict[str, Any]:
 
 def dumped(value: Any) -> str:
     """JSON in ASCII, without NaN, and without what could end a script."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # U+2028 and the like are escaped already
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )  # U+2028 and the like are escaped already

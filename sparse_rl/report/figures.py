@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import SparseRLError
-from ..plan import size
+from ..planning.memory import size
 from .bins import binned, points_for
 from .curves import Curve, is_evaluation
 from .read import Run, bounded
@@ -108,7 +108,9 @@ def draw(axis, name: str, curve: Curve, most: int, color: str, style: str) -> No
     few = len(mean) < 15
     axis.plot(points["step"], mean, style, color=color, marker="o" if few else None, markersize=3, linewidth=1.2)
     if "low" in points:
-        axis.fill_between(points["step"], numbers(points["low"]), numbers(points["high"]), color=color, alpha=0.15, linewidth=0)
+        axis.fill_between(
+            points["step"], numbers(points["low"]), numbers(points["high"]), color=color, alpha=0.15, linewidth=0
+        )
 
 
 def shade(axis, run: Run, most: int, color: str) -> None:
@@ -162,8 +164,14 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
         said += [f"note: {escaped(note)}" for note in bounded(run.notes)]
         parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
     if len(runs) > 1:
-        rows = [[escaped(row["key"]), *(escaped("" if v is None else str(v)) for v in row["values"])] for row in differences_of(runs)]
-        parts += ["## Recipes", table(["key", *(escaped(run.name) for run in runs)], rows) if rows else "The recipes are the same."]
+        rows = [
+            [escaped(row["key"]), *(escaped("" if v is None else str(v)) for v in row["values"])]
+            for row in differences_of(runs)
+        ]
+        parts += [
+            "## Recipes",
+            table(["key", *(escaped(run.name) for run in runs)], rows) if rows else "The recipes are the same.",
+        ]
     commands = [command(run.recipe, run.complete, run.name) for run in runs if run.recipe]
     if commands:
         text = "\n".join(visible(line, keep="\n") for line in commands)
@@ -181,7 +189,12 @@ def table_of_runs(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         clock = run.clock()
-        cells = [escaped(run.name), escaped(run.method), f"{run.steps:,}", f"{clock.value[-1]:,.0f} s" if len(clock.value) else ""]
+        cells = [
+            escaped(run.name),
+            escaped(run.method),
+            f"{run.steps:,}",
+            f"{clock.value[-1]:,.0f} s" if len(clock.value) else "",
+        ]
         for heading, (name, form) in COLUMNS.items():
             values = run.curves[name].finite if name in run.curves else ()
             best = f" ({form.format(max(values))})" if heading in WITH_BEST and len(values) else ""

@@ -78,14 +78,18 @@ def joined(tables: Iterable[Table]) -> dict[tuple[str, ...], Table]:
         found.setdefault(table.names, []).append(table)
     columns = ("line", "step", "value", "odd")
     return {
-        names: same[0] if len(same) == 1 else Table(names, *(np.concatenate([getattr(table, c) for table in same]) for c in columns))
+        names: same[0]
+        if len(same) == 1
+        else Table(names, *(np.concatenate([getattr(table, c) for table in same]) for c in columns))
         for names, same in found.items()
     }
 
 
 def parsed(texts: list[bytes], first: int) -> tuple[list[Table], list[int]]:
     """Lines, the first of which has this number, as tables in the order of their first lines; and numbers of those that are no objects."""
-    alike: dict[tuple[bytes, ...] | None, tuple[list[int], list[bytes]]] = {}  # names -> numbers, lines with a quote for every name
+    alike: dict[
+        tuple[bytes, ...] | None, tuple[list[int], list[bytes]]
+    ] = {}  # names -> numbers, lines with a quote for every name
     for number, text in enumerate(texts, first):
         pieces = text.split(b'"')
         numbers, rests = alike.setdefault(tuple(pieces[1::2]) if len(pieces) % 2 else None, ([], []))
@@ -137,7 +141,11 @@ def _together(quoted: tuple[bytes, ...], numbers: list[int], rests: list[bytes])
     value = value[:, others]
     value[np.abs(value) > BEYOND] = np.nan
     return Table(
-        tuple(names[i] for i in others), np.array(numbers), np.array(steps, dtype=np.int64), value, np.zeros(value.shape, dtype=bool)
+        tuple(names[i] for i in others),
+        np.array(numbers),
+        np.array(steps, dtype=np.int64),
+        value,
+        np.zeros(value.shape, dtype=bool),
     )
 
 
@@ -156,7 +164,11 @@ def _alone(number: int, text: bytes) -> Table | None:
     value = np.array([found], dtype=np.float64)
     value[np.abs(value) > BEYOND] = np.nan
     return Table(
-        tuple(line), np.array([number]), np.array([step if whole else -1]), value, np.array([odd], dtype=bool).reshape(1, len(line))
+        tuple(line),
+        np.array([number]),
+        np.array([step if whole else -1]),
+        value,
+        np.array([odd], dtype=bool).reshape(1, len(line)),
     )
 
 

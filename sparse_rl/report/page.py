@@ -17,9 +17,16 @@ def page(document: dict) -> str:
     """The page of a document. No text of it can end the script that holds it, and nothing but our own script and style may run."""
     script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     style = (ASSETS / "report.css").read_text(encoding="utf-8")
-    parts = {"policy": policy(script, style, live=document["live"] is not None), "style": style, "script": script, "data": dumped(document)}
+    parts = {
+        "policy": policy(script, style, live=document["live"] is not None),
+        "style": style,
+        "script": script,
+        "data": dumped(document),
+    }
     template = (ASSETS / "report.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # one pass: text of the data is not looked at again
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template
+    )  # one pass: text of the data is not looked at again
 
 
 def policy(script: str, style: str, live: bool) -> str:

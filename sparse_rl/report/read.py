@@ -66,7 +66,9 @@ def find_runs(paths: Sequence[str | os.PathLike], gone: bool = False) -> tuple[l
             notes.append(f"{path} holds no run at the moment")
         elif skipped:
             names = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-            notes.append(f"{len(skipped)} of {len(here) + len(skipped)} folders in {path} are no runs and are left out: {names}")
+            notes.append(
+                f"{len(skipped)} of {len(here) + len(skipped)} folders in {path} are no runs and are left out: {names}"
+            )
         for run in here:
             found.setdefault(run.resolve(), run)
     return list(found.values()), notes
@@ -82,7 +84,10 @@ def is_run(path: Path) -> bool:
 def bounded(notes: Sequence[str]) -> list[str]:
     """Notes as they are shown: long ones cut, many left out, and how much of both."""
     cut = [
-        note if len(note) <= LONGEST_NOTE else f"{note[:LONGEST_NOTE]} ... ({len(note) - LONGEST_NOTE:,} more characters)" for note in notes
+        note
+        if len(note) <= LONGEST_NOTE
+        else f"{note[:LONGEST_NOTE]} ... ({len(note) - LONGEST_NOTE:,} more characters)"
+        for note in notes
     ]
     return cut if len(cut) <= NOTES else [*cut[:NOTES], f"{len(cut) - NOTES:,} more notes are left out"]
 

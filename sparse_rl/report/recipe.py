@@ -60,7 +60,11 @@ def command(recipe: Mapping[str, Mapping[str, Any]], complete: bool, folder: str
         changes = _changes(base, recipe)
         overrides = [(key, _yaml(value)) for key, value in changes.items()]
         if not {"model.name", "task.name"} <= changes.keys() and _makes(base, overrides, recipe):
-            options = [part for key, value in overrides for part in ((f"--{key}={value}",) if value[:1] == "-" else (f"--{key}", value))]
+            options = [
+                part
+                for key, value in overrides
+                for part in ((f"--{key}={value}",) if value[:1] == "-" else (f"--{key}", value))
+            ]
             return shlex.join(["sparse-rl", "train", name, *options, "--out", f"{folder}-again"])
     return shlex.join(["sparse-rl", "train", f"{folder}/recipe.yaml", "--out", f"{folder}-again"])
 
@@ -68,7 +72,11 @@ def command(recipe: Mapping[str, Mapping[str, Any]], complete: bool, folder: str
 @functools.cache
 def shipped() -> dict[str, dict[str, dict[str, Any]]]:
     """Recipes by name, every key spelled out."""
-    return {file.stem: load_recipe(file).to_dict() for file in sorted(RECIPES.glob("*.yaml")) if not file.stem.endswith("-warmup")}
+    return {
+        file.stem: load_recipe(file).to_dict()
+        for file in sorted(RECIPES.glob("*.yaml"))
+        if not file.stem.endswith("-warmup")
+    }
 
 
 def _changes(base: Mapping, recipe: Mapping) -> dict[str, Any]:
@@ -88,7 +96,9 @@ def _yaml(value: Any) -> str:
     """A value as an option has it."""
     import yaml
 
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True).removesuffix("...\n").strip()
+    text = (
+        yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True).removesuffix("...\n").strip()
+    )
     return str(value) if isinstance(value, str) and _reads_as(str(value), value) else text
 
 

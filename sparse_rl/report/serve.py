@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from ..errors import SparseRLError, stoppable
+from ..errors import SparseRLError
+from ..signals import stoppable
 from .document import document, dumped
 from .page import page
 
@@ -32,7 +33,9 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((LOOPBACK, port), Handler)
         except OSError as error:
-            raise SparseRLError(f"port {port} cannot be served on ({error.strerror}); choose another with --port, or 0 for any.") from error
+            raise SparseRLError(
+                f"port {port} cannot be served on ({error.strerror}); choose another with --port, or 0 for any."
+            ) from error
 
     def handle_error(self, request, client_address) -> None:
         """A reader that goes away in the middle of an answer is nothing to tell; anything else is."""

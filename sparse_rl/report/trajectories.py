@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..cache.trace import Trace
-from ..checkpoint import find_checkpoints
 from ..errors import SparseRLError
+from ..files import find_checkpoints
 from .curves import lies_in
 from .read import json_lines
 
@@ -41,7 +41,9 @@ def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[li
         used += len(json.dumps(found))
         if used > space:
             left = len(chosen) - done
-            notes.append(f"the maps of {left} of {len(chosen)} trajectories are left out: all would take more than {space / 1e6:.1f} MB")
+            notes.append(
+                f"the maps of {left} of {len(chosen)} trajectories are left out: all would take more than {space / 1e6:.1f} MB"
+            )
             break
         shown["map"] = found
     return [shown for *_, shown in chosen], notes
@@ -100,7 +102,11 @@ def _steps(samples: Path) -> list[tuple[int, Path]]:
 def wrong_in(line: dict) -> str | None:
     """What about a line makes it no trajectory; all else may be missing."""
     tokens, prompt = line.get("tokens"), line.get("num_prompt_tokens")
-    if not isinstance(tokens, list) or not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+    ):
         return "tokens is no list of token ids"
     if type(prompt) is not int or not 0 <= prompt <= len(tokens):
         return f"num_prompt_tokens is {str(prompt)[:20]}, but there are {len(tokens)} tokens"
@@ -113,7 +119,9 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
     beacon = line.get("beacon_id")
     beacons = [i for i, token in enumerate(tokens) if type(beacon) is int and token == beacon]
     pieces = line.get("pieces")
-    if not (isinstance(pieces, list) and len(pieces) == len(tokens) and all(isinstance(piece, str) for piece in pieces)):
+    if not (
+        isinstance(pieces, list) and len(pieces) == len(tokens) and all(isinstance(piece, str) for piece in pieces)
+    ):
         pieces = text_of(tokens)
     pieces = [*pieces]
     for i in beacons:
@@ -214,7 +222,9 @@ class Texts:
             self.notes.append("checkpoints is a link out of the run's folder and is not read: ids of tokens are shown")
             return None
         if not found:
-            self.notes.append("there is no checkpoint whose tokenizer could say the text of tokens: their ids are shown")
+            self.notes.append(
+                "there is no checkpoint whose tokenizer could say the text of tokens: their ids are shown"
+            )
             return None
         from transformers import AutoTokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import size
+from ..planning.memory import size
 from .bins import significant
 from .curves import Curve
 
@@ -72,7 +72,9 @@ def level(rule: str, value: float) -> str:
     return "bad" if beyond(bad) else "look" if beyond(look) else "good"
 
 
-def judged(rule: str, value: float, figure: str, texts: tuple[str, str, str], judge: float | None = None) -> list[Sentence]:
+def judged(
+    rule: str, value: float, figure: str, texts: tuple[str, str, str], judge: float | None = None
+) -> list[Sentence]:
     """One sentence: `texts` for good, look and bad; no text, no sentence. `judge`: what is compared, where it is not the value shown."""
     found = level(rule, value if judge is None else judge)
     text = texts[("good", "look", "bad").index(found)]
@@ -144,7 +146,9 @@ def rewarded(curves: Curves) -> list[Sentence]:
         f"Rewarded trajectories are rejected more often ({right:.1%}) than others ({wrong:.1%}): what should be learned is thrown away; "
         "raise rollout.budget, or use learn.method: tis or shadow."
     )
-    return judged("rewarded", right, figure, ("", text, text), judge=right / wrong if wrong else math.inf if right else 0.0)
+    return judged(
+        "rewarded", right, figure, ("", text, text), judge=right / wrong if wrong else math.inf if right else 0.0
+    )
 
 
 def alpha(curves: Curves) -> list[Sentence]:
@@ -179,7 +183,11 @@ def xi(curves: Curves) -> list[Sentence]:
         text = f"A twentieth of the tokens has xi above {high:.2f}: more likely to the learner than to the sampler; raise rollout.budget."
         found += judged("xi_high", high, "gap/xi/p95", ("", text, text))
     if low is not None and high is not None and not found:
-        found.append(Sentence("good", f"xi of nine tokens in ten lies between {low:.2f} and {high:.2f}, near 1.", "gap/xi/p05", low))
+        found.append(
+            Sentence(
+                "good", f"xi of nine tokens in ten lies between {low:.2f} and {high:.2f}, near 1.", "gap/xi/p05", low
+            )
+        )
     return found
 
 
@@ -287,8 +295,12 @@ def held_out(curves: Curves) -> list[Sentence]:
             first, last = _thirds(apart)
             said = f"Held-out accuracy, dense less small cache, is {last:+.3f} ({first:+.3f} at the start)"
             text = f"{said}: the gap widens; to deploy on the small cache use learn.method: shadow, to deploy dense raise rollout.budget."
-            fell = any(sentence.level != "good" for sentence in found)  # where dense accuracy fell, a narrow gap is no good news
-            found += judged("gap", last, "eval/sparse/accuracy", ("" if fell else f"{said}.", text, text), judge=last - first)
+            fell = any(
+                sentence.level != "good" for sentence in found
+            )  # where dense accuracy fell, a narrow gap is no good news
+            found += judged(
+                "gap", last, "eval/sparse/accuracy", ("" if fell else f"{said}.", text, text), judge=last - first
+            )
     return found
 
 
@@ -319,7 +331,9 @@ def memory(curves: Curves) -> list[Sentence]:
 
 def rollout(curves: Curves) -> list[Sentence]:
     part, whole = now(curves, "time/rollout"), now(curves, "time/step")
-    if part is None or not whole or not np.isfinite(curves["time/rollout"].value[-1]):  # one step ahead, rollouts are no part of a step
+    if (
+        part is None or not whole or not np.isfinite(curves["time/rollout"].value[-1])
+    ):  # one step ahead, rollouts are no part of a step
         return []
     said = f"Rollouts take {part / whole:.0%} of a step's {whole:.3g} s"
     text = f"{said}; raise rollout.rows as far as memory allows (`sparse-rl plan --recipe`)."
@@ -327,7 +341,9 @@ def rollout(curves: Curves) -> list[Sentence]:
 
 
 def ungraded(curves: Curves) -> list[Sentence]:
-    names = [name for name in ("grade/timeout/count", "grade/error/count", "grade/bad_gold/count") if total(curves, name)]
+    names = [
+        name for name in ("grade/timeout/count", "grade/error/count", "grade/bad_gold/count") if total(curves, name)
+    ]
     asked = total(curves, "rollout/trajectories/count")
     if not names or not asked:
         return []
@@ -383,8 +399,14 @@ RULES: tuple[Rule, ...] = (
         ", where a few per cent are healthy: updates are too large; lower optimizer.lr or learn.minibatches.",
     ),
     norm,
-    of_count("skipped", "update/skipped/count", "skipped for non-finite numbers; lower optimizer.lr, or set model.dtype: float32."),
-    of_count("empty", "update/empty/count", "empty: all was rejected, or no group had variance; raise rollout.group_size."),
+    of_count(
+        "skipped",
+        "update/skipped/count",
+        "skipped for non-finite numbers; lower optimizer.lr, or set model.dtype: float32.",
+    ),
+    of_count(
+        "empty", "update/empty/count", "empty: all was rejected, or no group had variance; raise rollout.group_size."
+    ),
     flat,
     memory,
     rollout,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..beacon import beacon_of
 from ..cache import SlotCache
 from ..compressors import Compressor
-from ..plan import is_out_of_memory
+from ..planning.memory import is_out_of_memory
 from .decode import RowState, forward_modules, sample_next
 from .fold import begin, fold
 from .fused import FusedForward, changing_hooks
@@ -39,7 +39,9 @@ class Decoder:
         self.compressor, self.beacon = compressor, beacon_of(model) if compressor.folds else None
         fused = fusing_pays(cache.keys.device) and FusedForward.fits(model, cache)
         self.waits = waits or fused or cache.keys.is_cuda or compressor.folds
-        self.forward = FusedForward(model, cache) if fused else None  # before the addresses are read: weights may move once
+        self.forward = (
+            FusedForward(model, cache) if fused else None
+        )  # before the addresses are read: weights may move once
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if cache.keys.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if cache.keys.is_cuda else None
         self.addresses = addresses(model)
@@ -92,14 +94,19 @@ class Decoder:
             if is_out_of_memory(error):
                 raise
             why = str(error).splitlines()[0]
-            warnings.warn(f"{type(self.model).__name__} cannot be captured in a CUDA graph ({why}); it runs, but slower.", stacklevel=2)
+            warnings.warn(
+                f"{type(self.model).__name__} cannot be captured in a CUDA graph ({why}); it runs, but slower.",
+                stacklevel=2,
+            )
             self.graphs = None
         finally:
             self.state.done.copy_(done)
 
     def record(self, width: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # a learner may be at work in another thread
+        with torch.cuda.graph(
+            graph, pool=self.pool, capture_error_mode="thread_local"
+        ):  # a learner may be at work in another thread
             self.step(width, self.cache.capacity)
         return graph
 
@@ -122,7 +129,13 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()  # training, and what torch keeps fo
 def _settings(module: nn.Module) -> tuple:
     found = [*changing_hooks(module), vars(module).get("forward")]
     for name, value in vars(module).items():
-        items = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else [value]
+        items = (
+            list(value.items())
+            if isinstance(value, dict)
+            else list(value)
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
         if name not in _OF_EVERY_MODULE and all(
             isinstance(x, _PLAIN) for item in items for x in (item if isinstance(item, tuple) else (item,))
         ):

@@ -134,20 +134,26 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
     if feed.ends is None:
-        logits = model(input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=1, slots_feed=feed).logits
+        logits = model(
+            input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=1, slots_feed=feed
+        ).logits
     else:
         last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
         logits = _logits_at(model, last, input_ids=tokens, position_ids=position, use_cache=False, slots_feed=feed)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
     if missed:
-        raise SparseRLError(f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported.")
+        raise SparseRLError(
+            f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported."
+        )
     return logits[:rows, -1]
 
 
 def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
     """Logits [B, 1, V] of one token per row: the head is shown these tokens alone. place [B]"""
     rows = torch.arange(len(place), device=place.device)
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][rows, place][:, None], *args[1:]))
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, args: (args[0][rows, place][:, None], *args[1:])
+    )
     try:
         return model(**inputs).logits
     finally:

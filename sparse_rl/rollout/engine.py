@@ -21,16 +21,24 @@ from torch import Tensor, nn
 from ..attention import use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
-from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError, whole
+from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError, require_int
 from ..models import ModelShape, check_model, evaluating
-from ..plan import Plan, available_memory, cache_shape, default_prefill_chunk, is_out_of_memory, make_plan, size
+from ..planning.memory import (
+    Plan,
+    available_memory,
+    cache_shape,
+    default_prefill_chunk,
+    is_out_of_memory,
+    make_plan,
+    size,
+)
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState, empty_trace
 from .fold import beacon_positions, check_beacon
 from .progress import ProgressBar
 from .sampling import Sampling
-from .schedule import OnTokens, Rollout
+from .schedule import GenerateCall, OnTokens
 
 _DECODERS = 4  # kept with their graphs, one for each way of sampling
 _USUAL_RESPONSE = 4096  # new tokens assumed when memory runs out before the first call has said how many
@@ -58,22 +66,31 @@ class Engine:
         on_gpu = next(model.parameters()).is_cuda
         prefill_chunk = default_prefill_chunk(on_gpu) if prefill_chunk is None else prefill_chunk
         self.poll = ((8, 16) if on_gpu else (1, 1)) if poll is None else poll
-        whole(rows=rows, prefill_chunk=prefill_chunk, prefill_rows=1 if prefill_rows is None else prefill_rows)
+        require_int(rows=rows, prefill_chunk=prefill_chunk, prefill_rows=1 if prefill_rows is None else prefill_rows)
         if not (isinstance(self.poll, tuple) and len(self.poll) == 2):
-            raise SparseRLError(f"poll is {poll!r}; it must be two whole numbers, the least and the most steps between two looks.")
-        whole(**{"poll[0]": self.poll[0]})
-        whole(at_least=self.poll[0], **{"poll[1]": self.poll[1]})
+            raise SparseRLError(
+                f"poll is {poll!r}; it must be two whole numbers, the least and the most steps between two looks."
+            )
+        require_int(**{"poll[0]": self.poll[0]})
+        require_int(at_least=self.poll[0], **{"poll[1]": self.poll[1]})
         if max_tokens is not None:
-            whole(at_least=2, max_tokens=max_tokens)
+            require_int(at_least=2, max_tokens=max_tokens)
         check_model(model)
         self.model = model
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
-        self.largest = self.compressor = make(compressor).bind(budget, interval)  # what rows are made for; what evicts now
+        self.largest = self.compressor = make(compressor).bind(
+            budget, interval
+        )  # what rows are made for; what evicts now
         if self.compressor.folds:
             check_beacon(model, self.compressor)
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
-        self.rows, self.max_tokens, self.prefill_chunk, self.prefill_rows = rows, max_tokens, prefill_chunk, prefill_rows
+        self.rows, self.max_tokens, self.prefill_chunk, self.prefill_rows = (
+            rows,
+            max_tokens,
+            prefill_chunk,
+            prefill_rows,
+        )
         self.version = 0  # optimizer steps behind the weights; stamped on trajectories
         self.cache: SlotCache | None = None
         self.scratch: SlotCache | None = None
@@ -108,7 +125,9 @@ class Engine:
         """
         if not self.compressor.evicts or self.compressor.folds:
             name = self.compressor.name
-            raise SparseRLError(f"{name} chooses nothing to evict, so it has no budget to set to {budget}; use another compressor.")
+            raise SparseRLError(
+                f"{name} chooses nothing to evict, so it has no budget to set to {budget}; use another compressor."
+            )
         bound = self.compressor.bind(budget, self.compressor.interval)
         if budget > self.largest.budget:
             raise SparseRLError(
@@ -170,8 +189,10 @@ class Engine:
         """
         sampling = sampling or Sampling()
         prompts = [_token_list(p) for p in prompts]
-        whole(group_size=group_size)
-        wanted = [list(range(group_size)) for _ in prompts] if samples is None else _sample_numbers(samples, len(prompts))
+        require_int(group_size=group_size)
+        wanted = (
+            [list(range(group_size)) for _ in prompts] if samples is None else _sample_numbers(samples, len(prompts))
+        )
         self._check(prompts, sampling)
         if not any(wanted):
             return []
@@ -189,7 +210,7 @@ class Engine:
                 if on_finish is not None:
                     on_finish(trajectory)
 
-            rollout = Rollout(self, prompts, wanted, sampling, seed, on_tokens)
+            rollout = GenerateCall(self, prompts, wanted, sampling, seed, on_tokens)
             rollout.run(deliver, bar)
             self._note(rollout)
         return _in_order(finished)
@@ -206,7 +227,7 @@ class Engine:
         finished: list[Trajectory] = []
         new: list[int] = []
         with self._call(len(prompts[0]), sampling.max_new_tokens, finished) as call:
-            rollout = Rollout(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
+            rollout = GenerateCall(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
             rounds = rollout.rounds(finished.append)
             while not finished:
                 if self.calls != call:
@@ -270,7 +291,7 @@ class Engine:
         with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"):
             yield
 
-    def _note(self, rollout: Rollout) -> None:
+    def _note(self, rollout: GenerateCall) -> None:
         self.seconds, self.steps, self.waited = rollout.phases.seconds(), rollout.num_steps, rollout.num_waits
 
     def _clear(self) -> None:
@@ -289,7 +310,9 @@ class Engine:
         room = new + beacon_positions(self.model, self.compressor, new)  # positions after the prompt
         for i, prompt in enumerate(prompts):
             if not prompt:
-                raise SparseRLError(f"prompt {i} is empty; give at least one token, such as the beginning-of-sequence token.")
+                raise SparseRLError(
+                    f"prompt {i} is empty; give at least one token, such as the beginning-of-sequence token."
+                )
             if min(prompt) < 0 or max(prompt) >= vocabulary:
                 raise SparseRLError(
                     f"prompt {i} holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}, outside the vocabulary of {vocabulary}; "
@@ -321,7 +344,9 @@ class Engine:
         if self.cache is not None and grows and capacity > self.cache.capacity:
             self.cache = self.state = None  # rows that hold whole responses are as long as the longest call so far
             self.decoders.clear()
-            plan = replace(plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity))
+            plan = replace(
+                plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity)
+            )
         if self.cache is None:
             self._require(plan.cache_bytes, plan)
             self.cache = SlotCache(cache_shape(self.shape, self.compressor), self.rows, capacity, self.device)
@@ -337,7 +362,9 @@ class Engine:
         if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
             self.scratch = known = None
             self._require(plan.scratch_bytes, plan)
-            self.scratch = SlotCache(cache_shape(self.shape, self.compressor), plan.prefill_rows, plan.prompt_tokens, self.device)
+            self.scratch = SlotCache(
+                cache_shape(self.shape, self.compressor), plan.prefill_rows, plan.prompt_tokens, self.device
+            )
 
     def _allocate_state(self, plan: Plan) -> None:
         """Where rows write down what they sample: as large as the largest call so far. A captured step knows all of it but the trace."""
@@ -365,12 +392,16 @@ class Engine:
         held = sum(p.nbytes for p in self.model.parameters()) + sum(c.nbytes for c in (self.cache, self.scratch) if c)
         held += sum(t.nbytes for t in self.state.by_row if t is not None) if self.state else 0
         memory = available_memory(self.device) + held
-        return OutOfMemory(f"out of memory ({why.splitlines()[0]}).\n{plan.text(memory)}\n{plan.largest_that_fits(memory)}")
+        return OutOfMemory(
+            f"out of memory ({why.splitlines()[0]}).\n{plan.text(memory)}\n{plan.largest_that_fits(memory)}"
+        )
 
 
 def _token_list(prompt) -> list[int]:
     if isinstance(prompt, (str, int)):
-        raise SparseRLError(f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first.")
+        raise SparseRLError(
+            f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first."
+        )
     return prompt.tolist() if isinstance(prompt, Tensor) else [int(token) for token in prompt]
 
 
@@ -384,9 +415,11 @@ def _sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list
         if not isinstance(numbers, Iterable):
             raise SparseRLError(f"samples[{i}] is {numbers!r}; give a list of sample numbers, such as [{numbers!r}].")
         for number, count in Counter(numbers).items():
-            whole(at_least=0, **{f"a number in samples[{i}]": number})
+            require_int(at_least=0, **{f"a number in samples[{i}]": number})
             if count > 1:
-                raise SparseRLError(f"samples[{i}] asks {count} times for sample {number}, which is always the same; name it once.")
+                raise SparseRLError(
+                    f"samples[{i}] asks {count} times for sample {number}, which is always the same; name it once."
+                )
     return [list(numbers) for numbers in samples]
 
 

@@ -59,7 +59,9 @@ def check_fine(fine: bool, used: int, compressor: Compressor) -> None:
         raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
 
 
-def _compact(cache: SlotCache, layers: slice, rows: Tensor, used: int, kept: Tensor, trace: Tensor, fed: Tensor, live: Tensor) -> None:
+def _compact(
+    cache: SlotCache, layers: slice, rows: Tensor, used: int, kept: Tensor, trace: Tensor, fed: Tensor, live: Tensor
+) -> None:
     """Rows keep `kept` [l, N, H, K] of their slots; the trace says that the others are invisible from query `fed` on."""
     if rows.is_cuda and kernels.has_triton():
         from ..kernels.evict import compact
@@ -77,7 +79,9 @@ def _compact(cache: SlotCache, layers: slice, rows: Tensor, used: int, kept: Ten
 def _common(per_layer: list, what: str) -> float | None:
     values = set(per_layer)
     if len(values) != 1:
-        raise SparseRLError(f"layers {what} their attention logits differently ({values}): this architecture is not supported.")
+        raise SparseRLError(
+            f"layers {what} their attention logits differently ({values}): this architecture is not supported."
+        )
     return values.pop()
 
 
@@ -94,5 +98,7 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
 def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> Tensor:
     """Refuse another shape at once; whether the numbers make sense is for the host to ask when it looks next."""
     if tuple(kept.shape) != shape or kept.dtype != torch.int64:
-        raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}.")
+        raise SparseRLError(
+            f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}."
+        )
     return (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()

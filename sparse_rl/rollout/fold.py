@@ -60,7 +60,10 @@ def check_beacon(model: nn.Module, compressor: Beacon) -> None:
         )
     unknown = [size for size in compressor.sizes if beacon.chunks and size not in beacon.chunks]
     if unknown:
-        trained, why = " or ".join(map(str, beacon.chunks)), "" if compressor.threshold is None else " (a threshold ends chunks early)"
+        trained, why = (
+            " or ".join(map(str, beacon.chunks)),
+            "" if compressor.threshold is None else " (a threshold ends chunks early)",
+        )
         raise SparseRLError(
             f"a beacon after {unknown[0]} tokens was asked for{why}, but this student was trained with one after {trained}; use that."
         )

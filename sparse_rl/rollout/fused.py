@@ -45,7 +45,9 @@ class Product:
 
         What adds the result to the residual adds the parts on the way, in fp32.
         """
-        parts = parts_for(len(x), *self.weight.shape) if x.is_cuda and self.bias is None and x.dtype != torch.float32 else 1
+        parts = (
+            parts_for(len(x), *self.weight.shape) if x.is_cuda and self.bias is None and x.dtype != torch.float32 else 1
+        )
         if parts == 1:
             return self(x)
         weight = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)  # [S, in / S, out]
@@ -66,7 +68,9 @@ class Layer:
     out: Product
     gate_up: Product
     down: Product
-    norms: tuple[Tensor, Tensor, float] | None  # weights and epsilon of the norms of queries and keys, where there are some
+    norms: (
+        tuple[Tensor, Tensor, float] | None
+    )  # weights and epsilon of the norms of queries and keys, where there are some
     scaling: float
 
 
@@ -111,7 +115,9 @@ class FusedForward:
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
             query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
-            x = ops.store_and_attend(query, key, value, cache.layer(i), used, index, live, layer.scaling, rope, layer.norms)
+            x = ops.store_and_attend(
+                query, key, value, cache.layer(i), used, index, live, layer.scaling, rope, layer.norms
+            )
             x = layer.out(x)
             x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
@@ -124,7 +130,9 @@ def _layer(layer: nn.Module) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v, gate, up = _projections(layer)
     query_norm = getattr(attention, "q_norm", None)
-    norms = (query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon) if query_norm is not None else None
+    norms = (
+        (query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon) if query_norm is not None else None
+    )
     return Layer(
         before=layer.input_layernorm,
         after=layer.post_attention_layernorm,
@@ -175,7 +183,9 @@ def changing_hooks(module: nn.Module) -> list:
     One records hidden states when they are asked for, one marks embeddings for gradient checkpointing.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if not (_is_transformers(hook) and hook.__qualname__.split(".")[-1] in _HARMLESS_HOOKS)]
+    return [
+        hook for hook in hooks if not (_is_transformers(hook) and hook.__qualname__.split(".")[-1] in _HARMLESS_HOOKS)
+    ]
 
 
 def _is_transformers(function) -> bool:

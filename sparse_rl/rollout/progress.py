@@ -1,7 +1,7 @@
 """A progress bar with tokens/s, busy rows and the cache's bytes; silent when off."""
 
 from ..cache import SlotCache
-from ..plan import size
+from ..planning.memory import size
 
 
 class ProgressBar:
@@ -26,4 +26,6 @@ class ProgressBar:
     def show(self, busy: int, tokens: int, seconds: float) -> None:
         if self.bar is not None and (seconds - self.shown > 0.2 or not busy):
             self.shown = seconds
-            self.bar.set_postfix_str(f"{tokens / seconds:,.0f} tok/s, {busy}/{self.cache.rows} rows, KV {size(self.cache.nbytes)}")
+            self.bar.set_postfix_str(
+                f"{tokens / seconds:,.0f} tok/s, {busy}/{self.cache.rows} rows, KV {size(self.cache.nbytes)}"
+            )

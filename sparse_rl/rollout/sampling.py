@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 from ..streams import uniform
 
 
@@ -28,8 +28,8 @@ class Sampling:
     for_correction: bool = False  # the log-probs will be compared with another view's: refuses top-k and top-p
 
     def __post_init__(self):
-        whole(max_new_tokens=self.max_new_tokens)
-        whole(at_least=0, top_k=self.top_k)
+        require_int(max_new_tokens=self.max_new_tokens)
+        require_int(at_least=0, top_k=self.top_k)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise SparseRLError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number.")
         if not 0 < self.top_p <= 1:

@@ -25,9 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..attention import Feed
 from ..beacon import beaconed
-from ..errors import NonFiniteLogits, uninterrupted
+from ..errors import NonFiniteLogits
 from ..models import check_sliding_windows
 from ..records import Trajectory
+from ..signals import uninterrupted
 from ..streams import stream_key
 from .decode import forward
 from .evict import check_fine, evict
@@ -74,7 +75,7 @@ class Row:
     count: int = 0  # tokens sampled, when the host last looked
 
 
-class Rollout:
+class GenerateCall:
     """One call of `Engine.generate`: what is waiting, what runs in which row."""
 
     def __init__(
@@ -88,7 +89,12 @@ class Rollout:
     ):
         """`wanted`: of every prompt, the numbers of the samples to draw."""
         self.engine, self.sampling, self.on_tokens = engine, sampling, on_tokens
-        self.model, self.cache, self.scratch, self.compressor = engine.model, engine.cache, engine.scratch, engine.compressor
+        self.model, self.cache, self.scratch, self.compressor = (
+            engine.model,
+            engine.cache,
+            engine.scratch,
+            engine.compressor,
+        )
         self.capacity = engine.capacity  # slots at which a row is full
         self.device = self.cache.keys.device
         self.state = engine.state
@@ -147,30 +153,52 @@ class Rollout:
         """Feed prompts densely, in chunks, the shorter ones padded; compress those that are too long."""
         scratch, lengths = self.scratch, [len(w.prompt) for w in prompts]
         n, longest = len(prompts), max(lengths)
-        tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=self.device)  # [N, P]
+        tokens = torch.tensor(
+            [w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=self.device
+        )  # [N, P]
         ends = torch.tensor(lengths, device=self.device)
         ragged = min(lengths) < longest
         index = torch.arange(longest, device=self.device).expand(n, -1)
         chunk = max(1, self.engine.prefill_chunk // n)
         for start in range(0, longest, chunk):
             part = slice(start, min(start + chunk, longest))
-            feed = Feed(scratch, index[:, part], index[:, part], span=part.stop, first=start == 0, ends=ends if ragged else None)
+            feed = Feed(
+                scratch, index[:, part], index[:, part], span=part.stop, first=start == 0, ends=ends if ragged else None
+            )
             logits = forward(self.model, tokens[:, part], feed)
-            self.ready_logits = logits if start == 0 else torch.where((ends > start)[:, None], logits, self.ready_logits)
+            self.ready_logits = (
+                logits if start == 0 else torch.where((ends > start)[:, None], logits, self.ready_logits)
+            )
         check_sliding_windows(self.model.config, scratch.sliding_window)
         long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
         self.ready_trace = None
         if long:
-            self.ready_trace = self.state.trace.new_full((n, scratch.shape.layers, scratch.shape.heads, longest), self.state.never)
+            self.ready_trace = self.state.trace.new_full(
+                (n, scratch.shape.layers, scratch.shape.heads, longest), self.state.never
+            )
         for i in long:
             row, fed = torch.tensor([i], device=self.device), ends[i : i + 1]
             stream = torch.tensor([prompts[i].prompt_stream], device=self.device)
-            self.fine &= evict(scratch, self.compressor, row, lengths[i], fed, stream, fed, self.ready_trace, torch.ones_like(row).bool())
-        return deque(Prefilled(w, i, self.compressor.budget if i in long else lengths[i]) for i, w in enumerate(prompts))
+            self.fine &= evict(
+                scratch,
+                self.compressor,
+                row,
+                lengths[i],
+                fed,
+                stream,
+                fed,
+                self.ready_trace,
+                torch.ones_like(row).bool(),
+            )
+        return deque(
+            Prefilled(w, i, self.compressor.budget if i in long else lengths[i]) for i, w in enumerate(prompts)
+        )
 
     def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
         """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
-        columns = [(ready.row, row, ready.used, len(ready.waiting.prompt), stream) for ready, _, stream, row in admitted]
+        columns = [
+            (ready.row, row, ready.used, len(ready.waiting.prompt), stream) for ready, _, stream, row in admitted
+        ]
         source, to, used, fed, stream = torch.tensor(columns, device=self.device).T.contiguous()
         self.cache.fork(self.scratch, source, to, max(ready.used for ready, *_ in admitted))
         self.state.start(to, used, fed, stream)
@@ -185,7 +213,7 @@ class Rollout:
 
     def decode(self) -> None:
         width = next(w for w in reversed(self.row_counts) if w > max(self.running))
-        steps = self.round()
+        steps = self.steps_this_round()
         with self.phases("decode"):
             self.decoder.run(width, steps, self.span())
         self.num_steps += steps
@@ -195,7 +223,7 @@ class Rollout:
             row.fed += advanced
             self.num_waits += 0 if self.compressor.folds else steps - advanced
 
-    def round(self) -> int:
+    def steps_this_round(self) -> int:
         """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
         least, most = self.engine.poll
         least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait: half a round on average
@@ -218,17 +246,22 @@ class Rollout:
         with self.phases("evict"):
             columns = [(i, self.running[i].fed, len(self.running[i].waiting.prompt)) for i in full]
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
-            stream, live = self.state.stream[rows], self.state.used[rows] == self.capacity  # the others have ended before
-            self.fine &= evict(self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live)
+            stream, live = (
+                self.state.stream[rows],
+                self.state.used[rows] == self.capacity,
+            )  # the others have ended before
+            self.fine &= evict(
+                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live
+            )
             self.state.used[rows] = self.compressor.budget
         for i in full:
             self.running[i].used = self.compressor.budget
 
     def finish(self, deliver: Callable[[Trajectory], None]) -> None:
         """The one look at the device in a round. Collect the rows that are done; move the others together when the batch drains."""
-        done, count = self.look()
+        done, count = self.sync()
         if self.on_tokens is not None:
-            self.tell(count)
+            self.emit_tokens(count)
         for row, sequence in self.running.items():
             self.num_tokens += count[row] - sequence.count
             sequence.count = count[row]
@@ -239,16 +272,20 @@ class Rollout:
                 with uninterrupted():  # a trajectory is either still running or delivered, never in between
                     del self.running[row]
                     deliver(trajectory)
-        self.draw_together()
+        self.compact_rows()
 
-    def look(self) -> tuple[list[int], list[int]]:
+    def sync(self) -> tuple[list[int], list[int]]:
         """(done, tokens sampled) of all rows, after making sure that all went well."""
         last = (self.state.count - 1).clamp(min=0)[:, None]
         finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
-        done, count, finite, fine = torch.stack([self.state.done, self.state.count, finite, self.fine.expand(len(finite))]).tolist()
+        done, count, finite, fine = torch.stack(
+            [self.state.done, self.state.count, finite, self.fine.expand(len(finite))]
+        ).tolist()
         check_fine(all(fine), self.capacity, self.compressor)
         if self.compressor.folds:
-            assert not self.state.live_and_full().any(), f"a row of {self.capacity} slots is full, though its chunks are folded"
+            assert not self.state.live_and_full().any(), (
+                f"a row of {self.capacity} slots is full, though its chunks are folded"
+            )
         for row, sequence in self.running.items():
             if not finite[row]:
                 who = f"row {row} (prompt {sequence.waiting.prompt_index}, sample {sequence.sample_index})"
@@ -258,12 +295,14 @@ class Rollout:
                 )
         return done, count
 
-    def tell(self, count: list[int]) -> None:
+    def emit_tokens(self, count: list[int]) -> None:
         """Hand what was sampled since the last look to `on_tokens`. count: tokens sampled, of all rows"""
         told = {row: sequence for row, sequence in self.running.items() if count[row] > sequence.count}
         if not told:
             return
-        rows, first = torch.tensor([(row, sequence.count) for row, sequence in told.items()], device=self.device).T[..., None]  # [N, 1]
+        rows, first = torch.tensor([(row, sequence.count) for row, sequence in told.items()], device=self.device).T[
+            ..., None
+        ]  # [N, 1]
         most = max(count[row] - sequence.count for row, sequence in told.items())
         place = (first + torch.arange(most, device=self.device)).clamp(max=self.state.tokens.shape[1] - 1)
         for (row, sequence), tokens in zip(told.items(), self.state.tokens[rows, place].tolist(), strict=True):
@@ -274,10 +313,15 @@ class Rollout:
         sequences = [self.running[row] for row in rows]
         prompts = [torch.tensor(sequence.waiting.prompt) for sequence in sequences]
         with self.phases("collect"):
-            responses, logprobs = self.state.tokens[rows, : max(counts)].cpu(), self.state.logprobs[rows, : max(counts)].cpu()
+            responses, logprobs = (
+                self.state.tokens[rows, : max(counts)].cpu(),
+                self.state.logprobs[rows, : max(counts)].cpu(),
+            )
             stopped = torch.isin(responses, self.stop_ids.cpu())
         with self.phases("trace"):
-            evidence = (self.folded if self.compressor.folds else self.traced)(rows, prompts, counts, responses, logprobs)
+            evidence = (self.folded if self.compressor.folds else self.traced)(
+                rows, prompts, counts, responses, logprobs
+            )
         return [
             Trajectory(
                 **evidence[i],
@@ -290,29 +334,43 @@ class Rollout:
             for i, count in enumerate(counts)
         ]
 
-    def traced(self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor) -> list[dict]:
+    def traced(
+        self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
+    ) -> list[dict]:
         """Tokens, log-probs and traces of rows. responses, logprobs [N, n]"""
-        traces = self.state.traces_of(rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
+        traces = self.state.traces_of(
+            rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
+        )
         return [
             {
                 "tokens": torch.cat([prompt, response[:count]]),
                 "sampler_logprobs": torch.cat([torch.zeros(len(prompt)), logprob[:count]]),
                 "trace": trace,
             }
-            for prompt, count, response, logprob, trace in zip(prompts, counts, responses, logprobs, traces, strict=True)
+            for prompt, count, response, logprob, trace in zip(
+                prompts, counts, responses, logprobs, traces, strict=True
+            )
         ]
 
-    def folded(self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor) -> list[dict]:
+    def folded(
+        self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
+    ) -> list[dict]:
         """The same where beacons were fed, which stand among the tokens."""
         shape, before = self.cache.shape, torch.tensor([len(prompt) for prompt in prompts])
-        tokens = [torch.cat([prompt, response[:count]]) for prompt, response, count in zip(prompts, responses, counts, strict=True)]
+        tokens = [
+            torch.cat([prompt, response[:count]])
+            for prompt, response, count in zip(prompts, responses, counts, strict=True)
+        ]
         tokens, lengths = pad_sequence(tokens, batch_first=True), before + torch.tensor(counts)
         nth = torch.arange(tokens.shape[1]) - before[:, None]  # of the response
         ends = self.state.chunks.ends[rows, : max(counts)].cpu()
         ends = ends.gather(1, nth.clamp(0, max(counts) - 1)) & (nth >= 0) & (nth < torch.tensor(counts)[:, None])
         found = []
         for fed, logprob, count in zip(
-            beaconed(self.decoder.beacon, tokens, before, lengths, ends, shape.layers, shape.heads), logprobs, counts, strict=True
+            beaconed(self.decoder.beacon, tokens, before, lengths, ends, shape.layers, shape.heads),
+            logprobs,
+            counts,
+            strict=True,
         ):
             known = torch.zeros(len(fed.tokens)).masked_scatter(fed.sampled, logprob[:count])
             found.append(
@@ -326,7 +384,7 @@ class Rollout:
             )
         return found
 
-    def draw_together(self) -> None:
+    def compact_rows(self) -> None:
         """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
         if self.waiting or self.ready or not self.running:
             return

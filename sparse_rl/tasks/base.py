@@ -114,7 +114,9 @@ class Task:
         except Exception as error:
             if isinstance(error, SparseRLError):
                 raise
-            raise SparseRLError(f"the task {self.name} could not make prompt {i} ({type(error).__name__}: {error}).") from error
+            raise SparseRLError(
+                f"the task {self.name} could not make prompt {i} ({type(error).__name__}: {error})."
+            ) from error
 
     def held_out(self) -> Task:
         """The same task with prompts that `sample` never gives here."""
@@ -246,13 +248,18 @@ def notices(task: Task, other: Task | None = None) -> list[str]:
     if task.duplicates:
         lines.append(f"{task.duplicates} rows repeat the prompt of an earlier one, and were kept")
     if other is not None and other.template != task.template:
-        lines.append(f"held-out prompts are in the template {other.template}, those of training in {task.template}; accuracy may suffer")
+        lines.append(
+            f"held-out prompts are in the template {other.template}, those of training in {task.template}; accuracy may suffer"
+        )
     return lines
 
 
 def describe() -> list[tuple[str, str]]:
     """The names `make` takes, and what is behind them."""
-    named = [(name, (cls.__doc__ or sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0]) for name, cls in TASKS.items()]
+    named = [
+        (name, (cls.__doc__ or sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0])
+        for name, cls in TASKS.items()
+    ]
     return [
         *((name, line.removeprefix(f"{name}: ")) for name, line in named),
         ("gym:NAME", "a dataset of reasoning-gym, such as gym:spell_backward (pip install reasoning-gym)"),
@@ -278,7 +285,9 @@ def _find(name: str) -> tuple[str, Callable[..., Task]]:
 def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
     """The options a task's constructor takes by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    return {name: parameter for name, parameter in inspect.signature(build).parameters.items() if parameter.kind in kinds}
+    return {
+        name: parameter for name, parameter in inspect.signature(build).parameters.items() if parameter.kind in kinds
+    }
 
 
 def _check_options(name: str, build: Callable, bounds: Sequence[str], options: dict) -> None:
@@ -288,5 +297,9 @@ def _check_options(name: str, build: Callable, bounds: Sequence[str], options: d
         if option not in parameters and option not in bounds and not anything:
             raise SparseRLError(f"the task {name} has no option {option!r}; {nearest(option, [*parameters, *bounds])}")
     for option, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD and option not in options:
+        if (
+            parameter.default is inspect.Parameter.empty
+            and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+            and option not in options
+        ):
             raise SparseRLError(f"the task {name} needs the option {option!r}, which has no default.")

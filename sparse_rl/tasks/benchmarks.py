@@ -39,11 +39,51 @@ class Source:
 SOURCES = (
     Source("gsm8k", "gsm8k.jsonl", 1319, "question", "answer", "grade-school word problems; whole numbers behind ####"),
     Source("math500", "math500.jsonl", 500, "problem", "answer", "500 problems of the MATH test set; LaTeX"),
-    Source("gaokao2023en", "gaokao2023en.jsonl", 385, "question", "answer", "Chinese and American exams of 2023; LaTeX, choices, units"),
-    Source("minerva", "minerva_math.jsonl", 272, "problem", "solution", "university science; the box of a solution", answer_in_box=True),
-    Source("olympiadbench", "olympiadbench.jsonl", 675, "question", "final_answer", "olympiad problems; lists, tuples, intervals"),
-    Source("aime24", "aime24.jsonl", 30, "problem", "answer", "AIME 2024; 0 to 999, 32 completions each", samples=32, new_tokens=16384),
-    Source("amc23", "amc23.jsonl", 40, "problem", "answer", "AMC 2023; numbers, 32 completions each", samples=32, new_tokens=16384),
+    Source(
+        "gaokao2023en",
+        "gaokao2023en.jsonl",
+        385,
+        "question",
+        "answer",
+        "Chinese and American exams of 2023; LaTeX, choices, units",
+    ),
+    Source(
+        "minerva",
+        "minerva_math.jsonl",
+        272,
+        "problem",
+        "solution",
+        "university science; the box of a solution",
+        answer_in_box=True,
+    ),
+    Source(
+        "olympiadbench",
+        "olympiadbench.jsonl",
+        675,
+        "question",
+        "final_answer",
+        "olympiad problems; lists, tuples, intervals",
+    ),
+    Source(
+        "aime24",
+        "aime24.jsonl",
+        30,
+        "problem",
+        "answer",
+        "AIME 2024; 0 to 999, 32 completions each",
+        samples=32,
+        new_tokens=16384,
+    ),
+    Source(
+        "amc23",
+        "amc23.jsonl",
+        40,
+        "problem",
+        "answer",
+        "AMC 2023; numbers, 32 completions each",
+        samples=32,
+        new_tokens=16384,
+    ),
 )
 
 
@@ -63,7 +103,10 @@ class Benchmark(Math):
             self.name = f"{self.name} ({count:,} of {published:,})"
 
     def problem(self, row: dict) -> tuple[str | list[dict], str]:
-        question, gold = prompt_of(row, self.source.question), gold_of(row, self.source.answer, self.source.answer_in_box)
+        question, gold = (
+            prompt_of(row, self.source.question),
+            gold_of(row, self.source.answer, self.source.answer_in_box),
+        )
         if row.get("context"):
             question = f"{row['context']}\n{question}"
         return question, gold + r"\%" if row.get("unit") == "%" else gold  # other units do not change the number
@@ -90,10 +133,14 @@ def find_file(source: Source, folder: str | os.PathLike | None) -> Path:
     for path in paths:
         if path.is_file():
             return path
-    raise SparseRLError(f"{source.name}: there is no file {paths[0]}, nor {paths[1]}; put {source.file} there, or name another folder.")
+    raise SparseRLError(
+        f"{source.name}: there is no file {paths[0]}, nor {paths[1]}; put {source.file} there, or name another folder."
+    )
 
 
 BENCHMARKS: dict[str, type[Benchmark]] = {
-    source.name: register(type(source.name, (Benchmark,), {"name": source.name, "source": source, "__doc__": source.idea}))
+    source.name: register(
+        type(source.name, (Benchmark,), {"name": source.name, "source": source, "__doc__": source.idea})
+    )
     for source in SOURCES
 }

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from ..errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 from .base import GeneratedTask, Prompt, final_answer, register
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -41,8 +41,8 @@ class Countdown(GeneratedTask):
     name = "countdown"
 
     def __init__(self, count: int = 4, highest: int = 20, search: int = 0, seed: int = 0, split: str = "train"):
-        whole(at_least=2, **{"countdown: count": count, "countdown: highest": highest})
-        whole(at_least=0, **{"countdown: search": search})
+        require_int(at_least=2, **{"countdown: count": count, "countdown: highest": highest})
+        require_int(at_least=0, **{"countdown: search": search})
         super().__init__(seed, split)
         self.count, self.highest, self.search = count, highest, search
 

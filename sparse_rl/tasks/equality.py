@@ -38,7 +38,9 @@ _TIME = re.compile(r"(0?[1-9]|1[0-2])(?::([0-5]\d))?\s*(?:([ap])\.?\s*m\.?)?", f
 
 def last_boxed(text: str) -> str | None:
     r"""What is in the last `\boxed{...}` that is closed; None where there is none. An escaped brace does not count."""
-    before = text.partition("\\boxed")[0]  # nothing in it can close a box; it may end in backslashes that belong together
+    before = text.partition("\\boxed")[
+        0
+    ]  # nothing in it can close a box; it may end in backslashes that belong together
     opened: list[tuple[bool, int]] = []  # (is it a box, where its content starts) of every brace not yet closed
     last: tuple[int, int] | None = None
     for token in _BRACES.finditer(text, len(before.rstrip("\\"))):
@@ -82,7 +84,9 @@ def how_graded(gold: str) -> str:
 def _same(expected: str, given: str) -> bool:
     """Whether two expressions have the same value. Lists of answers have no order, tuples do, and what a list repeats counts twice."""
     ours, theirs = parts(expected), parts(given)
-    ordered = len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1  # a tuple or an interval
+    ordered = (
+        len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1
+    )  # a tuple or an interval
     if not ordered and (_repeats(ours) or _repeats(theirs)):
         theirs = theirs if len(theirs) > 1 else parts(_inside(given, "()") or given)
         return len(ours) == len(theirs) and _one_to_one(ours, theirs)
@@ -100,7 +104,9 @@ def _same(expected: str, given: str) -> bool:
 
 def _equal(expected: str, given: str) -> bool:
     verify = _math_verify().verify
-    letter = re.search(r"(?<![A-Za-z\\~;,:])[A-Za-z](?:\^\s*\{?\d\}?)?\Z", expected) is not None  # in a reference no unit
+    letter = (
+        re.search(r"(?<![A-Za-z\\~;,:])[A-Za-z](?:\^\s*\{?\d\}?)?\Z", expected) is not None
+    )  # in a reference no unit
     golds, values = readings(expected, units=not letter), readings(given)
     if percent := re.fullmatch(r"(.*\d)\s*\\?%", expected):
         golds += readings(percent[1])  # the sign is left out like a unit
@@ -118,7 +124,9 @@ def _close(gold: Any, value: Any, scales: tuple[float, ...]) -> bool:
         ours, theirs = (_members(thing) for thing in (gold, value))
         return len(ours) != len(theirs) or all(_close(a, b, scales) for a, b in zip(ours, theirs, strict=True))
     size = abs(gold.evalf())  # not a float: 2^{2016} has none
-    return bool(size >= SMALL) or any(bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in scales)
+    return bool(size >= SMALL) or any(
+        bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in scales
+    )
 
 
 def _is_real(value: Any) -> bool:
@@ -188,7 +196,9 @@ def readings(expression: str, units: bool = True) -> tuple:
     math_verify = _math_verify()
     found = []
     for written in dict.fromkeys((without_unit(expression) if units else expression, expression)):
-        for value in math_verify.parse(f"${legible(written)}$", [_reader()], fallback_mode="no_fallback", parsing_timeout=None):
+        for value in math_verify.parse(
+            f"${legible(written)}$", [_reader()], fallback_mode="no_fallback", parsing_timeout=None
+        ):
             if value not in found and not _undefined(value):
                 found.append(value)
     return tuple(found)
@@ -205,7 +215,9 @@ def _undefined(value: Any) -> bool:
 def _reader():
     from latex2sympy2_extended import NormalizationConfig
 
-    style = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
+    style = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    )
     return _math_verify().LatexExtractionConfig(boxed_match_priority=-1, normalization_config=style)
 
 
@@ -214,8 +226,12 @@ def _math_verify():
     try:
         import math_verify
     except ImportError as error:
-        raise SparseRLError(f"grading mathematics needs math-verify ({error}); pip install 'math-verify[antlr4-13-2]'.") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the deadline is the pool's
+        raise SparseRLError(
+            f"grading mathematics needs math-verify ({error}); pip install 'math-verify[antlr4-13-2]'."
+        ) from error
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its own timeouts are off; the deadline is the pool's
     return math_verify
 
 
@@ -226,7 +242,9 @@ def _bare(expression: str) -> str:
 
 def _only_letters(expression: str) -> bool:
     """Words and choices, not algebra: a hyphen only between words of two letters or more (`p - q` is a difference)."""
-    return re.fullmatch(r"[A-Za-z]([A-Za-z ,.'()]|(?<=[A-Za-z]{2})-(?=[A-Za-z]{2}))*|\([A-Za-z]\)", expression) is not None
+    return (
+        re.fullmatch(r"[A-Za-z]([A-Za-z ,.'()]|(?<=[A-Za-z]{2})-(?=[A-Za-z]{2}))*|\([A-Za-z]\)", expression) is not None
+    )
 
 
 def _no_algebra(expression: str) -> bool:
@@ -240,7 +258,9 @@ def _is_words(gold: str, expected: str) -> bool:
     r"""Words are compared as such: as mathematics `Friday` is a product of letters. `ab` may be one, `\text{ab}` is not, nor `even`."""
     styled = "".join(gold.split()).strip("$.,") != "".join(expected.split())
     runs = re.findall(r"[A-Za-z]+", expected)
-    return _only_letters(expected) and (max(map(len, runs)) >= 4 or (styled and (len(runs) == 1 or max(map(len, runs)) >= 2)))
+    return _only_letters(expected) and (
+        max(map(len, runs)) >= 4 or (styled and (len(runs) == 1 or max(map(len, runs)) >= 2))
+    )
 
 
 def _letters(expression: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from ..errors import SparseRLError, nearest, whole
+from ..errors import SparseRLError, nearest, require_int
 from .base import Grade, Prompt, Task, final_answer, verdict_of
 
 BLOCK = 2**20  # seeds, hence prompts, of one (seed, split)
@@ -24,9 +24,9 @@ class Gym(Task):
     isolated = True
 
     def __init__(self, dataset: str, seed: int = 0, split: str = "train", size: int | None = None, **config):
-        whole(0, seed=seed)
+        require_int(0, seed=seed)
         if size is not None:
-            whole(size=size)
+            require_int(size=size)
         if split not in ("train", "held-out"):
             raise SparseRLError(f"gym: split is {split!r}; it must be 'train' or 'held-out'.")
         self.name, self.dataset, self.seed, self.size, self.config = f"gym:{dataset}", dataset, seed, size, config
@@ -37,7 +37,9 @@ class Gym(Task):
     def __getitem__(self, i: int) -> Prompt:
         chunk, place = divmod(i % BLOCK, self.size or CHUNK)
         entry = self._chunks(chunk)[place]
-        return Prompt(f"{entry['question']}\n\nWrite your answer in a last line of the form\nanswer: ...\n", answer=entry, index=i)
+        return Prompt(
+            f"{entry['question']}\n\nWrite your answer in a last line of the form\nanswer: ...\n", answer=entry, index=i
+        )
 
     def span(self) -> tuple[int, int | None]:
         return 0, self.size
@@ -51,7 +53,9 @@ class Gym(Task):
     def _chunk(self, number: int) -> Any:
         datasets = _datasets()
         if self.dataset not in datasets:
-            raise SparseRLError(f"reasoning-gym has no dataset {self.dataset!r}; {nearest(self.dataset, sorted(datasets))}")
+            raise SparseRLError(
+                f"reasoning-gym has no dataset {self.dataset!r}; {nearest(self.dataset, sorted(datasets))}"
+            )
         known = [field.name for field in fields(datasets[self.dataset][1])]
         for option in self.config:
             if option not in known:

@@ -20,7 +20,9 @@ class LinSys(GeneratedTask):
 
     def __init__(self, unknowns: int = 2, highest: int = 5, seed: int = 0, split: str = "train"):
         if not 2 <= unknowns <= len(_NAMES) or highest < 1:
-            raise SparseRLError(f"linsys: unknowns {unknowns} must be 2 to {len(_NAMES)}, and highest {highest} at least 1.")
+            raise SparseRLError(
+                f"linsys: unknowns {unknowns} must be 2 to {len(_NAMES)}, and highest {highest} at least 1."
+            )
         super().__init__(seed, split)
         self.unknowns, self.highest = unknowns, highest
 
@@ -45,7 +47,9 @@ class LinSys(GeneratedTask):
             return 0.0
         found = re.findall(r"([a-z])=(-?\d+)(?=\s|\Z)", answer)
         expected = {name: value for name, value in zip(_NAMES, prompt.answer["values"], strict=False)}
-        wellformed = len(found) == len(expected) and " ".join(f"{name}={value}" for name, value in found) == " ".join(answer.split())
+        wellformed = len(found) == len(expected) and " ".join(f"{name}={value}" for name, value in found) == " ".join(
+            answer.split()
+        )
         return float(wellformed and {name: int(value) for name, value in found} == expected)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 from .base import Grade, Prompt, Task, register
 from .equality import last_boxed, tidy, verdict
 from .templates import dress, find, template_of
@@ -49,17 +49,20 @@ class Math(Task):
         answer_in_box: bool = False,
         chat: bool = False,
         suffix: str = "",
-        template: str | None = None,  # a name in TEMPLATES; None: prompts stay as the file has them, but for chat and suffix
+        template: str
+        | None = None,  # a name in TEMPLATES; None: prompts stay as the file has them, but for chat and suffix
         holdout: int | str = 0,  # rows kept for held_out(), or "all"
         split: str = "train",
         seed: int = 0,
     ):
         if holdout != "all":
-            whole(0, holdout=holdout)
+            require_int(0, holdout=holdout)
         if split not in ("train", "held-out"):
             raise SparseRLError(f"math: split is {split!r}; it must be 'train' or 'held-out'.")
         if template is not None and (chat or suffix):
-            raise SparseRLError(f"math: template {template!r} says what surrounds a question; leave chat and suffix away, or the template.")
+            raise SparseRLError(
+                f"math: template {template!r} says what surrounds a question; leave chat and suffix away, or the template."
+            )
         self.seed, self.holdout = seed, holdout
         self._fields = prompt, answer, answer_in_box
         self.skipped: Counter[str] = Counter()  # reason -> rows
@@ -91,7 +94,9 @@ class Math(Task):
 
     def held_out(self) -> Math:
         if self.holdout == 0:
-            raise SparseRLError(f"math: holdout is 0, so none of the {len(self):,} problems is held out; set it to a number or 'all'.")
+            raise SparseRLError(
+                f"math: holdout is 0, so none of the {len(self):,} problems is held out; set it to a number or 'all'."
+            )
         other = copy.copy(self)
         other._prompts = self._splits["held-out"]
         return other
@@ -147,7 +152,9 @@ class Math(Task):
         if not usable or bad > TOLERATED * count:
             said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3)) or "it is empty"
             fields = ", ".join(name for name, _ in names.most_common(12))
-            remedy = f"its rows have the fields {fields}; name two of them with prompt=... and answer=..., or mend the file."
+            remedy = (
+                f"its rows have the fields {fields}; name two of them with prompt=... and answer=..., or mend the file."
+            )
             raise SparseRLError(
                 f"{path}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy if names else 'each line must be one JSON object.'}"
             )
@@ -158,7 +165,9 @@ class Math(Task):
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, counted from 1."""
     if not path.is_file():
-        raise SparseRLError(f"there is no file {path}; give the path of a JSONL file, from the root or from {Path.cwd()}.")
+        raise SparseRLError(
+            f"there is no file {path}; give the path of a JSONL file, from the root or from {Path.cwd()}."
+        )
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -230,7 +239,9 @@ def dressed(text: str | list[dict], template: str) -> str | list[dict]:
         return text
     if form is not None or isinstance(text, list):
         has = f"have the form of the template {form!r}" if form else "are chat messages of another form"
-        raise SparseRLError(f"math: the prompts {has}, so they cannot be put in that of {template!r}; leave the option template away.")
+        raise SparseRLError(
+            f"math: the prompts {has}, so they cannot be put in that of {template!r}; leave the option template away."
+        )
     return dress(text, template)
 
 

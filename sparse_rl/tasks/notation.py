@@ -26,7 +26,14 @@ _GREATER = re.compile(r">|\\gt(?![a-z])|\\g(?:eqslant|eq|e)(?![a-z])|≥")
 _SIGN = re.compile(r"(\\[lg](?:t|eqslant|eq|e)(?![a-z])|[<>]=?|[≤≥])")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b")
 
-_SCALES = {"hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}", "dozen": "12"}
+_SCALES = {
+    "hundred": "10^{2}",
+    "thousand": "10^{3}",
+    "million": "10^{6}",
+    "billion": "10^{9}",
+    "trillion": "10^{12}",
+    "dozen": "12",
+}
 _NUMBERS = (
     "zero",
     "one",
@@ -68,17 +75,23 @@ _DERIVATIVE = re.compile(
     r"\s*\{\s*(?:d|\\partial)\s*(\\?[A-Za-z]+)\s*(?:\^\s*\{?\d\}?)?\s*\}"
 )
 _PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+|\^\s*\{?\s*\\prime\s*\}?)(?!\s*\()")
-_DOTS = re.compile(r"\\(d?)dot(?![a-z])\s*(?:\{\s*(\\?[A-Za-z]+)\s*\}|\s(\\?[A-Za-z])|(\\[A-Za-z]+))(_(?:\w|\{\s*\w+\s*\}))?")
+_DOTS = re.compile(
+    r"\\(d?)dot(?![a-z])\s*(?:\{\s*(\\?[A-Za-z]+)\s*\}|\s(\\?[A-Za-z])|(\\[A-Za-z]+))(_(?:\w|\{\s*\w+\s*\}))?"
+)
 
 
 def tidy(expression: str) -> str:
     r"""The expression without what does not change its value: dollar signs, `\text` around all of it, full stops."""
-    expression = re.sub(r"(\\?\$\s*[\d.,]+)\s*(?:\\text\s*\{\s*)?([KMB])(?:\s*\})?(?=\$?\Z)", _in_full, expression)  # $18K
+    expression = re.sub(
+        r"(\\?\$\s*[\d.,]+)\s*(?:\\text\s*\{\s*)?([KMB])(?:\s*\})?(?=\$?\Z)", _in_full, expression
+    )  # $18K
     expression = re.sub(r"(?<=[\w}])\$\s*([A-Za-z]{3,})\W*\Z", r"$\\text{ \1}", expression)  # $145$ dollars:
     expression = expression.replace("\\$", "").replace("$", "").replace("\n", " ").strip()
     expression = re.sub(r"\A(?:\\q?quad\s*)+", "", expression)
     expression = re.sub(r",\s*\\!\s*", "", expression).replace("\\!", "")  # 29,\!322
-    expression = re.sub(r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)", lambda x: re.sub(r"\D", "", x[0]), expression)  # 70\,000
+    expression = re.sub(
+        r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)", lambda x: re.sub(r"\D", "", x[0]), expression
+    )  # 70\,000
     expression = _ENDING.sub("", expression)
     if wholly := TEXT.fullmatch(expression):
         expression = _ENDING.sub("", wholly[1].strip())
@@ -115,7 +128,9 @@ def _with_base(expression: str) -> str:
     """A base in words as an index: `20 base 8`, `20 (base eight)`."""
     numbers = "|".join(_NUMBERS)
     plain = TEXT.sub(r"\1", expression)
-    if found := re.fullmatch(rf"([0-9A-Fa-f]+)(?:\s*\(?\s*(?:in\s+)?base[\s-]*|_\{{?\s*)(\d+|{numbers})\s*[)}}]?", plain):
+    if found := re.fullmatch(
+        rf"([0-9A-Fa-f]+)(?:\s*\(?\s*(?:in\s+)?base[\s-]*|_\{{?\s*)(\d+|{numbers})\s*[)}}]?", plain
+    ):
         return f"{found[1]}_{{{_NUMBERS.index(found[2]) if found[2] in _NUMBERS else found[2]}}}"
     return expression
 
@@ -124,13 +139,19 @@ def without_unit(expression: str) -> str:
     """The expression without the unit at its end: words that leave the value as it is. `5 million years` is a product."""
     if found := _SCALE.search(expression):
         rest = r"\text{" if "{" in found[0] and not found[2] else " "  # \text{ million years}: the years stay in it
-        expression = (expression[: found.start()] + rf"\times {_SCALES[found[1]]}" + rest + expression[found.end() :]).strip()
+        expression = (
+            expression[: found.start()] + rf"\times {_SCALES[found[1]]}" + rest + expression[found.end() :]
+        ).strip()
     found = _UNIT.search(expression)
     if found is None or _CHANGING.search(re.sub(_POWER, "", TEXT.sub(r" \1 ", found[1])).lower()):
         return expression
     spaced = re.match(r"\s|~|\\", found[1]) is not None
     bare = re.findall(_WORD, TEXT.sub(" ", found[1]))
-    return expression[: found.start()].strip() if all(_is_unit(word, i > 0, spaced) for i, word in enumerate(bare)) else expression
+    return (
+        expression[: found.start()].strip()
+        if all(_is_unit(word, i > 0, spaced) for i, word in enumerate(bare))
+        else expression
+    )
 
 
 def _is_unit(word: str, follows: bool, spaced: bool) -> bool:
@@ -145,12 +166,22 @@ def legible(expression: str) -> str:
     expression = re.sub(r"\b(?:np|math)\.(?=[a-z])", r"\\", expression)  # np.arcsin(x)
     expression = re.sub(r"_\{\\(max|min|odot|oplus)\s*\}", r"_{\1}", expression)
     expression = _derivatives(expression)
-    expression = re.sub(r"(?<![A-Za-z\\])E_(?:\{(\w+)\}|(\w))", r"W_{E\1\2}", expression)  # an energy; E alone is Euler's number to it
-    expression = re.sub(r"\\gamma(?![A-Za-z])", r"\\varrho", expression)  # a variable; to it Euler's constant, and \gamma^2-1 infinite
+    expression = re.sub(
+        r"(?<![A-Za-z\\])E_(?:\{(\w+)\}|(\w))", r"W_{E\1\2}", expression
+    )  # an energy; E alone is Euler's number to it
+    expression = re.sub(
+        r"\\gamma(?![A-Za-z])", r"\\varrho", expression
+    )  # a variable; to it Euler's constant, and \gamma^2-1 infinite
     expression = re.sub(r"\bC_(?:\{(\d+)\}|(\d))\^(?:\{(\d+)\}|(\d))", r"\\binom{\1\2}{\3\4}", expression)
-    expression = re.sub(r"(\\[dt]?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\[dt]?binom)", r"\1 \\cdot ", expression)  # to it a sum
+    expression = re.sub(
+        r"(\\[dt]?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\[dt]?binom)", r"\1 \\cdot ", expression
+    )  # to it a sum
     expression = re.sub(r"\A[A-Za-z]\s*(?=\([^()\[\]]*\]\Z)", "", expression)  # t(0,4]
-    expression = re.sub(r"\^\s*\{\s*(-?)(\d*)\.(\d+)\s*\}", lambda x: rf"^{{{x[1]}\frac{{{x[2]}{x[3]}}}{{{10 ** len(x[3])}}}}}", expression)
+    expression = re.sub(
+        r"\^\s*\{\s*(-?)(\d*)\.(\d+)\s*\}",
+        lambda x: rf"^{{{x[1]}\frac{{{x[2]}{x[3]}}}{{{10 ** len(x[3])}}}}}",
+        expression,
+    )
     if found := re.fullmatch(r"\\\{\s*\w\s*(?:\||:|\\mid(?![a-z]))([^,;|]*(?:[<>]|\\[lg]e)[^,;|]*)\\\}", expression):
         expression = found[1]  # {x | -2 <= x < 1}: the condition
     return _union(expression) or _forwards(expression)
@@ -164,7 +195,11 @@ def _derivatives(expression: str) -> str:
 
     expression = re.sub(r"(?<![A-Za-z\\])d([A-Za-z](?:_\w)?)/d([a-z])(?![A-Za-z])", r"\\frac{d \1}{d \2}", expression)
     expression = re.sub(r"\\(?:mathrm|text)\{d\}", "d ", expression)
-    expression = re.sub(r"(\\[dt]?frac\s*\{\s*d\s*)(\}\s*\{\s*d\s*[a-z]\s*\})\s*(\\?[A-Za-z]+(?:_\w)?)(?![\w^(\[])", r"\1 \3\2", expression)
+    expression = re.sub(
+        r"(\\[dt]?frac\s*\{\s*d\s*)(\}\s*\{\s*d\s*[a-z]\s*\})\s*(\\?[A-Za-z]+(?:_\w)?)(?![\w^(\[])",
+        r"\1 \3\2",
+        expression,
+    )
     expression = _PRIMES.sub(lambda found: symbol("i" * max(1, found[2].count("'")), found[1], ""), expression)
     expression = _DERIVATIVE.sub(lambda found: symbol(*found.groups("")), expression)
     return _DOTS.sub(lambda x: symbol("2" if x[1] else "", (x[2] or x[3] or x[4]) + (x[5] or ""), "t"), expression)
@@ -182,7 +217,11 @@ def _interval(inequality: str) -> tuple[str, str] | None:
     r"""The letter and its interval: `x > 1` is (1, \infty)."""
     terms = [term.strip() for term in _SIGN.split(_forwards(inequality))]  # term, sign, term, ...
     if len(terms) == 3 and re.fullmatch("[A-Za-z]", terms[2]):  # 1 < x
-        turned = terms[1].translate(str.maketrans("<>≤≥lg", "><≥≤gl")) if terms[1] not in (r"\leqslant", r"\geqslant") else None
+        turned = (
+            terms[1].translate(str.maketrans("<>≤≥lg", "><≥≤gl"))
+            if terms[1] not in (r"\leqslant", r"\geqslant")
+            else None
+        )
         terms = [terms[2], turned or {"l": r"\geq", "g": r"\leq"}[terms[1][1]], terms[0]]
     if len(terms) == 3 and re.fullmatch("[A-Za-z]", terms[0]):
         letter, sign, bound = terms

@@ -14,7 +14,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from ..errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 from .base import GeneratedTask, Prompt, final_answer, register
 
 KEYS = [upper + lower for upper in string.ascii_uppercase for lower in string.ascii_lowercase]
@@ -24,13 +24,21 @@ KEYS = [upper + lower for upper in string.ascii_uppercase for lower in string.as
 class Recall(GeneratedTask):
     name = "recall"
 
-    def __init__(self, count: int | Sequence[int] = 200, queries: int = 4, filler: int = 0, seed: int = 0, split: str = "train"):
+    def __init__(
+        self, count: int | Sequence[int] = 200, queries: int = 4, filler: int = 0, seed: int = 0, split: str = "train"
+    ):
         """`count`: pairs, or the least and the most of them, drawn for every prompt so that short ones are as frequent as long ones:
         they teach what long ones need. `queries`: keys asked for. `filler`: dots after the question, which push it out of the window
         that a compressor observes."""
         least, most = (count, count) if isinstance(count, int) else count
-        whole(
-            at_least=0, **{"recall: least count": least, "recall: most count": most, "recall: queries": queries, "recall: filler": filler}
+        require_int(
+            at_least=0,
+            **{
+                "recall: least count": least,
+                "recall: most count": most,
+                "recall: queries": queries,
+                "recall: filler": filler,
+            },
         )
         if not 1 <= queries <= least <= most <= len(KEYS):
             raise SparseRLError(
@@ -42,7 +50,9 @@ class Recall(GeneratedTask):
 
     def __getitem__(self, i: int) -> Prompt:
         draw = self.numbers(i)
-        count = round(self.least * (self.most / self.least) ** draw.random())  # each doubling of the length is as likely
+        count = round(
+            self.least * (self.most / self.least) ** draw.random()
+        )  # each doubling of the length is as likely
         pairs = {key: f"{draw.randrange(100):02}" for key in draw.sample(KEYS, count)}
         asked = draw.sample(list(pairs), self.queries)
         listed = " ".join(key + value for key, value in pairs.items())

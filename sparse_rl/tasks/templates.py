@@ -28,7 +28,9 @@ class Template:
 TEMPLATES = {
     "plain": Template("the question as it stands"),
     "chat": Template(
-        r"one user message through the tokenizer's chat template, which asks for \boxed{}", after=_ASK + r"\boxed{}.", messages=True
+        r"one user message through the tokenizer's chat template, which asks for \boxed{}",
+        after=_ASK + r"\boxed{}.",
+        messages=True,
     ),
     "qwen-boxed": Template(
         r"ChatML text, as in simplerl_qwen_level3to5.jsonl (its \boxed{{}} included)",
@@ -64,7 +66,13 @@ def template_of(prompt: str | list[dict]) -> str | None:
     """The template that a ready-made prompt has the form of; None where there is none, for any text could be `plain`."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     for name, form in TEMPLATES.items():
-        framed = len(text) > len(form.before + form.after) and text.startswith(form.before) and text.endswith(form.after)
-        if framed and form.before + form.after and dress(text[len(form.before) : len(text) - len(form.after)], name) == prompt:
+        framed = (
+            len(text) > len(form.before + form.after) and text.startswith(form.before) and text.endswith(form.after)
+        )
+        if (
+            framed
+            and form.before + form.after
+            and dress(text[len(form.before) : len(text) - len(form.after)], name) == prompt
+        ):
             return name
     return None

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from ..errors import SparseRLError, nearest, whole
+from ..errors import SparseRLError, nearest, require_int
 from .base import Prompt, Task
 
 
@@ -35,7 +35,9 @@ class FunctionFile(Task):
     def __getitem__(self, i: int) -> Prompt:
         given = self.module.prompt(i)
         if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], (str, list)):
-            raise SparseRLError(f"{self.module.__file__}: prompt({i}) gave {given!r:.80}; it must return (text, answer).")
+            raise SparseRLError(
+                f"{self.module.__file__}: prompt({i}) gave {given!r:.80}; it must return (text, answer)."
+            )
         return Prompt(*given, index=i)
 
     def reward(self, prompt: Prompt, text: str) -> float:
@@ -51,7 +53,7 @@ class FiniteFunctionFile(FunctionFile):
     def __init__(self, module: ModuleType):
         super().__init__(module)
         self._size = module.SIZE() if callable(module.SIZE) else module.SIZE
-        whole(SIZE=self._size)
+        require_int(SIZE=self._size)
 
     def __len__(self) -> int:
         return self._size
@@ -69,7 +71,11 @@ def load(name: str) -> tuple[str, Callable[..., Task]]:
     missing = [function for function in ("prompt", "reward") if not callable(getattr(module, function, None))]
     if missing:
         classes = _classes(module)
-        hint = f"name its class: {path.name}:{next(iter(classes))}" if classes else "define prompt(i) and reward(answer, text)"
+        hint = (
+            f"name its class: {path.name}:{next(iter(classes))}"
+            if classes
+            else "define prompt(i) and reward(answer, text)"
+        )
         raise SparseRLError(f"{path} has no function {missing[0]}; {hint}.")
     return str(path), partial(FiniteFunctionFile if hasattr(module, "SIZE") else FunctionFile, module)
 
@@ -96,7 +102,9 @@ def _module(path: Path) -> ModuleType:
 def _classes(module: ModuleType) -> dict[str, type[Task]]:
     """The subclasses of Task that a file defines."""
     return {
-        name: it for name, it in vars(module).items() if inspect.isclass(it) and issubclass(it, Task) and it.__module__ == module.__name__
+        name: it
+        for name, it in vars(module).items()
+        if inspect.isclass(it) and issubclass(it, Task) and it.__module__ == module.__name__
     }
 
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import SparseRLError, whole
+from ..errors import SparseRLError, require_int
 
 START = 120.0  # seconds a child may take to import and make its task
 GRACE = 2.0  # seconds after which a child that overstays ends itself, should the parent be gone
@@ -55,7 +55,7 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise SparseRLError(f"{name} is {value!r}; it must be a number above 0.")
         if self.workers is not None:
-            whole(workers=self.workers)
+            require_int(workers=self.workers)
 
 
 def frame(message: bytes) -> bytes:
@@ -99,7 +99,9 @@ class Child:
         except BrokenPipeError:
             return _DEAD
         self.inbox += received
-        whole_length = HEADER.size + HEADER.unpack(self.inbox[: HEADER.size])[0] if len(self.inbox) >= HEADER.size else None
+        whole_length = (
+            HEADER.size + HEADER.unpack(self.inbox[: HEADER.size])[0] if len(self.inbox) >= HEADER.size else None
+        )
         if len(self.inbox) == whole_length:
             return pickle.loads(self.inbox[HEADER.size :])
         return None if received else _DEAD
@@ -134,7 +136,9 @@ class Pool:
         with self._lock:
             try:
                 return self._grade(items)
-            except BaseException:  # an interrupt, say: a reply may be half read, so the next call starts with new children
+            except (
+                BaseException
+            ):  # an interrupt, say: a reply may be half read, so the next call starts with new children
                 _end_all(self._children)
                 raise
 
@@ -162,7 +166,9 @@ class Pool:
                     if not child.ready:
                         self._failed_starts.append(f"was not ready after {START:g} s" if late else how)
                     else:
-                        found[child.item] = (0.0, "timeout", None) if late else (0.0, "error", f"the grading process {how}")
+                        found[child.item] = (
+                            (0.0, "timeout", None) if late else (0.0, "error", f"the grading process {how}")
+                        )
                 elif not child.ready:
                     child.ready = reply == "ready"
                     if not child.ready:
@@ -218,7 +224,9 @@ def _packed(thing: Any, what: str) -> bytes:
     try:
         return pickle.dumps(thing)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise SparseRLError(f"{what} cannot be sent to a grading process ({error}); use numbers, strings, lists and dicts.") from error
+        raise SparseRLError(
+            f"{what} cannot be sent to a grading process ({error}); use numbers, strings, lists and dicts."
+        ) from error
 
 
 def _end_all(children: list[Child]) -> None:

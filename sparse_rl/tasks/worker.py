@@ -43,7 +43,9 @@ def serve() -> None:
     os.dup2(2, 1)
 
     def overstay(seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=nowhere)  # its thread needs no lock that a reward could hold
+        faulthandler.dump_traceback_later(
+            seconds + GRACE, exit=True, file=nowhere
+        )  # its thread needs no lock that a reward could hold
 
     overstay(START)
     hello = _receive(inbox, parent)
@@ -55,7 +57,9 @@ def serve() -> None:
         task = make(name, **options)
         task.prepare()
     except Exception as error:  # the parent raises it
-        outbox.write(frame(pickle.dumps(str(error) if isinstance(error, SparseRLError) else f"{type(error).__name__}: {error}")))
+        outbox.write(
+            frame(pickle.dumps(str(error) if isinstance(error, SparseRLError) else f"{type(error).__name__}: {error}"))
+        )
         return
     outbox.write(frame(pickle.dumps("ready")))
     faulthandler.cancel_dump_traceback_later()

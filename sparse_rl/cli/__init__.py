@@ -1,0 +1,3 @@
+from .main import app, main
+
+__all__ = ["app", "main"]

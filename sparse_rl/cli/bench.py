@@ -1,0 +1,44 @@
+"""`sparse-rl bench`: speed on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from .options import Budget, CompressorName, Dtype, Interval
+
+bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+
+
+@bench.callback()  # so that `rollout` stays a word of the command, though it is the only one
+def _bench() -> None: ...
+
+
+@bench.command("rollout")
+def bench_rollout(
+    model_shape: Annotated[
+        str, typer.Option(help="`tiny`, or a shape such as qwen2.5-1.5b: random weights, no download.")
+    ] = "qwen2.5-1.5b",
+    compressor: CompressorName = "rkv",
+    budget: Budget = 512,
+    interval: Interval = 128,
+    rows: Annotated[int, typer.Option(help="Sequences, all decoded at once.")] = 256,
+    prompt: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 256,
+    new: Annotated[int, typer.Option(help="New tokens of every sequence; none stops early.")] = 3840,
+    repeats: Annotated[int, typer.Option(help="Timed runs; the median one is told.")] = 3,
+    peer: Annotated[
+        str | None, typer.Option(help="`transformers`: model.generate on the same prompts beside it.")
+    ] = None,
+    peer_new: Annotated[int, typer.Option(help="New tokens of the peer.")] = 128,
+    dtype: Dtype = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All numbers, for programs.")] = False,
+) -> None:
+    """Time whole rollouts of a model with random weights: tokens/s, milliseconds per step, memory, where the time went."""
+    from ..bench import Setting, measure, summary
+
+    setting = Setting(model_shape, compressor, budget, interval, rows, prompt, new, repeats, peer, peer_new)
+    result = measure(setting, dtype, device)
+    typer.echo(json.dumps(result) if as_json else summary(result))

@@ -1,0 +1,91 @@
+"""`sparse-rl list`: what can be named in commands and recipes, each with what is behind it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ..errors import SparseRLError, nearest
+
+
+def compressors() -> list[tuple[str, ...]]:
+    from ..compressors import COMPRESSORS
+    from ..compressors.beacon import Beacon
+
+    def idea(cls: type) -> str:
+        return (
+            (sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")
+            .strip()
+            .splitlines()[0]
+            .removeprefix(f"{cls.name}: ")
+        )
+
+    rows = [(name, idea(cls)) for name, cls in COMPRESSORS.items()]
+    return [
+        *rows,
+        ("beacon:N", idea(Beacon)),
+        ("kvpress:X", "the kvpress package's scorer X, where it needs nothing but keys and values"),
+    ]
+
+
+def tasks() -> list[tuple[str, ...]]:
+    from ..tasks import describe
+
+    return describe()
+
+
+def templates() -> list[tuple[str, ...]]:
+    from ..tasks.templates import TEMPLATES
+
+    return [(name, template.idea) for name, template in TEMPLATES.items()]
+
+
+def presets() -> list[tuple[str, ...]]:
+    from dataclasses import fields
+
+    from ..learn.method import METHODS, Method
+
+    def parts(method: Method) -> str:
+        how = method.correction
+        changed = {f.name: getattr(how, f.name) for f in fields(how) if getattr(how, f.name) != f.default}
+        said = [f"{name} {value}" for name, value in changed.items()]
+        said += ["the learner replays what the sampler saw"] if method.view == "shadow" else []
+        said += [f"distillation {method.distill}"] if method.distill else []
+        return ", ".join(said) or "old log-probs recomputed, nothing corrected"
+
+    return [(name, parts(method)) for name, method in METHODS.items()]
+
+
+def recipes() -> list[tuple[str, ...]]:
+    from ..config import RECIPES
+
+    files = sorted(RECIPES.glob("*.yaml"))
+    return [(file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")) for file in files]
+
+
+def keys() -> list[tuple[str, ...]]:
+    from ..config import table_of_keys
+
+    return table_of_keys()
+
+
+LISTS = {
+    "compressors": compressors,
+    "tasks": tasks,
+    "templates": templates,
+    "presets": presets,
+    "recipes": recipes,
+    "keys": keys,
+}
+
+
+def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, templates, presets, recipes or keys")]) -> None:
+    """List what can be named in commands and recipes."""
+    if what not in LISTS:
+        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, LISTS)}")
+    rows = LISTS[what]()
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for *cells, last in rows:
+        typer.echo("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths)), last]))

@@ -1,0 +1,49 @@
+"""The command line: one file per command, which parses, calls and prints. torch is imported inside the commands, so --help is fast."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..errors import SparseRLError
+from .bench import bench
+from .demo import demo
+from .eval import eval_
+from .list import list_
+from .plan import plan
+from .report import report
+from .rollout import rollout
+from .train import train
+from .warmup import warmup
+
+WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # any key of a recipe is an option
+
+app = typer.Typer(
+    help="Reinforcement learning of language models whose rollouts run on a compressed KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(rollout)
+app.command(context_settings=WITH_OVERRIDES)(train)
+app.command(context_settings=WITH_OVERRIDES)(warmup)
+app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
+app.command(context_settings=WITH_OVERRIDES)(plan)
+app.command("list")(list_)
+app.add_typer(bench, name="bench")
+app.command()(report)
+app.command()(demo)
+
+
+def main() -> None:
+    try:
+        code = app(standalone_mode=False)  # a number when a command asked to exit, else what it returned
+    except SparseRLError as error:
+        sys.exit(f"sparse-rl: {error}")
+    except Exception as error:
+        if not (hasattr(error, "show") and hasattr(error, "exit_code")):
+            raise
+        error.show()  # a usage mistake, in click's own words
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,37 @@
+"""Options that several commands share, and keys written as options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SparseRLError
+
+ModelName = Annotated[
+    str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")
+]
+Budget = Annotated[int, typer.Option(help="Slots a row keeps at an eviction.")]
+Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
+CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
+RecipePath = Annotated[
+    Path, typer.Argument(help="A YAML recipe, a run folder that holds one, or a name from `sparse-rl list recipes`.")
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 instead of the model's own.")]
+
+
+def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> list[tuple[str, str]]:
+    """`--key value` and `--key=value`, in order."""
+    found, rest = [], list(arguments)
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("--"):
+            raise SparseRLError(f"{name!r} is no key; keys are written --section.key value, such as {example}.")
+        name, equals, value = name.removeprefix("--").partition("=")
+        if not equals:
+            if not rest:
+                raise SparseRLError(f"--{name} has no value; write --{name} VALUE.")
+            value = rest.pop(0)
+        found.append((name, value))
+    return found

@@ -1,0 +1,35 @@
+"""`sparse-rl report`: run folders as a page, a picture or a summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SparseRLError, nearest
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold runs.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file. Default: report.html, .png or .md.")
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", help="html: the page; png: its main figures; md: a summary.")
+    ] = "html",
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve the page on this machine while the runs write, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --live; 0 is any that is free.")] = 0,
+) -> None:
+    """Show runs: curves, what is wrong with them, completions token by token, and what every head still saw."""
+    from ..report import FORMATS, write
+    from ..report.serve import serve
+
+    if kind not in FORMATS:
+        raise SparseRLError(f"there is no format {kind!r}; {nearest(kind, FORMATS)}")
+    if live:
+        serve(runs, port, typer.echo)
+        return
+    typer.echo(write(runs, out or Path(f"report.{kind}"), kind))

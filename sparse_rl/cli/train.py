@@ -1,0 +1,52 @@
+"""`sparse-rl train`: start or resume a run, in one process or several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import RecipePath, overrides
+
+
+def train(
+    context: typer.Context,
+    recipe: RecipePath,
+    out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/ and the recipe's name.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    num_processes: Annotated[int, typer.Option(help="Processes on this machine, one for each GPU.")] = 1,
+) -> None:
+    """Train by reinforcement learning. Any key of the recipe can be changed: --rollout.budget 256 --lr 1e-5."""
+    from ..config import load_recipe
+
+    folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
+    settings = load_recipe(recipe, overrides(context.args))
+    if num_processes != 1:
+        from ..distributed.launch import launch
+
+        arguments = ["train", str(recipe), "--out", str(folder), *(["--resume"] if resume else []), *context.args]
+        raise typer.Exit(launch(num_processes, arguments))
+    from ..distributed.world import PeerFailed, join_world, leave_world
+    from ..train.run import train as start
+
+    world, done = join_world(), False
+    try:
+        trainer = start(settings, folder, resume, world=world)
+        done = True
+    except PeerFailed:
+        if world.first:
+            raise
+        raise typer.Exit(1) from None  # said by the one that failed, and by the first
+    except KeyboardInterrupt:
+        begun = (folder / "recipe.yaml").exists()
+        several = f" --num-processes {world.size}" if world.size > 1 else ""
+        hint = f"go on with: sparse-rl train {folder} --resume{several}" if begun else "nothing had begun"
+        if world.first:
+            typer.echo(f"sparse-rl: stopped; {hint}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        leave_world(world, failed=not done)
+    if world.first:
+        model = f"{folder}/checkpoints/step-{trainer.step:06d}"
+        typer.echo(f"{trainer.step} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")

@@ -1,0 +1,29 @@
+"""`sparse-rl warmup`: supervised training on worked solutions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import RecipePath, overrides
+
+
+def warmup(
+    context: typer.Context,
+    recipe: RecipePath,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the model. Default: models/ and the recipe's name.")
+    ] = None,
+) -> None:
+    """Train on a task's worked solutions, to make a model that reinforcement learning can improve."""
+    from ..config import load_recipe
+    from ..train.warmup import warmup as start
+
+    folder = out or Path("models") / recipe.stem
+    try:
+        found = start(load_recipe(recipe, overrides(context.args)), folder)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo(f"done: accuracy {found['accuracy']:.3f} on held-out prompts; the model is in {folder}")

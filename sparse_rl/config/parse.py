@@ -1,0 +1,120 @@
+"""Reading recipes: YAML files, closed keys, dotted overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparseRLError, nearest
+from .recipe import RECIPES, SECTIONS, Recipe
+from .values import names_of, plain, settings_of, types_of
+
+
+def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+    """A recipe from a YAML file, a run folder that holds one, or by the name of one we ship; with `(dotted key, value)` overrides."""
+    import yaml
+
+    path = Path(path)
+    shipped = {file.stem: file for file in RECIPES.glob("*.yaml")}
+    if str(path) in shipped and not path.is_file() and not (path / "recipe.yaml").exists():
+        path = shipped[str(path)]
+    if path.is_dir():
+        path = path / "recipe.yaml"
+    if not path.is_file():
+        raise SparseRLError(
+            f"there is no recipe {path}; give a YAML file, a run folder or a name. {nearest(path.stem, sorted(shipped))}"
+        )
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
+    return make_recipe(data or {}, overrides, where=str(path))
+
+
+def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where: str = "the recipe") -> Recipe:
+    if not isinstance(data, Mapping):
+        raise SparseRLError(
+            f"{where} holds {type(data).__name__}; a recipe is sections with keys, such as `model: {{name: tiny-sums}}`."
+        )
+    sections: dict[str, dict] = {}
+    for name, content in data.items():
+        if name not in SECTIONS:
+            raise SparseRLError(f"{where} has a section {name!r}; {nearest(str(name), SECTIONS)}")
+        if not isinstance(content, Mapping):
+            raise SparseRLError(
+                f"{where}: section {name!r} holds {content!r}; it must hold keys, such as {{{names_of(SECTIONS[name])[0]}: ...}}."
+            )
+        sections[name] = dict(content)
+    for dotted, value in overrides:
+        section, path = _find(dotted)
+        target = sections.setdefault(section, {})
+        for part in path[:-1]:
+            inner = target.get(part) or {}
+            holds_keys = section == "task" or inner or types_of(SECTIONS[section]).get(part) is dict
+            if not (isinstance(inner, Mapping) and holds_keys):
+                raise SparseRLError(
+                    f"--{dotted} looks inside {section}.{part}, which holds no keys; write --{section}.{part} VALUE."
+                )
+            target[part] = dict(inner)
+            target = target[part]
+        target[path[-1]] = parse_value(value)
+    missing = [name for name in ("model", "task") if name not in sections]
+    if missing:
+        raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
+    return Recipe(**{name: _section(name, content) for name, content in sections.items()})
+
+
+def _section(name: str, content: dict):
+    if name == "task":  # whatever is not `name` belongs to the task
+        content = {"name": content.get("name"), "options": {k: v for k, v in content.items() if k != "name"}}
+    return settings_of(SECTIONS[name], content, name)
+
+
+def _find(dotted: str) -> tuple[str, list[str]]:
+    """The section and the path inside it that an override names; the last part alone is enough where it is unique outside
+    `student` and `warmup`."""
+    first, *rest = dotted.replace("-", "_").split(".")
+    if rest:
+        if first not in SECTIONS:
+            raise SparseRLError(f"there is no section {first!r} for --{dotted}; {nearest(first, SECTIONS)}")
+        return first, rest
+    holders = [name for name, kind in SECTIONS.items() if first in names_of(kind) and name not in ("student", "warmup")]
+    if len(holders) != 1:
+        every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in names_of(kind)]
+        hint = (
+            f"write --{' or --'.join(f'{h}.{first}' for h in holders)}"
+            if holders
+            else nearest(first, every, by_last=True)
+        )
+        raise SparseRLError(f"--{dotted} names {'several keys' if holders else 'no key'}; {hint}")
+    return holders[0], [first]
+
+
+def parse_value(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SparseRLError(f"the value {text!r} is not YAML ({' '.join(str(error).split())}).") from error
+
+
+def table_of_keys() -> list[tuple[str, str, str]]:
+    """(section.key, default, help) of every key."""
+    rows = []
+    for name, kind in SECTIONS.items():
+        for field in dataclasses.fields(kind):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            shown = (
+                "required"
+                if default is dataclasses.MISSING
+                else "null"
+                if default is None
+                else str(plain(default)).lower()
+                if isinstance(default, bool)
+                else str(plain(default))
+            )
+            rows.append((f"{name}.{field.name}", shown, field.metadata["help"]))
+    return rows

@@ -1,0 +1,271 @@
+"""Recipes: the YAML that defines a result. Closed keys, typed values, dotted overrides.
+
+    model: {name: tiny-sums}
+    task: {name: sums, count: 8}                    # keys beside `name` are the task's own options
+    rollout: {compressor: rkv, budget: 38, interval: 4}
+    learn: {method: sparse-rl}
+
+    sparse-rl train recipe.yaml --rollout.budget 44 --lr 1e-4     # a key's last part is enough where only one section has it
+
+Every section is a frozen dataclass; a misspelling names the nearest key; `1e-4` is a float although YAML reads it as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparseRLError, nearest, require_int
+from ..keys import key
+from ..learn.advantage import ESTIMATORS
+from ..learn.correct import Correction, changed
+from ..learn.loss import Loss
+from ..learn.method import Method, method
+from ..learn.optimizer import OptimizerSettings
+from ..learn.student import StudentSettings
+from .budget import Adaptive
+from .values import convert, plain, types_of
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    name: str = key(
+        "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
+    )
+    dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    gradient_checkpointing: bool = key(
+        "keep one activation per layer and recompute the rest: less memory, a third more time", False
+    )
+    lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
+    lora_alpha: int = key("LoRA's scale", 32)
+    shard: bool = key(
+        "with several processes, divide weights, gradients and moments of the learner among them (FSDP2)", False
+    )
+
+    def __post_init__(self):
+        require_int(at_least=0, **{"model.lora_rank": self.lora_rank})
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    name: str = key("a name from `sparse-rl list tasks`, `gym:NAME`, `file.py` or `file.py:Class`")
+    options: dict = key("the task's own options; in a recipe they stand beside `name`", {})
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    compressor: str = key("a name from `sparse-rl list compressors`, or prompt-only:NAME", "rkv")
+    budget: int | Adaptive = key(
+        "slots a row keeps at an eviction; moved between steps by {min: 32, max: 64, target: {alpha_5: 0.9}}", 512
+    )
+    interval: int = key("tokens between evictions; no meaning under prompt-only", 128)
+    compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
+    rows: int = key("sequences decoded at a time, by each process", 64)
+    ahead: int = key("steps sampled ahead while the learner works: 0, or 1 (asynchronous; a copy of the weights)", 0)
+    prompts: int = key("prompts of a step, of all processes together", 128)
+    group_size: int = key("completions of each prompt", 8)
+    max_new_tokens: int = key("the longest response", 4096)
+    temperature: float = key("of the sampler, and so of every log-prob", 1.0)
+    stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
+
+    def __post_init__(self):
+        require_int(**{"rollout.budget": self.max_budget})
+        require_int(
+            **{
+                f"rollout.{n}": getattr(self, n)
+                for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")
+            }
+        )
+        if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
+            raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
+        for name in self.compressor_options:
+            if not isinstance(name, str):
+                raise SparseRLError(
+                    f"rollout.compressor_options has a key {name!r}; its keys are names, such as {{window: 8}}."
+                )
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise SparseRLError(
+                f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
+            )
+
+    @property
+    def max_budget(self) -> int:
+        """What rows are made for."""
+        return self.budget.max if isinstance(self.budget, Adaptive) else self.budget
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    method: str = key(
+        "naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay",
+        "sparse-rl",
+    )
+    view: str | None = key(
+        "how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None
+    )
+    distill: str | None = key("with the shadow view, distillation: a, b or c; null: the method's (smd: a)", None)
+    distill_weight: float | None = key("lambda, what distillation is multiplied with; null: 0.1", None)
+    correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
+    advantage: str = key("grpo, dr-grpo or rloo", "grpo")
+    advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
+    rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
+    refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
+    minibatches: int = key("optimizer steps per rollout", 4)
+    micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
+    shuffle_advantages: bool = key(
+        "a control: give each trajectory another's advantage, so that nothing can be learned", False
+    )
+
+    def __post_init__(self):
+        require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
+        require_int(at_least=0, **{"learn.refill": self.refill})
+        if not self.advantage_eps >= 0:
+            raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
+        if self.advantage not in ESTIMATORS:
+            raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
+        if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
+            raise SparseRLError(
+                f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none)."
+            )
+        if self.distill_weight is not None and self.how().distill is None:
+            raise SparseRLError(
+                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
+            )
+        self.how()
+
+    def how(self) -> Method:
+        parts = {
+            n: convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()
+        }
+        chosen = {name: value for name in ("view", "distill") if (value := getattr(self, name)) is not None}
+        preset = method(self.method)
+        return method(self.method, correction=changed(preset.correction, **parts), **chosen)
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    every: int = key("steps between evaluations on held-out prompts; 0: never", 10)
+    prompts: int = key("held-out prompts", 64)
+    samples: int = key("completions of each", 1)
+    temperature: float = key("0 is greedy", 1.0)
+    options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
+
+    def __post_init__(self):
+        require_int(at_least=0, **{"eval.every": self.every})
+        require_int(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    steps: int = key("rollouts to learn from", 100)
+    seed: int = key("of sampling and of random weights; a task's prompts follow its own `seed`", 0)
+    checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
+    keep: int = key("checkpoints kept", 2)
+    samples: int = key("completions written out for reading at every evaluation and every 10 steps", 8)
+    diagnose: int = key(
+        "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
+    )
+    max_skipped: int = key(
+        "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
+    )
+    trackers: list[str] = key("tensorboard, trackio, wandb: through accelerate", [])
+    project: str = key("the name trackers file the run under", "sparse-rl")
+
+    def __post_init__(self):
+        require_int(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
+        require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
+        if self.seed >= 2**63:
+            raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
+
+
+@dataclass(frozen=True)
+class WarmupSettings:
+    steps: int = key("optimizer steps on worked solutions", 300)
+    batch: int = key("solutions of a step", 64)
+    lr: float = key("learning rate, constant after 20 steps", 2e-3)
+    workers: int = key("processes that make batches ahead; 0: they are made between steps", 0)
+
+    def __post_init__(self):
+        require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
+        require_int(at_least=0, **{"warmup.workers": self.workers})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: ModelSettings
+    task: TaskSettings
+    rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
+    learn: LearnSettings = dataclasses.field(default_factory=LearnSettings)
+    loss: Loss = dataclasses.field(default_factory=Loss)
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+    student: StudentSettings = dataclasses.field(default_factory=StudentSettings)
+    warmup: WarmupSettings = dataclasses.field(default_factory=WarmupSettings)
+
+    def __post_init__(self):
+        trajectories = self.rollout.prompts * self.rollout.group_size
+        if trajectories < self.learn.minibatches:
+            raise SparseRLError(
+                f"learn.minibatches is {self.learn.minibatches} but a step has {trajectories} trajectories "
+                f"({self.rollout.prompts} prompts x {self.rollout.group_size}); use at most {trajectories}."
+            )
+        if self.rollout.group_size < 2:
+            raise SparseRLError(
+                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
+            )
+        how = self.learn.how()
+        if self.learn.refill and not how.correction.rejects:
+            raise SparseRLError(
+                f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0."
+            )
+        if isinstance(self.rollout.budget, Adaptive):
+            self.rollout.budget.check(self.learn.method, how.view, how.correction.rejects, self.run.diagnose)
+        folds = self.rollout.compressor.partition(":")[0] == "beacon"
+        if folds and how.view != "shadow":
+            raise SparseRLError(
+                f"rollouts with beacons are learned from as they were fed, which {self.learn.method} (view: {how.view}) does not do; "
+                "use learn.method: shadow."
+            )
+        if folds and how.distill is not None:
+            raise SparseRLError(
+                f"{self.learn.method} distills between the dense and the sparse view, but rollouts with beacons have no dense one; "
+                "use learn.method: shadow."
+            )
+        if self.student.chunks and (folds or self.model.lora_rank):
+            raise SparseRLError(
+                "a run with students has an ordinary model for their teacher: set rollout.compressor to another than beacon, and "
+                f"model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students adapters."
+            )
+        if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
+            what = (
+                "students learn from it" if self.student.chunks else "its budget is to move with what a step measured"
+            )
+            raise SparseRLError(
+                f"rollout.ahead is 1, so the sampler is a step ahead, but {what}; set rollout.ahead to 0."
+            )
+        if self.loss.renormalise and self.loss.mean == "token-mean":
+            raise SparseRLError(
+                "loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only."
+            )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values, as a recipe holds them."""
+        values = {name: {k: plain(v) for k, v in vars(section).items()} for name, section in vars(self).items()}
+        values["task"] |= values["task"].pop("options")
+        return values
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+RECIPES = Path(__file__).parent.parent / "recipes"  # those we ship
+
+
+SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items()}

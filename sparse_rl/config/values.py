@@ -1,0 +1,87 @@
+"""YAML values as the types that keys have, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SparseRLError, nearest
+
+
+def settings_of(kind: type, content: Mapping, name: str):
+    known, hints = names_of(kind), types_of(kind)
+    for k in content:
+        if k not in known:
+            raise SparseRLError(f"there is no key {name}.{k}; {nearest(str(k), known)}")
+    for field in dataclasses.fields(kind):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and content.get(field.name) is None:
+            raise SparseRLError(f"{name}.{field.name} is not given: {field.metadata['help']}.")
+    return kind(**{k: convert(v, hints[k], f"{name}.{k}") for k, v in content.items()})
+
+
+def convert(value: Any, kind: Any, where: str) -> Any:
+    """A YAML value as the type a key has, or a sentence."""
+    if kind is Any:
+        return value
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        kinds = [a for a in args if a is not type(None)]
+        with_keys = [a for a in kinds if dataclasses.is_dataclass(a)] if isinstance(value, Mapping) else []
+        return convert(value, (with_keys or kinds)[0], where)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return settings_of(kind, value, where)
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
+        return tuple(convert(v, a, where) for v, a in zip(value, args))
+    if origin is list:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, (list, tuple)):
+            return [convert(v, args[0], where) for v in values]
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isnan(number):
+            return number
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is dict and isinstance(value, Mapping):
+        return dict(value)
+    shape = "dict" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
+    shape = f"a list of {len(args)} numbers" if origin is tuple else shape
+    expected = {
+        "int": "a whole number",
+        "float": "a number",
+        "str": "text",
+        "bool": "true or false",
+        "dict": "keys",
+        "list": "a list",
+    }
+    raise SparseRLError(f"{where} is {value!r}; it must be {expected.get(shape, shape)}.")
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return {k: plain(v) for k, v in vars(value).items() if v is not None}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def names_of(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def types_of(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)

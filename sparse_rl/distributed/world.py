@@ -1,0 +1,191 @@
+"""The processes of a run. One process is the usual case, in which everything here does nothing.
+
+    accelerate launch --num_processes 8 -m sparse_rl train RECIPE        (or torchrun, or sparse-rl train RECIPE --num-processes 8)
+
+Every process does its share, then all meet: `together` hands every one's result to all, and an error or a stop of one is every one's. So
+between two meetings all processes are at the same place, and none waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SparseRLError
+from ..signals import stoppable
+
+T = TypeVar("T")
+BUCKET = 2**26  # numbers summed over processes in one go
+PEER_LOST = "another process of this run is gone; see what it said, and go on with --resume."
+_PATIENCE = datetime.timedelta(
+    days=1
+)  # a process may sample much longer than another; one that died is noticed at once
+
+
+class PeerFailed(SparseRLError):
+    """Another process failed, and says why itself."""
+
+
+@dataclass
+class _Outcome:
+    """What a process brings to a meeting."""
+
+    value: Any = None
+    error: str | None = None
+    stopped: bool = False
+    seconds: float = 0.0  # that its work took
+
+
+class World:
+    def __init__(self, rank: int = 0, size: int = 1, group=None):
+        self.rank, self.size, self.group = (
+            rank,
+            size,
+            group,
+        )  # group: for records on the CPU; gradients go by the default one
+        self.idle = 0.0  # share of the processes' time before the last meeting that was spent waiting for the slowest
+        self.waited = 0.0  # seconds of this one, there
+        self.stop = False  # Ctrl-C or SIGTERM came; all stop at the next meeting
+        self.working = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and speaks for all."""
+        return self.rank == 0
+
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
+        """Every process does its work; all results, by rank. Raises on all what one raised, and KeyboardInterrupt if one was to stop."""
+        if self.size == 1:
+            return [work()]
+        outcome, failure, start = _Outcome(stopped=self.stop), None, time.perf_counter()
+        if not self.stop:
+            self.working = True
+            try:
+                outcome.value = work()
+            except KeyboardInterrupt:
+                outcome.stopped = True
+            except Exception as error:
+                failure, outcome.error = error, (str(error) or type(error).__name__).splitlines()[0]
+            finally:
+                self.working = False
+        outcome.seconds = time.perf_counter() - start
+        outcomes = self._gather(outcome)
+        self.waited = time.perf_counter() - start - outcome.seconds
+        seconds = [o.seconds for o in outcomes]
+        self.idle = 1 - sum(seconds) / (self.size * max(seconds)) if max(seconds) > 0 else 0.0
+        said = (
+            outcomes[0].error is not None and outcomes[0].error == outcome.error and not self.first
+        )  # by the first, in the same words
+        if failure is not None and not said:
+            raise failure
+        for rank, other in enumerate(outcomes):
+            if other.error is not None:
+                raise PeerFailed(f"process {rank} of {self.size} failed: {other.error}") from failure
+        if any(o.stopped for o in outcomes):
+            self.stop = False  # all know; they may meet again to save
+            raise KeyboardInterrupt
+        return [o.value for o in outcomes]
+
+    def run_on_first(self, work: Callable[[], T]) -> T:
+        """What the first process makes, for all."""
+        return self.run_on_all(work if self.first else lambda: None)[0]
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Sum over processes, in place: every process gets the same bits."""
+        if self.size == 1:
+            return
+        bucket: list[Tensor] = []
+        for i, tensor in enumerate(tensors):
+            bucket.append(tensor)
+            if i + 1 == len(tensors) or sum(t.numel() for t in bucket) + tensors[i + 1].numel() > BUCKET:
+                self._add(bucket)
+                bucket = []
+
+    def add_numbers(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The sums over processes, in double precision."""
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        with lost_process():
+            torch.distributed.all_reduce(found, group=self.group)
+        return dict(zip(numbers, found.tolist()))
+
+    def _add(self, tensors: list[Tensor]) -> None:
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        with lost_process():
+            torch.distributed.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+    def _gather(self, value) -> list:
+        buffer, found = io.BytesIO(), [None] * self.size
+        torch.save(value, buffer)  # plain pickles cannot hold every dtype
+        with lost_process():
+            torch.distributed.all_gather_object(found, buffer.getvalue(), group=self.group)
+        return [torch.load(io.BytesIO(content), weights_only=False) for content in found]
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM stop the run: at once where it is one process, else at the next meeting, so that all stop at one place."""
+        if self.size == 1 or threading.current_thread() is not threading.main_thread():
+            with stoppable():
+                yield
+            return
+
+        def stop(*_):
+            self.stop = True
+            if self.working:
+                raise KeyboardInterrupt
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def lost_process() -> Iterator[None]:
+    """Say it in a sentence when the others are gone in the middle of an exchange."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed raises nothing more particular
+        raise PeerFailed(PEER_LOST) from error
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another process is gone, wherever it arose: shards are exchanged in the middle of a model."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
+
+
+def join_world() -> World:
+    """The processes that a launcher started, if one did."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return World()
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    return World(
+        state.process_index, state.num_processes, torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    )
+
+
+def leave_world(world: World, failed: bool = False) -> None:
+    """Threads of a group that is still there when Python ends abort the process. `failed`: do not wait for the others, as NCCL would."""
+    if world.size > 1 and torch.distributed.is_initialized():
+        alone = failed and torch.distributed.get_backend() != "gloo"
+        torch.distributed.destroy_process_group(world.group if alone else None)

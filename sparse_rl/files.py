@@ -1,0 +1,92 @@
+"""Files that are written whole or not at all, lines of JSON, and the sentence that a failed write gets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .errors import CannotWrite, SparseRLError
+
+STATE = "training.pt"  # beside a checkpoint's model: what training needs to go on
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A failed write of `path` in one sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not re.search(
+            "PytorchStreamWriter|inline_container|No space|unexpected pos", str(error)
+        ):
+            raise  # torch reports a failed write as RuntimeError, and much else
+        there = next(folder for folder in path.parents if folder.exists())
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        why = "the disk is full" if full else first_line(error)
+        raise CannotWrite(
+            f"{path} could not be written ({why}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB free); nothing half-written was left "
+            "there. Free some space or choose another place, and give the command again; a run goes on with --resume."
+        ) from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+            os.replace(partial, path)
+        except OSError:
+            if partial.is_file():
+                partial.unlink()
+            raise
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def append_line(path: Path, values: Mapping) -> None:
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(line_of(values))
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a file of metrics; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as lines:
+        whole = [line for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in whole]
+    except json.JSONDecodeError as error:
+        raise SparseRLError(
+            f"{path} holds a line that is not JSON ({error}); remove the line, or the file, and go on."
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    replace_file(path, text.encode())
+
+
+def line_of(values: Mapping) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(plain) + "\n"
+
+
+def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first."""
+    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal() and (p / STATE).is_file()]
+    return sorted((int(p.name.removeprefix("step-")), p) for p in found)

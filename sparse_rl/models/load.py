@@ -1,0 +1,158 @@
+"""Models: from a hub id, a folder, a GGUF file, a named shape with random weights, or a character-level one of any size.
+
+Also what the engine must know of a model before it runs (`ModelShape`), read from its config alone, and the refusal of
+architectures whose attention a slot cache cannot stand in for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..beacon import beacon_of, load_beacon
+from ..errors import SparseRLError, nearest
+from .shape import SHAPES, dtype_of, shape_config
+from .tiny import is_tiny, tiny_config, tiny_size, tiny_tokenizer
+
+TEMPLATE_FILE = "sparse_rl.json"  # beside adapters, which have no config to say in which template they were trained
+
+
+def check_folder(name: str) -> None:
+    """Refuse at once, without asking the hub, a name that can only be a folder or file of ours and is not there."""
+    first, *rest = name.split("/")
+    if rest and first in ("", ".", "..", "~", "models", "runs") and not Path(name).exists():
+        raise SparseRLError(
+            f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
+        )
+
+
+def load_config(name: str):
+    """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b or tiny:4x256. Weights are not touched."""
+    from transformers import AutoConfig
+
+    if is_tiny(name):
+        return tiny_config(*tiny_size(name))
+    name = str(BUILT_IN[name]) if name in BUILT_IN else name.removeprefix("random:")
+    check_folder(name)
+    known = name.lower().split("/")[-1].removesuffix("-instruct")
+    if known in SHAPES and not Path(name).exists():  # a public model's shape is known without a download
+        return shape_config(known)
+    try:
+        if name.endswith(".gguf"):
+            return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0]
+        raise SparseRLError(f"no model {name!r} on disk or hub ({why}); {nearest(name, ['tiny', *SHAPES])}") from error
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """transformers reads and writes without drawing."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def encode(tokenizer, text: str | list[dict]) -> list[int]:
+    """Token ids of a prompt: text as it is, or chat messages through the tokenizer's template."""
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    if tokenizer.chat_template is None:
+        raise SparseRLError(
+            "the prompts are chat messages but this tokenizer has no chat template; use prompts that are plain text."
+        )
+    return tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+
+
+def with_lora(model: nn.Module, rank: int, alpha: int, key: str = "model.lora_rank") -> nn.Module:
+    """The model with low-rank adapters in all its linear layers; only these, and a beacon, are trained."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise SparseRLError(f"{key} is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
+    adapted = get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    if (beacon := beacon_of(adapted)) is not None:
+        beacon.beacon.requires_grad_(True)
+    return adapted
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout, no gradient checkpointing), given back afterwards module by module."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+BUILT_IN = {"tiny-sums": Path(__file__).parent.parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
+
+
+def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0):
+    """(model in eval mode, tokenizer).
+
+    `tiny-sums` is built in and can add a little; `tiny` is the same with random weights made from `seed`, `tiny:4x256` one of another
+    size (layers x width), and `random:SHAPE` a public architecture with random weights and the tiny tokenizer, to measure speed and memory.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = dtype_of(dtype)
+    if is_tiny(name) or name.startswith("random:"):
+        config = load_config(name.removeprefix("random:"))
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=chosen or config.dtype)
+        return model.eval(), tiny_tokenizer()
+    if name.lower() in SHAPES:
+        raise SparseRLError(
+            f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder, or random:{name}."
+        )
+    name = str(BUILT_IN[name]) if name in BUILT_IN else name
+    check_folder(name)
+    source, options = name, {}
+    if name.endswith(".gguf"):
+        source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
+        unpacked = getattr(transformers, "GgufConfig", None)  # where there is none, weights are always unpacked
+        options |= {"quantization_config": unpacked(dequantize=True)} if unpacked else {}
+    try:
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen or "auto", **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0]
+        raise SparseRLError(
+            f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`."
+        ) from error
+    if name.endswith(".gguf"):
+        _forget_quantisation(model)
+    if (about := Path(source) / TEMPLATE_FILE).is_file():
+        model.config.sparse_rl_template = json.loads(about.read_text())["template"]
+    return load_beacon(source, model).to(device).eval(), tokenizer
+
+
+def _forget_quantisation(model: nn.Module) -> None:
+    """A GGUF file's weights are ordinary once they are loaded; without this, transformers would refuse to save them."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config

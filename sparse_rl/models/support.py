@@ -1,0 +1,62 @@
+"""Which models are refused, and why: architectures whose attention a slot cache cannot stand in for."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from ..errors import SparseRLError
+
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse, before anything runs, models that cannot be told where a token stands."""
+    from transformers import PreTrainedModel
+
+    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if outermost is None or getattr(model, "config", None) is None:
+        raise SparseRLError(f"{type(model).__name__} is not a transformers model: pass a Hugging Face causal LM.")
+    if "position_ids" not in inspect.signature(outermost.forward).parameters:
+        raise SparseRLError(f"{type(outermost).__name__} takes no position_ids: this architecture is not supported.")
+
+
+def check_sliding_windows(config, windows: list[int | None]) -> None:
+    """Refuse a model whose config has sliding windows that its attention was not told about. windows: what each layer passed."""
+    config = config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        lost = [
+            i
+            for i, (kind, window) in enumerate(zip(kinds, windows, strict=False))
+            if kind == "sliding_attention" and window is None
+        ]
+    else:
+        slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        lost = list(range(len(windows))) if slides and not any(windows) else []
+    if lost:
+        raise SparseRLError(
+            f"{config.model_type} has sliding windows in layers {lost} but keeps them from its attention: not supported."
+        )
+
+
+def check_supported(config) -> None:
+    """Refuse what a slot cache cannot stand in for. What only shows when the model runs is refused by the attention itself."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise SparseRLError(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
+    for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
+        if getattr(config, key, None) is None:
+            raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise SparseRLError(
+            f"{name} shares keys and values between layers, which a cache per layer cannot hold: not supported."
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
+    if others:
+        raise SparseRLError(
+            f"{name} has layers of type {', '.join(others)}; only {' and '.join(sorted(_SUPPORTED_LAYERS))} layers have slots to evict."
+        )

@@ -1,0 +1,70 @@
+"""A character-level Llama of any size, with its tokenizer: for tests, demos and studies on small machines."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from ..errors import SparseRLError
+
+_CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+TINY_HEAD = 32  # head dimension of a character-level model of chosen size
+
+
+def is_tiny(name: str) -> bool:
+    return name == "tiny" or name.startswith("tiny:")
+
+
+def tiny_size(name: str) -> tuple[int, int, int]:
+    """(layers, hidden size, query heads) of `tiny` (3, 96, 4), or of one of chosen size such as `tiny:4x256`: 4 layers, 256 wide."""
+    if name == "tiny":
+        return 3, 96, 4
+    size = re.fullmatch(r"tiny:([1-9]\d*)x([1-9]\d*)", name)
+    if size is None:
+        raise SparseRLError(
+            f"{name!r} names no size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers, 256 wide."
+        )
+    layers, hidden = map(int, size.groups())
+    if hidden % (2 * TINY_HEAD):
+        below = hidden - hidden % (2 * TINY_HEAD)
+        raise SparseRLError(
+            f"{name}: a width of {hidden} is no multiple of {2 * TINY_HEAD} (pairs of heads of {TINY_HEAD}); "
+            f"use tiny:{layers}x{below or 2 * TINY_HEAD}."
+        )
+    return layers, hidden, hidden // TINY_HEAD
+
+
+def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4):
+    """A character-level Llama, two query heads to a KV head. As it stands 0.3 M parameters: small enough for a test, large enough to
+    learn running sums; 4 layers of 256 have 3.0 M, 10 layers of 512 have 29 M."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=2 + len(_CHARACTERS),
+        hidden_size=hidden,
+        intermediate_size=-(-8 * hidden // 96) * 32,  # 8/3 of the width, in multiples of 32
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=4096,
+        initializer_range=0.06 * (96 / hidden) ** 0.5,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+
+
+def tiny_tokenizer():
+    """One token per printable character; 0 pads, 1 ends."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", "<eos>", *_CHARACTERS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

@@ -1,0 +1,63 @@
+"""How long the responses of a step may be: drawn, for the scale model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from ..errors import SparseRLError
+from ..files import read_lines
+
+SAME_PROMPT = 0.5  # assumption: share of the variance, of log lengths or of ranks made normal, that completions of a prompt have in common
+SPREAD = 0.75  # assumption: standard deviation over mean
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Response lengths: those given, drawn by rank; without any, lognormal. All are cut at the longest allowed."""
+
+    mean: float
+    spread: float  # standard deviation over mean
+    given: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not (0 < self.mean < math.inf and 0 <= self.spread < math.inf):
+            raise SparseRLError(
+                f"response lengths with mean {self.mean} and spread {self.spread}; the first must be positive, both finite."
+            )
+
+    def draw(self, prompts: int, group: int, longest: int, seed: int) -> np.ndarray:
+        """[prompts, group] tokens."""
+        random = np.random.default_rng(seed)
+        common, own = random.standard_normal((prompts, 1)), random.standard_normal((prompts, group))
+        normal = SAME_PROMPT**0.5 * common + (1 - SAME_PROMPT) ** 0.5 * own
+        if self.given:
+            ranks = np.vectorize(NormalDist().cdf)(normal)
+            return np.quantile(np.minimum(self.given, longest), ranks, method="inverted_cdf")
+        variance = math.log(1 + self.spread**2)
+        log = math.log(self.mean) - variance / 2 + math.sqrt(variance) * normal
+        return np.clip(np.exp(log).round(), 1, longest).astype(np.int64)
+
+
+def lengths_of_run(folder: Path) -> Lengths:
+    """As in a run: its written samples, scaled to the mean of its metrics; where none were written, that mean and the usual spread."""
+    means = [
+        line["rollout/length/mean"] for line in read_lines(folder / "metrics.jsonl") if "rollout/length/mean" in line
+    ]
+    if not means:
+        raise SparseRLError(
+            f"{folder}/metrics.jsonl holds no steps with rollout/length/mean; give the folder of a run that has trained."
+        )
+    mean, seen = sum(means) / len(means), []
+    for path in sorted(folder.glob("samples/step-*/trajectories.jsonl")):
+        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        seen += [len(line["tokens"]) - line["num_prompt_tokens"] for line in lines]
+    if not seen:
+        return Lengths(mean, SPREAD)
+    scale = mean * len(seen) / sum(seen)
+    return Lengths(mean, float(np.std(seen) / np.mean(seen)), tuple(max(1, round(scale * n)) for n in seen))

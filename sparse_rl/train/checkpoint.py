@@ -1,0 +1,179 @@
+"""Checkpoints that are whole or absent: an ordinary Hugging Face folder, and beside it what training needs to go on.
+
+    checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt, and students/ where there are some
+                                shards/ where the learner was divided among processes: each wrote its own part
+
+A checkpoint is written under another name, flushed to disk, and renamed. Any number of processes can go on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..beacon import beacon_of, save_beacon, without_beacon
+from ..distributed.world import World
+from ..errors import SparseRLError
+from ..files import STATE, find_checkpoints, first_line, writing
+from ..learn.shards import is_divided, load_shards, save_shards
+from ..models import TEMPLATE_FILE, no_progress_bar
+
+_SHARDS = "shards"
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model,
+    tokenizer,
+    state: dict,
+    keep: int,
+    students: Mapping[str, Any] | None = None,
+    world: World | None = None,
+) -> Path:
+    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep`.
+
+    The first process writes, and every one its shards of the learner's state.
+    """
+    path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
+    world = world or World()
+    state, shards = without_shards(state)
+
+    def begin() -> None:
+        with writing(path):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_model(partial, model, tokenizer)
+            for name, student in (students or {}).items():
+                save_model(partial / "students" / name, student, tokenizer)
+            about = {"step": step, "torch_rng": torch.get_rng_state(), "shards": bool(shards)}
+            torch.save({**about, **state}, partial / STATE)
+
+    def write_shards() -> None:
+        with writing(path):
+            save_shards(shards, partial / _SHARDS)
+
+    def finish() -> None:
+        with writing(path):
+            for file in partial.rglob("*"):
+                _flush(file)
+            if path.exists():
+                shutil.rmtree(path)
+            os.rename(partial, path)
+            _flush(folder)
+        for _, old in find_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+
+    try:
+        world.run_on_first(begin)
+        if shards:
+            world.run_on_all(write_shards)
+        world.run_on_first(finish)
+    finally:
+        if world.first:
+            shutil.rmtree(partial, ignore_errors=True)
+    return path
+
+
+def without_shards(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+    """State with None for every tensor that is divided among processes, and these tensors by name."""
+    shards = {}
+
+    def walk(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(inner, f"{name}.{key}") for key, inner in value.items()}
+        if isinstance(value, list):
+            return [walk(inner, f"{name}.{i}") for i, inner in enumerate(value)]
+        if not is_divided(value):
+            return value
+        shards[name] = value
+        return None
+
+    return walk(state, "state"), shards
+
+
+def with_shards(state: Any, like: Any, folder: Path) -> Any:
+    """Undo `without_shards`: `like` is a state as this process has it, into whose tensors, whole or divided, those of the file go."""
+    wanted = {}
+
+    def walk(value: Any, model: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {
+                key: walk(inner, model.get(key) if isinstance(model, dict) else None, f"{name}.{key}")
+                for key, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [
+                walk(inner, model[i] if isinstance(model, list) else None, f"{name}.{i}")
+                for i, inner in enumerate(value)
+            ]
+        if value is None and isinstance(model, torch.Tensor):
+            wanted[name] = torch.empty_like(model)
+            return wanted[name]
+        return value
+
+    whole = walk(state, like, "state")
+    load_shards(wanted, folder)
+    return whole
+
+
+def save_model(folder: Path, model, tokenizer) -> None:
+    """An ordinary Hugging Face folder; a beacon lies beside the weights."""
+    with no_progress_bar():
+        if beacon_of(model) is None:
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()))
+            save_beacon(folder, model)
+    tokenizer.save_pretrained(folder)
+    if not (folder / "config.json").exists():  # adapters come without
+        (folder / TEMPLATE_FILE).write_text(
+            json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
+        )
+
+
+def load_state(path: Path, like: dict | None = None) -> dict:
+    """What `save_checkpoint` was given as `state`, and `step`; torch's random state is set.
+
+    `like`: the same state as it is now, for shapes; needed where processes wrote shards.
+    """
+    try:
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise SparseRLError(
+            f"{path / STATE} is damaged ({first_line(error)}); remove {path} to go on from the one before."
+        ) from error
+    torch.set_rng_state(state.pop("torch_rng"))
+    if not state.pop("shards", (path / _SHARDS).is_dir()):
+        return state
+    try:
+        return with_shards(state, like or {}, path / _SHARDS)
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise SparseRLError(
+            f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the one before."
+        ) from error
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Refuse to start where a checkpoint would not fit."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise SparseRLError(
+            f"a checkpoint takes {needed / 2**20:,.0f} MiB, and a new one is written before an old one goes, but {folder} has "
+            f"{free / 2**20:,.0f} MiB free; free some space, or choose another folder with --out."
+        )
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""Dealing the prompts of a step to processes, so that all have about as much to sample and to learn from.
+
+Prompts are dealt minibatch by minibatch. All members of a group stay on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..records import Trajectory
+from ..tasks import Prompt
+
+
+def deal(expected: Sequence[float], minibatches: int, processes: int) -> list[int]:
+    """Which process samples each prompt: the longest of a minibatch first, always to the one that has least so far."""
+    loads, owner = [0.0] * processes, [0] * len(expected)
+    for block in torch.arange(len(expected)).tensor_split(minibatches):
+        for i in sorted(block.tolist(), key=lambda i: -expected[i]):
+            owner[i] = min(range(processes), key=loads.__getitem__)
+            loads[owner[i]] += expected[i]
+    return owner
+
+
+class LengthsSeen:
+    """How long responses may be expected to be: as those to the same prompt were; of one never seen, as its own length lets expect."""
+
+    def __init__(self):
+        self.known: dict[
+            int, float
+        ] = {}  # by the prompt's place in its task: the mean response of the last step that had it
+        self.sums = torch.zeros(
+            5, dtype=torch.float64
+        )  # of 1, x, y, xx, xy over prompts of x tokens with mean responses of y
+
+    def expect(self, prompts: Sequence[Prompt], tokens: Sequence[int]) -> list[float]:
+        """Tokens that a completion of each will have, the prompt's included."""
+        count, x, y, xx, xy = self.sums.tolist()
+        spread = count * xx - x * x
+        slope = (count * xy - x * y) / spread if spread > 1e-9 * max(count * xx, 1.0) else 0.0
+        start = (y - slope * x) / count if count else 0.0
+        return [n + max(1.0, self.known.get(p.index, start + slope * n)) for p, n in zip(prompts, tokens, strict=True)]
+
+    def note(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], repeats: bool) -> None:
+        """`repeats`: the task's prompts come back, so each is worth remembering."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for prompt, t in zip(prompts, trajectories):
+            found.setdefault(prompt.index, []).append((t.num_prompt_tokens, len(t.tokens) - t.num_prompt_tokens))
+        for index, pairs in found.items():
+            x, y = pairs[0][0], sum(n for _, n in pairs) / len(pairs)
+            self.sums += torch.tensor([1, x, y, x * x, x * y], dtype=torch.float64)
+            if repeats:
+                self.known[index] = y
+
+    def state_dict(self) -> dict:
+        return {"known": dict(self.known), "sums": self.sums.clone()}
+
+    def load_state_dict(self, state: Mapping | None) -> None:
+        if state:
+            self.known, self.sums = dict(state["known"]), state["sums"].clone()

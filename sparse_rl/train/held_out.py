@@ -1,0 +1,88 @@
+"""Accuracy on held-out prompts while a run goes on, sampled on whatever cache the engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ..compressors import make
+from ..learn.diagnose import ends_in_loop
+from ..learn.student import Student
+from ..models import ModelShape, encode
+from ..records import Trajectory, mean_entries
+from ..rollout import Engine, Sampling
+from ..tasks import UNGRADED, Grade, Prompt, Task
+
+
+def accuracy(
+    engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
+) -> dict[str, float]:
+    """Share of completions with full reward, and what they were like."""
+    return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed))
+
+
+def complete(
+    engine: Engine,
+    tokenizer,
+    task: Task,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    members: Sequence[Sequence[int]] | None = None,
+) -> tuple[list[Trajectory], list[Grade]]:
+    """`members`: which of every prompt's samples are wanted; None: all."""
+    ids = [encode(tokenizer, prompt.text) for prompt in prompts]
+    trajectories = engine.generate(ids, samples, sampling, seed, samples=members)
+    if not trajectories:  # a process may have no share; tokenizers make one text of no responses
+        return [], []
+    texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
+    return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
+
+
+def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> dict[str, float]:
+    rewards = torch.tensor([g.reward for g in grades], dtype=torch.float64)
+    return {
+        "accuracy": (rewards >= 1).double().mean().item(),
+        "reward": rewards.mean().item(),
+        "length": sum(len(t.response_tokens) for t in trajectories) / len(trajectories),
+        "truncated": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
+        "loops": sum(ends_in_loop(t.response_tokens) for t in trajectories) / len(trajectories),
+        "ungraded": sum(g.verdict in UNGRADED for g in grades) / len(grades),
+        "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
+    }
+
+
+def engines_for(
+    engine: Engine, students: Sequence[Student], prompts: list[list[int]], new_tokens: int
+) -> dict[str, Callable[[], Engine]]:
+    """What a run's held-out prompts are sampled on, each made when its turn comes: the dense cache, the run's own, its students'."""
+    engines = {"dense": lambda: dense_engine(engine.model, prompts, new_tokens, engine.rows, like=engine)}
+    if engine.compressor.evicts:
+        engines["sparse"] = lambda: engine
+    for student, chunk in [(s, size) for s in students for size in s.sizes]:
+        name = student.name if len(student.sizes) == 1 else f"{student.name}@{chunk}"
+        engines[name] = partial(
+            fitting_engine, student.model, f"beacon:{chunk}", prompts, new_tokens, engine.rows, engine
+        )
+    return engines
+
+
+def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:
+    """An engine that evicts nothing, with as many rows as fit in the bytes of `like`, but no more than `rows`."""
+    return fitting_engine(model, "dense", prompts, new_tokens, rows, like)
+
+
+def fitting_engine(
+    model, compressor: str, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine
+) -> Engine:
+    """An engine whose rows hold these prompts and that many new tokens: as many rows as fit in the bytes of `like`, at most `rows`."""
+    longest = max(map(len, prompts))
+    capacity = make(compressor).capacity(longest, new_tokens)
+    row_bytes = ModelShape.of(model.config, like.shape.dtype).cache_shape().row_bytes(capacity)
+    fitting = like.plan(longest, new_tokens).cache_bytes // row_bytes
+    engine = Engine(model, compressor, rows=max(1, min(rows, fitting)))
+    engine.reserve(longest, new_tokens)
+    return engine

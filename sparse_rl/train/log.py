@@ -1,0 +1,113 @@
+"""What a run writes down: one JSON line per step, in two files, and the same numbers for trackers.
+
+    metrics.jsonl   what was learned; a resumed run writes the same bytes as one that was never interrupted
+    timing.jsonl    seconds, tokens per second, bytes allocated: what differs from run to run
+
+A line is written whole, with a newline, and flushed; a last line without one is what a crash left, and is not read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import SparseRLError, nearest
+from ..files import append_line, line_of, read_lines, write_text
+
+TRACKERS = ("tensorboard", "trackio", "wandb")
+
+
+class Log:
+    def __init__(self, folder: Path, trackers: list[str], project: str, config: Mapping):
+        self.folder = folder
+        self.files = {name: folder / f"{name}.jsonl" for name in ("metrics", "timing")}
+        self.trackers = make_trackers(trackers, project, folder, config)
+
+    def write(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        for path, values in zip(self.files.values(), (metrics, timing)):
+            append_line(path, {"step": step, **values})
+        if self.trackers:
+            self.trackers.log({**metrics, **timing}, step=step)
+
+    def cut(self, step: int) -> None:
+        """Forget what came after a step: a resumed run writes it again."""
+        for path in self.files.values():
+            kept = [line for line in read_lines(path) if line["step"] <= step]
+            write_text(path, "".join(line_of(values) for values in kept))
+
+    def close(self) -> None:
+        if self.trackers:
+            self.trackers.end_training()
+
+
+class NoLog:
+    """Of a process that writes nothing down: the first one does."""
+
+    def write(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_trackers(names: list[str], project: str, folder: Path, config: Mapping):
+    """An Accelerator that logs to the trackers named, or None."""
+    if not names:
+        return None
+    for name in names:
+        if name not in TRACKERS:
+            raise SparseRLError(f"run.trackers names {name!r}; {nearest(name, TRACKERS)}")
+    from accelerate import Accelerator
+
+    try:
+        accelerator = Accelerator(log_with=names, project_dir=folder)
+        flat = {
+            f"{section}.{k}": v if isinstance(v, (int, float, str, bool)) else str(v)
+            for section, c in config.items()
+            for k, v in c.items()
+        }
+        accelerator.init_trackers(project, config=flat)
+    except (ImportError, ValueError) as error:
+        raise SparseRLError(
+            f"run.trackers {names} cannot be used ({error}); install them, or leave them out."
+        ) from error
+    missing = set(names) - {tracker.name for tracker in accelerator.trackers}
+    if missing:
+        raise SparseRLError(
+            f"run.trackers names {sorted(missing)[0]}, which is not installed; pip install {sorted(missing)[0]}."
+        )
+    return accelerator
+
+
+class Clock:
+    """Seconds by stage; `tell` hears the name of each stage as it begins."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda name: None):
+        self.tell = tell
+        self.seconds: dict[str, float] = {}
+        self.start = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.tell(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def timing(self) -> dict[str, float]:
+        return {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {
+            "time/step": time.perf_counter() - self.start
+        }
+
+
+def average(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimizer steps that have it; counts are summed, and always there."""
+    names = list(dict.fromkeys(name for update in updates for name in update))
+    counts = {
+        name: sum(update.get(name, 0.0) for update in updates)
+        for name in ("update/empty/count", "update/skipped/count")
+    }
+    values = {name: [update[name] for update in updates if name in update] for name in names if name not in counts}
+    return {name: sum(found) / len(found) for name, found in values.items()} | counts

@@ -1,0 +1,166 @@
+"""Run folders: start one, or go on with one.
+
+runs/NAME/recipe.yaml      the recipe with every key spelled out
+         metrics.jsonl     one line per step: what was learned
+         timing.jsonl      one line per step: what it took
+         samples/          completions to read, with the evidence of every token and their traces
+         checkpoints/      the newest few, each an ordinary Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from ..config import Recipe, load_recipe
+from ..distributed.world import World
+from ..errors import SparseRLError
+from ..files import write_text
+from ..models import ModelShape, dtype_of, load_config, weight_bytes
+from ..planning.memory import TrainingPlan, make_plan, make_training_plan
+from .budget import compressor_of
+from .checkpoint import require_space
+from .loop import Trainer
+
+
+def train(
+    recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True, world: World | None = None
+) -> Trainer:
+    """Make a run folder, or go on with one, and train to the end. With several processes, all of them call this; the first one writes."""
+    folder, world = Path(folder), world or World()
+    if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
+        raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
+    world.run_on_first(lambda: check_folder(folder, recipe, resume))
+    made: list[Trainer] = []
+    world.run_on_all(lambda: made.append(Trainer(recipe, folder, show, world)))
+    (trainer,) = made
+    with ExitStack() as held:
+
+        def begin() -> list[str]:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(folder))
+            require_space(folder, checkpoint_bytes(trainer))
+            return check_folder(
+                folder, recipe, resume
+            )  # again: another process may have been here while the model was loaded
+
+        changes = world.run_on_first(begin)
+        if resume:
+            trainer.resume()
+        world.run_on_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
+        for change in changes:
+            trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
+        trainer.run()
+    return trainer
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Masters and two moments of what is trained, the model itself, and its students' whole weights."""
+    learners = [trainer.learner, *trainer.students.every]
+    masters = sum(m.nbytes for learner in learners for m in learner.optimizer.masters)
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    return (
+        3 * masters + trained + sum(p.nbytes for student in trainer.students.every for p in student.model.parameters())
+    )
+
+
+def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
+    """Refuse to mix up runs; what a resumed run changes is returned."""
+    if resume:
+        return check_same(load_recipe(folder / "recipe.yaml"), recipe, folder / "recipe.yaml")
+    if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
+        raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
+    return []
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; the lock goes with the process, however it ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SparseRLError(
+                f"another process is training in {folder}; wait for it, or choose another folder with --out."
+            ) from error
+        yield
+
+
+def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> TrainingPlan:
+    """What the run of a recipe will take on each of its processes, from the model's config alone."""
+    config = load_config(recipe.model.name)
+    shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
+    weights = weight_bytes(config, shape.dtype)
+    rollout = make_plan(
+        shape,
+        compressor_of(recipe.rollout),
+        rows=recipe.rollout.rows,
+        prompt_tokens=prompt_tokens,
+        new_tokens=recipe.rollout.max_new_tokens,
+        weight_bytes=weights,
+    )
+    parameters = weights // shape.dtype.itemsize
+    return make_training_plan(
+        rollout,
+        shape,
+        trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
+        micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        checkpointing=recipe.model.gradient_checkpointing,
+        reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
+        evaluates=recipe.eval.every > 0,
+        shadow=recipe.learn.how().view == "shadow" or bool(recipe.student.chunks),
+        distills=recipe.learn.how().distill is not None,
+        students=len(recipe.student.chunks),
+        student_trained=lora_parameters(config, recipe.student.lora_rank) if recipe.student.lora_rank else parameters,
+        processes=processes,
+        shard=recipe.model.shard,
+        ahead=bool(recipe.rollout.ahead),
+    )
+
+
+def lora_parameters(config, rank: int) -> int:
+    """Parameters of adapters in all linear layers but the head, counted on a skeleton without storage."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    layers = [
+        m
+        for name, m in skeleton.named_modules()
+        if isinstance(m, torch.nn.Linear) and m is not skeleton.get_output_embeddings()
+    ]
+    return rank * sum(m.in_features + m.out_features for m in layers)
+
+
+FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}
+CHANGEABLE_ON_RESUME = {
+    "optimizer.lr",
+    "student.lr",
+    "rollout.rows",
+    "rollout.budget",
+    "rollout.ahead",
+    "learn.micro_batch_tokens",
+    "model.gradient_checkpointing",
+    "model.shard",
+}
+
+
+def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:
+    """A resumed run must be the same run, but for what a run that stopped may need: those changes are returned as sentences."""
+    before, now, changes = old.to_dict(), new.to_dict(), []
+    for section in before:
+        for name in {**before[section], **now[section]}:
+            key, then, given = f"{section}.{name}", before[section].get(name), now[section].get(name)
+            if key in FREE_TO_CHANGE or then == given:
+                continue
+            if key not in CHANGEABLE_ON_RESUME:
+                raise SparseRLError(
+                    f"{key} is {given!r} but {path} says {then!r}; resume with the recipe of the run "
+                    f"(sparse-rl train {path.parent} --resume), or start another run."
+                )
+            changes.append(f"{key} is {given!r} instead of {then!r}.")
+    return changes

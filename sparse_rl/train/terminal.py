@@ -1,0 +1,100 @@
+"""What a run shows in the terminal: a table of its latest steps that redraws itself, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+_ROWS = 12
+_COLUMNS = {  # heading -> (metric, format)
+    "reward": ("reward/mean", "{:.3f}"),
+    "rejected": ("reject/trajectories/frac", "{:.1%}"),
+    "xi p05": ("gap/xi/p05", "{:.3f}"),
+    "alpha p05": ("gap/alpha/p05", "{:.3f}"),
+    "KV saved": ("cache/tokens_saved/frac", "{:.0%}"),
+    "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
+    "dense": ("eval/dense/accuracy", "{:.3f}"),
+    "sparse": ("eval/sparse/accuracy", "{:.3f}"),
+}
+
+
+class TerminalTable:
+    """Give it every step's numbers. As a context manager it owns the terminal while it is open. `quiet`: nothing is said either."""
+
+    def __init__(self, title: str, steps: int, enabled: bool = True, quiet: bool = False):
+        self.title, self.steps, self.enabled = title, steps, enabled
+        self.rows: dict[int, dict] = {}
+        self.console = Console(stderr=True, quiet=quiet)
+        self.live = Live(console=self.console, refresh_per_second=4) if enabled and sys.stderr.isatty() else None
+        self.started: tuple[float, int] | None = None
+        self.stage = ""
+
+    def now(self, stage: str) -> None:
+        """What the run is doing."""
+        self.stage = stage
+        if self.live:
+            self.live.update(self.table())
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        self.started = self.started or (now, step)
+        self.rows[step] = {**self.rows.get(step, {}), **values}
+        if self.live:
+            self.live.update(self.table())
+        elif self.enabled:
+            cells = [f"{name} {text}" for name, text in self.cells(values).items() if text]
+            print(f"step {step}/{self.steps}: {', '.join(cells)}{self.time_left(step)}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """Heading -> (metric, format): the usual ones, and how far every student is from its teacher, and how often right."""
+        found = dict(_COLUMNS)
+        for name in dict.fromkeys(name for values in self.rows.values() for name in values):
+            part, who, quantity = (*name.split("/"), "", "")[:3]
+            if (part, quantity) == ("student", "kl"):
+                found[f"{who} KL"] = (name, "{:.3f}")
+            elif (part, quantity) == ("eval", "accuracy") and who not in ("dense", "sparse"):
+                found[who] = (name, "{:.3f}")
+        return found
+
+    def cells(self, values: Mapping[str, float]) -> dict[str, str]:
+        columns = self.columns().items()
+        return {
+            heading: form.format(values[name]) if values.get(name) is not None else ""
+            for heading, (name, form) in columns
+        }
+
+    def time_left(self, step: int) -> str:
+        start, first = self.started
+        if step <= first or step >= self.steps:
+            return ""
+        left = (time.perf_counter() - start) / (step - first) * (self.steps - step)
+        return f"; {left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left"
+
+    def table(self) -> Table:
+        last = max(self.rows, default=0)
+        left = self.time_left(last) if self.rows else ""
+        table = Table(title=f"{self.title}: step {last} of {self.steps}{left}", caption=f"now: {self.stage}")
+        for heading in ("step", *self.columns()):
+            table.add_column(heading, justify="right", no_wrap=True)
+        shown = [step for step in self.rows if "eval/dense/accuracy" in self.rows[step]][-_ROWS // 2 :]
+        shown = sorted({*shown, *list(self.rows)[-_ROWS // 2 :]})
+        for step in shown:
+            table.add_row(str(step), *self.cells(self.rows[step]).values())
+        return table
+
+    def __enter__(self) -> TerminalTable:
+        if self.live:
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.live:
+            self.live.__exit__(*exception)

@@ -1,0 +1,177 @@
+"""Warm-up: supervised training on a task's worked solutions, to make a small model that RL can improve.
+
+    sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
+
+The loss is the mean negative log-prob of the solution's tokens and the end token. The folder it writes is an ordinary Hugging Face model,
+with the recipe beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .. import tasks
+from ..config import Recipe
+from ..errors import SparseRLError
+from ..files import writing
+from ..learn.batch import pack
+from ..learn.learner import learning
+from ..learn.optimizer import MasterAdamW, OptimizerSettings
+from ..learn.score import batch_logprobs
+from ..models import encode, load_model
+from ..rollout import Engine, Sampling
+from ..signals import stoppable, uninterrupted
+from ..tasks.base import Task
+from .checkpoint import save_model
+from .held_out import accuracy
+from .terminal import TerminalTable
+
+_RISE = 20  # steps over which the learning rate rises; constant afterwards
+
+
+def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, float]:
+    """Train, write the model to `folder`, and say how it does on held-out prompts."""
+    folder, settings = Path(folder), recipe.warmup
+    if folder.exists():
+        raise SparseRLError(f"{folder} exists already; choose another folder with --out, or remove it.")
+    if recipe.model.lora_rank:
+        raise SparseRLError(
+            f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0."
+        )
+    task = tasks.make(recipe.task.name, **recipe.task.options)
+    torch.manual_seed(recipe.run.seed)
+    model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
+    if tokenizer.eos_token_id is None:
+        raise SparseRLError(
+            f"the tokenizer of {recipe.model.name} has no end token, so a solution could not end; give it one."
+        )
+    optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps)
+    with TerminalTable(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
+        try:
+            for tokens, mask in batches.made(settings.workers):
+                loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
+                with uninterrupted():
+                    norm, _ = optimizer.step(min(1.0, (done + 1) / _RISE))
+                    done += 1
+                if not math.isfinite(norm):
+                    raise SparseRLError(
+                        f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr})."
+                    )
+                if done % 25 == 0:
+                    view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
+        except KeyboardInterrupt:
+            _write(folder, model, tokenizer, recipe)
+            view.say(
+                f"sparse-rl: interrupted after {done} of {settings.steps} steps; the model as it was then is in {folder}."
+            )
+            raise
+    _write(folder, model, tokenizer, recipe)
+    held_out = task.held_out()
+    prompts = held_out.sample(0, min(recipe.eval.prompts, held_out.num_prompts or recipe.eval.prompts))
+    engine = Engine(model, compressor="dense", rows=recipe.rollout.rows)
+    sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature)
+    return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
+
+
+Pairs = list[tuple[list[int], list[int]]]  # token ids of prompts, and of their solutions with the end token
+
+
+@dataclass(frozen=True)
+class Batches(Dataset):
+    """Batch number `step` of a warm-up; a task that cannot make it is said by its error, which a worker could not raise in one sentence."""
+
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    size: int
+    steps: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> Pairs | SparseRLError:
+        try:
+            prompts = self.task.sample(step * self.size, self.size)
+            solutions = [self.tokenizer.encode(self.task.solution(p), add_special_tokens=False) for p in prompts]
+        except SparseRLError as error:
+            return error
+        return [
+            (encode(self.tokenizer, p.text), [*ids, self.tokenizer.eos_token_id]) for p, ids in zip(prompts, solutions)
+        ]
+
+    def made(self, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches in order, padded; with workers they are made ahead, in processes that a signal to all leaves to this one."""
+        workers = min(workers, os.cpu_count() or 1)
+        start = (
+            "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None
+        )  # tasks need not be picklable
+        loader = DataLoader(
+            self,
+            None,
+            num_workers=workers,
+            collate_fn=_as_made,
+            worker_init_fn=_ignore_signals,
+            multiprocessing_context=start,
+        )
+        for pairs in loader:
+            if isinstance(pairs, SparseRLError):
+                raise pairs
+            yield _padded(pairs)
+
+
+def _as_made(pairs: Pairs) -> Pairs:
+    return pairs
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions"""
+    longest = max(len(asked) + len(answer) for asked, answer in pairs)
+    tokens, mask = (
+        torch.zeros(len(pairs), longest, dtype=torch.int64),
+        torch.zeros(len(pairs), longest, dtype=torch.bool),
+    )
+    for i, (asked, answer) in enumerate(pairs):
+        tokens[i, : len(asked) + len(answer)] = torch.tensor(asked + answer)
+        mask[i, len(asked) : len(asked) + len(answer)] = True
+    return tokens, mask
+
+
+def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
+    """Gradients of one batch, accumulated over micro-batches of about equally long rows; its loss."""
+    device = next(model.parameters()).device
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
+    total, loss = mask.sum().item(), 0.0
+    with learning(model):
+        for rows in pack(lengths, micro_batch_tokens):
+            rows, width = rows.sort().values, int(lengths[rows].max())
+            part = -batch_logprobs(model, tokens[rows, :width].to(device), mask[rows, :width].to(device)).sum() / total
+            part.backward()
+            loss += part.item()
+    return loss
+
+
+def _write(folder: Path, model, tokenizer, recipe: Recipe) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with writing(folder):
+        partial.mkdir(parents=True)
+        save_model(partial, model, tokenizer)
+        (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        os.rename(partial, folder)

@@ -1,0 +1,128 @@
+"""Recipes: closed keys, typed values, overrides; and every recipe in the repository says what its keys mean."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparse_rl.config import SECTIONS, load_recipe, make_recipe, table_of_keys
+from sparse_rl.errors import SparseRLError
+
+RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").glob("*.yaml"))
+SMALL = {"model": {"name": "tiny-sums"}, "task": {"name": "sums", "count": 5}}
+
+
+def test_values_are_typed():
+    recipe = make_recipe(
+        yaml.safe_load(
+            "{model: {name: tiny}, task: {name: sums}, optimizer: {lr: 1e-4, betas: [0, 0.95]}, loss: {beta: 1}}"
+        )
+    )
+    assert recipe.optimizer.lr == 1e-4 and isinstance(recipe.optimizer.lr, float)  # YAML itself reads 1e-4 as text
+    assert recipe.optimizer.betas == (0.0, 0.95) and recipe.loss.beta == 1.0
+    assert recipe.task.options == {} and make_recipe(SMALL).task.options == {"count": 5}
+
+
+def test_overrides_by_full_name_or_last_part():
+    pairs = [("rollout.budget", "38"), ("lr", "1e-5"), ("method", "tis"), ("task.count", "7"), ("steps", "3"),
+             ("warmup.steps", "9"), ("learn.correction.cap", "3"), ("minibatches", "1"), ("correction.mask_outside", "[0.1, 10]"),
+             ("trackers", "wandb")]  # fmt: skip
+    with pytest.raises(SparseRLError, match="no section 'correction'"):
+        make_recipe(SMALL, pairs)
+    pairs[-2] = ("learn.correction.mask-outside", "[0.1, 10]")
+    recipe = make_recipe(SMALL, pairs)
+    assert (recipe.rollout.budget, recipe.optimizer.lr, recipe.learn.method, recipe.task.options) == (
+        38,
+        1e-5,
+        "tis",
+        {"count": 7},
+    )
+    assert (recipe.run.steps, recipe.warmup.steps, recipe.run.trackers) == (3, 9, ["wandb"])
+    how = recipe.learn.how().correction
+    assert how.cap == 3.0 and how.mask_outside == (0.1, 10.0) and how.reject_below is None
+
+
+def test_a_part_can_be_switched_off():
+    assert (
+        make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.how().correction.cap
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"modle": {}}, "section 'modle'; did you mean 'model'"),
+        ({"model": "tiny", "task": {"name": "sums"}}, "section 'model' holds 'tiny'; it must hold keys"),
+        ([1], "holds list; a recipe is sections"),
+        ({"task": {"name": "sums"}}, "lacks the section 'model'"),
+        ({**SMALL, "rollout": {"bugdet": 3}}, "no key rollout.bugdet; did you mean 'budget'"),
+        ({**SMALL, "rollout": {"budget": "many"}}, "rollout.budget is 'many'; it must be a whole number"),
+        ({**SMALL, "rollout": {"budget": True}}, "rollout.budget is True"),
+        ({**SMALL, "rollout": {"budget": 0}}, "rollout.budget is 0; it must be a whole number of at least 1"),
+        ({**SMALL, "rollout": {"temperature": 0}}, "rollout.temperature is 0.0; training needs a positive number"),
+        ({**SMALL, "optimizer": {"lr": "fast"}}, "optimizer.lr is 'fast'; it must be a number"),
+        ({**SMALL, "optimizer": {"lr": float("nan")}}, "optimizer.lr is nan"),
+        ({**SMALL, "optimizer": {"betas": [0.9]}}, r"optimizer.betas is \[0.9\]; it must be a list of 2 numbers"),
+        ({**SMALL, "learn": {"method": "sparserl"}}, "no method 'sparserl'; did you mean 'sparse-rl'"),
+        ({**SMALL, "learn": {"correction": {"capp": 1}}}, "no part 'capp'; did you mean 'cap'"),
+        ({**SMALL, "learn": {"correction": {"cap": "big"}}}, "learn.correction.cap is 'big'"),
+        ({**SMALL, "learn": {"advantage": "grop"}}, "did you mean 'grpo'"),
+        ({**SMALL, "learn": {"method": "tis", "refill": 2}}, "refill is 2 but tis rejects no trajectories"),
+        ({**SMALL, "learn": {"minibatches": 9}, "rollout": {"prompts": 2, "group_size": 4}}, "is 9 but a step has 8 trajectories"),
+        ({**SMALL, "rollout": {"group_size": 1}}, "a group needs at least 2"),
+        ({**SMALL, "loss": {"mean": "tokenmean"}}, "did you mean 'token-mean'"),
+        ({**SMALL, "loss": {"mean": "token-mean", "renormalise": True}}, "renormalise divides by trajectories, but"),
+        ({**SMALL, "learn": {"correction": {"reject_below": 0}}}, "correction.reject_below is 0.0; it must be above 0"),
+        ({**SMALL, "learn": {"correction": {"cap": -1}}}, "correction.cap is -1.0"),
+        ({**SMALL, "learn": {"advantage_eps": -1}}, "advantage_eps is -1.0"),
+        ({**SMALL, "optimizer": {"eps": -1}}, "eps -1.0"),
+        ({**SMALL, "optimizer": {"lr": float("inf")}}, "lr inf must be between 0 and 1"),
+        ({**SMALL, "model": {"name": "tiny", "lora_rank": -1}}, "model.lora_rank is -1"),
+        ({**SMALL, "run": {"seed": 10**22}}, "it must be below 2"),
+        ({**SMALL, "model": {"dtype": "bf16"}}, "model.name is not given"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_a_sentence(data, message):
+    with pytest.raises(SparseRLError, match=message):
+        make_recipe(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("temperature", "several keys; write --rollout.temperature or --eval.temperature"),
+        ("budgte", "did you mean 'rollout.budget'"),
+        ("rollot.budget", "did you mean 'rollout'"),
+        ("rollout.budget.x", "looks inside rollout.budget, which holds no keys"),
+        ("model.name.foo", "looks inside model.name"),
+    ],
+)  # fmt: skip
+def test_override_mistakes_get_a_sentence(key, message):
+    with pytest.raises(SparseRLError, match=message):
+        make_recipe(SMALL, [(key, "1")])
+
+
+def test_a_missing_or_broken_file(tmp_path):
+    with pytest.raises(SparseRLError, match="there is no recipe"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(SparseRLError, match=r"there is no recipe tiny-smus; .* did you mean 'tiny-sums'"):
+        load_recipe("tiny-smus")
+    assert load_recipe("tiny-sums") == load_recipe(RECIPES[0].parent / "tiny-sums.yaml")
+    (tmp_path / "recipe.yaml").write_text("model: {name: [}")
+    with pytest.raises(SparseRLError, match="is not YAML"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_loads_and_comes_back_the_same(path, tmp_path):
+    recipe = load_recipe(path)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path) == recipe
+
+
+def test_every_key_has_help():
+    rows = table_of_keys()
+    assert len(rows) == sum(len(dataclasses.fields(kind)) for kind in SECTIONS.values())
+    assert all(help and default for _, default, help in rows)

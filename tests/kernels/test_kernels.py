@@ -1,0 +1,225 @@
+"""Every kernel of the decode step against its torch twin: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from sparse_rl.cache import LayerSlots
+from sparse_rl.kernels import decode, twins
+from sparse_rl.kernels.sample import sample_and_record
+from sparse_rl.rollout.decode import RowState, sample_next
+from sparse_rl.rollout.sampling import Sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
+CAPACITY = 10
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel allocates holds NaN until it is written."""
+    empty = torch.empty
+
+    def poison(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    monkeypatch.setattr(torch, "empty", poison)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poison(x.shape, dtype=x.dtype, device=x.device))
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(actual, expected, dtype):
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, size", [(1, 16), (3, 96), (5, 1536), (2, 3000)])
+def test_add_rms_norm(rows, size, dtype):
+    new, residual, weight = (
+        draw(rows, size, dtype=dtype),
+        draw(rows, size, dtype=dtype, seed=1),
+        draw(size, dtype=dtype),
+    )
+    for given in (None, new):
+        mine, theirs = residual.clone(), residual.clone()
+        close(decode.add_rms_norm(given, mine, weight, 1e-6), twins.add_rms_norm(given, theirs, weight, 1e-6), dtype)
+        close(mine, theirs, dtype)
+        if DEVICE == "cuda" or dtype == torch.float32:  # the interpreter cuts bf16 off instead of rounding
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, size", [(1, 16), (3, 1025), (4, 2816)])
+def test_silu_mul(rows, size, dtype):
+    gate_up = draw(rows, 2 * size, dtype=dtype) * 3
+    close(decode.silu_mul(gate_up), twins.silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_add_rms_norm_of_a_sum_in_parts(parts):
+    new, residual, weight = (
+        draw(parts, 3, 96),
+        draw(3, 96, dtype=torch.bfloat16, seed=1),
+        draw(96, dtype=torch.bfloat16),
+    )
+    mine, theirs = residual.clone(), residual.clone()
+    close(decode.add_rms_norm(new, mine, weight, 1e-6), twins.add_rms_norm(new, theirs, weight, 1e-6), torch.bfloat16)
+    close(mine, theirs, torch.bfloat16)
+
+
+def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
+    """(new token, cache) of 7 rows in 9; one is empty, one is full and waits, one has ended. Beyond a row's slots lie NaN."""
+    rows, total = 7, 9
+    used = torch.tensor([0, capacity - 1, capacity // 2, capacity, 1, capacity // 3, 2], device=DEVICE)
+    index = used * 3 + torch.tensor([0, 1, 40, 3, 2, 70, 1], device=DEVICE)
+    live = torch.tensor([True, True, True, False, True, True, False], device=DEVICE)
+    qkv = draw(
+        rows, query_heads + 2 * heads, dim, dtype=dtype
+    )  # heads of one buffer, as the joint projection leaves them
+    keys, values = (draw(total, heads, capacity, dim, dtype=dtype, seed=s) for s in (5, 6))
+    for row, length in enumerate(used.tolist()):
+        keys[row, :, length:] = values[row, :, length:] = float("nan")
+    feed = (torch.arange(capacity, dtype=torch.int32, device=DEVICE) * 3).expand(total, heads, -1).contiguous()
+    queries = draw(total, query_heads, ring, dim, dtype=dtype, seed=7) if ring else None
+    return qkv.split([query_heads, heads, heads], 1), LayerSlots(keys, values, feed, queries), (used, index, live)
+
+
+@pytest.mark.parametrize("dtype, splits", [(torch.float32, None), (torch.float32, 1), (torch.float32, 3), (HALF, None)])
+@pytest.mark.parametrize("rope, norms", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "heads, group, dim, ring, capacity",
+    [(2, 2, 16, 3, 70), (2, 6, 128, 8, 65), (1, 7, 64, 0, 33), (3, 1, 24, 1, 100), (1, 20, 80, 5, 64)],
+)
+def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits, dtype):
+    turn = tuple(draw(7, dim, dtype=dtype, seed=s) for s in (1, 2)) if rope else None
+    weights = (draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6) if norms else None
+    for softcap, window in ((None, None), (2.0, None), (None, 20)) if splits is None else ((None, None),):
+        token, cache, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
+        mine = LayerSlots(*[None if x is None else x.clone() for x in cache])
+        actual = decode.store_and_attend(
+            *token, mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32
+        )
+        live = row[2]
+        theirs = LayerSlots(*[None if x is None else x.clone() for x in cache])
+        twins.store(*token, theirs, *row, turn, weights)
+        clean = LayerSlots(*[None if x is None else x.nan_to_num() for x in cache])
+        expected = twins.store_and_attend(*token, clean, *row, 0.3, turn, weights, softcap, window)
+        close(actual[live], expected[live], dtype)
+        assert actual.isfinite().all()
+        for a, b, before in zip(mine, theirs, cache, strict=True):
+            if a is not None:
+                close(a.nan_to_num(), b.nan_to_num(), dtype)
+                assert torch.equal(a.isnan(), b.isnan())
+                assert torch.equal(
+                    a[[3, 6, 7, 8]].nan_to_num(), before[[3, 6, 7, 8]].nan_to_num()
+                )  # rows that do not run, and beyond
+                assert not torch.equal(a[2].nan_to_num(), before[2].nan_to_num())
+
+
+def state_of(rows: int, new: int, seed: int = 0) -> RowState:
+    """Rows in all conditions: fresh, running, about to reach the limit, done, full."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, new, (rows,), generator=generator)
+    stream = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    used = torch.randint(0, 11, (rows,), generator=generator)
+    done = torch.rand(rows, generator=generator) < 0.2
+    fields = [
+        torch.zeros(rows).long(),
+        counts + 3,
+        used,
+        stream,
+        counts,
+        done,
+        torch.zeros(rows, new).long(),
+        torch.zeros(rows, new),
+    ]
+    return RowState(
+        *[f.to(DEVICE) for f in fields],
+        torch.zeros(1, device=DEVICE),
+        *torch.tensor([[new - 1], [CAPACITY]], device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("vocabulary", [61, 4096, 9000])
+def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatch):
+    rows, new = 40, 9
+    logits = draw(rows, vocabulary, dtype=dtype) * 4
+    logits[0, : vocabulary - 1] = -torch.inf  # all mass on the last token
+    logits[1, 1:] = -torch.inf
+    stop_ids = torch.tensor([3, 7, vocabulary - 1], device=DEVICE)
+    mine, theirs = state_of(rows + 2, new), state_of(rows + 2, new)
+    sample_and_record(logits, mine, temperature, stop_ids)
+    monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
+    sample_next(logits, theirs, Sampling(new, temperature), stop_ids, None)
+    for name in ("token", "index", "used", "count", "done", "tokens"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
+    assert mine.done[:rows].sum() > state_of(rows + 2, new).done[:rows].sum()  # some stopped
+
+
+@pytest.mark.parametrize(
+    "dtype, temperature, vocabulary",
+    [(torch.float32, 0.7, 1100), (torch.bfloat16, 1.0, 4200), (torch.float16, 2.0, 61)],
+)
+@pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=1e-46), dict(top_k=7), dict(top_k=40, top_p=0.6)])
+def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype, monkeypatch):
+    """Against the twin, which sorts. Numbers of bfloat16 are often tied; of each row another token is drawn."""
+    rows, new = 12, 9
+    logits = draw(rows, vocabulary, dtype=dtype) * 4
+    logits[0, 1:] = -torch.inf
+    logits[1] = 0.0  # all tied, and of two signs
+    logits[1, ::2] = -0.0
+    logits[2] -= 100
+    logits[3, 5] = 60.0
+    none = torch.tensor([], dtype=torch.int64, device=DEVICE)
+    mine, theirs = state_of(rows, new), state_of(rows, new)
+    sample_and_record(logits, mine, temperature, none, **limits)
+    monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
+    sample_next(logits, theirs, Sampling(new, temperature, **limits), none, None)
+    assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.done, theirs.done)
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
+    assert mine.count.sum() > state_of(rows, new).count.sum()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("whole_row", [False, True])
+@pytest.mark.parametrize("limits", [{}, dict(top_k=50, top_p=0.9)])
+def test_logits_that_are_not_finite_end_the_row(bad, temperature, whole_row, limits):
+    if whole_row and bad != bad and temperature == 0 and DEVICE == "cpu":
+        pytest.skip("the interpreter refuses the argmax of nothing but NaN")
+    state = state_of(4, 9)
+    state.done[:], state.used[:], state.count[:] = False, 0, 2
+    logits = draw(4, 4500)
+    logits[2, 4321] = bad
+    if whole_row:
+        logits[2] = bad
+    sample_and_record(logits, state, temperature, torch.tensor([], dtype=torch.int64, device=DEVICE), **limits)
+    assert state.logprobs[:, 2].isfinite().tolist() == [True, True, False, True]
+    assert state.done.tolist() == [False, False, True, False]
+
+
+def test_samples_follow_the_distribution():
+    """Over many streams the share of each token is its probability."""
+    rows, vocabulary = 150, 12
+    state = state_of(rows, 3)
+    state.done[:], state.used[:], state.count[:] = False, 0, 0
+    logits = draw(1, vocabulary).expand(rows, -1).contiguous()
+    sample_and_record(logits, state, 1.0, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    share = torch.bincount(state.token.cpu(), minlength=vocabulary) / rows
+    expected = logits[0].softmax(-1).cpu()
+    assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / rows).sqrt() + 1e-3).all()

@@ -1,0 +1,58 @@
+"""Character-level models of chosen size."""
+
+import pytest
+import torch
+
+from sparse_rl import Engine, Sampling
+from sparse_rl.errors import SparseRLError
+from sparse_rl.models import ModelShape, load_config, load_model, weight_bytes
+
+
+def parameters(name: str) -> int:
+    return weight_bytes(load_config(name), torch.float32) // 4
+
+
+def test_a_fresh_model_has_the_named_size():
+    shape = ModelShape.of(load_config("tiny:4x256"))
+    assert (shape.layers, shape.hidden, shape.query_heads, shape.heads, shape.head_dim) == (4, 256, 8, 4, 32)
+    assert [round(parameters(name) / 1e6, 1) for name in ("tiny", "tiny:4x256", "tiny:10x512")] == [0.3, 3.0, 29.1]
+
+
+def test_a_fresh_model_is_made_from_its_seed_and_runs():
+    (model, tokenizer), (again, _), (other, _) = (
+        load_model("tiny:2x64", device="cpu", seed=seed) for seed in (1, 1, 2)
+    )
+    weights = [m.get_input_embeddings().weight for m in (model, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert sum(p.numel() for p in model.parameters()) == parameters("tiny:2x64")
+    done = Engine(model, budget=16, interval=8, rows=4).generate(
+        [tokenizer.encode("1+2=")], sampling=Sampling(40, stop_ids=())
+    )
+    assert len(done[0].tokens) == 44 and done[0].sampler_logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("tiny:4", "'tiny:4' names no size; write tiny:LAYERSxWIDTH"),
+        ("tiny:0x64", "'tiny:0x64' names no size"),
+        ("tiny:4x200", "a width of 200 is no multiple of 64 .*; use tiny:4x192"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(name, sentence):
+    with pytest.raises(SparseRLError, match=sentence):
+        load_model(name)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def asked(*args, **options):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", asked)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
+    for name in ("models/countdown-search", "./here", "/nowhere/at/all", "runs/x/checkpoints/step-000001"):
+        for load in (load_config, load_model):
+            with pytest.raises(SparseRLError, match=f"there is no model in {name}; make it first"):
+                load(name)
