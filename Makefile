@@ -48,7 +48,7 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 docs: $(DOCS)
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build site *.egg-info

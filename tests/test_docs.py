@@ -63,7 +63,7 @@ def test_the_example_of_text_runs(capsys):
 def test_the_evaluation_on_its_page_is_printed(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from sparse_rl.cli import app
+    from sparse_rl.cli.main import app
 
     page = (ROOT / "docs/evaluate.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -104,7 +104,7 @@ def test_the_compressor_page_describes_every_field_of_the_view():
 def test_the_plan_on_the_page_of_commands_is_printed():
     from typer.testing import CliRunner
 
-    from sparse_rl.cli import app
+    from sparse_rl.cli.main import app
 
     page = (ROOT / "docs/cli.md").read_text()
     (command,) = re.findall(r"^ +sparse-rl plan (--model qwen.*)$", page, flags=re.MULTILINE)
@@ -151,6 +151,12 @@ def test_the_page_of_compressors_lists_every_one():
     text = (ROOT / "docs/compressors.md").read_text()
     for name in COMPRESSORS:
         assert f"| `{name}` |" in text
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    for name in sparse_rl.__all__:
+        assert re.search(rf"[.]{name}\b", page), name
 
 
 def test_public_names_exist():
