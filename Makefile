@@ -14,8 +14,9 @@ export TOKENIZERS_PARALLELISM = false
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS  := $(VENV)/.docs
 
-.PHONY: install test demo bench lint clean
+.PHONY: install test demo bench lint docs clean
 
 install: $(READY)
 
@@ -39,5 +40,15 @@ bench: install
 lint: install
 	$(BIN)/ruff check .
 
+# Needs the packages of the extra `docs` alone: the API reference is made from the sources, without importing them.
+$(DOCS): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) $$($(BIN)/python -c "import tomllib; \
+	    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $(DOCS)
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info
