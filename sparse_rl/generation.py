@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 from torch import nn
 
@@ -22,6 +23,7 @@ from .compressors import Compressor, make
 from .errors import OutOfMemory, SparseRLError, whole
 from .models import ModelShape, check_model, encode
 from .rollout import Engine, Sampling
+from .stops import stop_ids
 
 _KEPT = 4  # engines of a model
 _MOST_ROWS = 32  # unless told otherwise
@@ -67,7 +69,7 @@ def generate(
     if not isinstance(model, nn.Module):
         raise SparseRLError(f"the model is given as {type(model).__name__}, not as a model; load it first, with sparse_rl.load_model.")
     check_model(model)
-    sampling = _sampling(model, max_new_tokens, temperature, top_k, top_p)
+    sampling = replace(_sampling(model, max_new_tokens, temperature, top_k, top_p), stop_ids=stop_ids(model, tokenizer))
     compressor = _default_compressor(model) if compressor is None else compressor
     options = dict(compressor_options or {})
     if options and isinstance(compressor, Compressor):

@@ -21,6 +21,7 @@ from torch import nn
 from .beacon import beacon_of, load_beacon
 from .cache import CacheShape
 from .errors import SparseRLError, nearest
+from .stops import repair
 
 TEMPLATE_FILE = "sparse_rl.json"  # beside adapters, which have no config to say in which template they were trained
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -337,7 +338,10 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=chosen or config.dtype)
-        return model.eval(), tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
+        if model.generation_config.eos_token_id is not None:  # a shape's own default is an id of another tokenizer
+            model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        return model.eval(), tokenizer
     if name.lower() in _SHAPES:
         raise SparseRLError(
             f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder, or random:{name}."
@@ -360,6 +364,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         _forget_quantisation(model)
     if (about := Path(source) / TEMPLATE_FILE).is_file():
         model.config.sparse_rl_template = json.loads(about.read_text())["template"]
+    repair(model, tokenizer)
     return load_beacon(source, model).to(device).eval(), tokenizer
 
 

@@ -15,6 +15,7 @@ from ..errors import SparseRLError, whole
 from ..metrics import write_text
 from ..models import encode, load_model
 from ..rollout import Engine, Sampling
+from ..stops import stop_ids
 from ..tasks.benchmarks import Benchmark
 from ..tasks.math import Math
 from ..tasks.templates import find
@@ -161,7 +162,7 @@ def make_exam(bench: str, task: tasks.Task, options: dict, asked: Asked, model, 
         task=task,
         prompts=prompts,
         samples=how["samples"],
-        sampling=Sampling(how["max_new_tokens"], how["temperature"], top_p=how["top_p"]),
+        sampling=Sampling(how["max_new_tokens"], how["temperature"], top_p=how["top_p"], stop_ids=stop_ids(model, tokenizer)),
         options={key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"},
     )
 

@@ -28,6 +28,7 @@ from ..beacon import beaconed
 from ..errors import NonFiniteLogits, uninterrupted
 from ..models import check_sliding_windows
 from ..records import Trajectory
+from ..stops import own_stop_ids
 from ..streams import stream_key
 from .decode import forward
 from .evict import check_fine, evict
@@ -368,8 +369,5 @@ def row_counts(rows: int) -> list[int]:
 
 def stop_ids_of(model: nn.Module, sampling: Sampling) -> Tensor:
     """Token ids that end a response, on the model's device."""
-    ids = sampling.stop_ids
-    if ids is None:
-        ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = own_stop_ids(model) if sampling.stop_ids is None else sampling.stop_ids
     return torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)
