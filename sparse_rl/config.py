@@ -30,12 +30,14 @@ from .learn.loss import Loss
 from .learn.method import Method, method
 from .learn.optimizer import OptimizerSettings
 from .learn.student import StudentSettings
+from .logits import check_logits
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     name: str = key("hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b")
     dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    logits: str = key("float32, whatever the weights' dtype; model: rounded to that dtype, which is noise", "float32")
     gradient_checkpointing: bool = key("keep one activation per layer and recompute the rest: less memory, a third more time", False)
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
@@ -43,6 +45,7 @@ class ModelSettings:
 
     def __post_init__(self):
         whole(at_least=0, **{"model.lora_rank": self.lora_rank})
+        check_logits(self.logits, "model.logits")
 
 
 @dataclass(frozen=True)

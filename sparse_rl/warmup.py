@@ -49,7 +49,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
         raise SparseRLError(f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0.")
     task = tasks.make(recipe.task.name, **recipe.task.options)
     torch.manual_seed(recipe.run.seed)
-    model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
+    model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed, logits=recipe.model.logits)
     ends = ends_of(model, tokenizer)
     optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
     done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps, ends.taught())
