@@ -9,11 +9,20 @@ from .load import (
     no_progress_bar,
     with_lora,
 )
+from .logits import Float32Head, check_logits, set_logits
 from .shape import DTYPES, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows, check_supported
 from .tiny import TINY_HEAD, is_tiny, tiny_config, tiny_size, tiny_tokenizer
 
 __all__ = [
+    "Float32Head",
+    "check_logits",
+    "end_token",
+    "ends_of",
+    "own_stop_ids",
+    "set_logits",
+    "stop_ids",
     "BUILT_IN",
     "DTYPES",
     "ModelShape",

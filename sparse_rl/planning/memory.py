@@ -207,14 +207,14 @@ def make_plan(
         trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
-        sampling_row_bytes=shape.vocabulary * shape.dtype.itemsize
+        sampling_row_bytes=shape.vocabulary * 4  # logits are fp32
         + (0 if on_gpu else sampled)
         + (cache.kv_bytes_per_token if folds else 0),
         prefill_token_bytes=(6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim)
         * shape.dtype.itemsize,
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
-        prompt_logits_bytes=shape.vocabulary * shape.dtype.itemsize if on_gpu else 0,
+        prompt_logits_bytes=shape.vocabulary * 4 if on_gpu else 0,
         attention_token_bytes=8 * shape.query_heads * prompt_tokens if compressor.uses_mass else 0,
         scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
         first_row_bytes=sampled if on_gpu else 0,
