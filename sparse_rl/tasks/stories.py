@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from ..errors import SparseRLError, whole
 from .base import GeneratedTask, Prompt, final_answer, register
 
+_DRAWS = 1000  # of what people have at first, before one counts as too rare
 _MOST = 99  # no quantity grows beyond this
 _WORDS = ("", "", "two", "three", "four", "five", "six")  # how many people
 
@@ -84,10 +85,7 @@ class Stories(GeneratedTask):
         theme = draw.choice(THEMES)
         names, things = draw.sample(theme.names, self.people), draw.sample(theme.things, self.things)
         keys = [(name, many) for name in names for _, many in things]
-        while True:
-            start = {key: draw.randint(2, self.highest) for key in keys}
-            if is_held_out(list(start.values())) == (self.split == "held-out"):
-                break
+        start = self._start(draw, keys)
         state, events = dict(start), []
         for _ in range(self.steps):
             events.append(draw_event(draw, theme, names, things, state))
@@ -103,6 +101,13 @@ class Stories(GeneratedTask):
             "number": sum(state[key] for key in wanted),
         }
         return Prompt(text, answer=story, index=i)
+
+    def _start(self, draw: random.Random, keys: Sequence[Key]) -> State:
+        for _ in range(_DRAWS):
+            start = {key: draw.randint(2, self.highest) for key in keys}
+            if is_held_out(list(start.values())) == (self.split == "held-out"):
+                return start
+        raise SparseRLError(f"stories: with highest {self.highest} there are too few stories for two splits; raise highest.")
 
     def solution(self, prompt: Prompt) -> str:
         story, lines = prompt.answer, []
