@@ -1,12 +1,12 @@
-"""Does it learn with a pretrained model, on one GPU? SmolLM2-135M on two tasks: one warm start, several methods from it, and their evaluation.
+"""Does it learn with a pretrained model, on one GPU? SmolLM2-135M: one warm start, several methods, their evaluation.
 
-    python benchmarks/smollm2.py prepare --gguf SmolLM2-135M-Instruct.Q4_1.gguf --to models/smollm2        # or take the hub's weights
-    python benchmarks/smollm2.py warmup --task countdown --seed 0 --out runs/smollm2                       # to 30 % or more, round by round
-    python benchmarks/smollm2.py probe --task countdown --seed 0 --out runs/smollm2 --budgets 48,64,96     # what budgets do to it
-    python benchmarks/smollm2.py arms --task countdown --seed 0 --out runs/smollm2 --budgets 64 --steps 150
-    python benchmarks/smollm2.py evaluate --task countdown --seed 0 --out runs/smollm2 --budgets 64
-    python benchmarks/smollm2.py report --task countdown --seed 0 --out runs/smollm2 --budgets 64
-    python benchmarks/smollm2.py block --task countdown --seed 0 --out runs/smollm2 --budgets 64 --minutes 24 --keep kept    # all of it
+    python benchmarks/smollm2.py prepare --gguf SmolLM2-135M-Instruct.Q4_1.gguf --to models/smollm2
+    python benchmarks/smollm2.py warmup --task countdown --seed 0                   # to 30 % or more, round by round
+    python benchmarks/smollm2.py probe --task countdown --seed 0                    # what budgets do to the warm start
+    python benchmarks/smollm2.py arms --task countdown --seed 0 --budgets 64 --steps 150
+    python benchmarks/smollm2.py evaluate --task countdown --seed 0 --budgets 64
+    python benchmarks/smollm2.py report --task countdown --seed 0 --budgets 64
+    python benchmarks/smollm2.py block --task countdown --seed 0 --budgets 64 --minutes 24 --keep kept    # all of it
 
 A block is one task and one seed: OUT/TASK-SEED holds its warm start, a run per method and budget (and one on a dense cache), their
 evaluations, table and pictures. Everything is `sparse-rl warmup`, `train` and `eval` in processes of their own that share the device (under
@@ -172,7 +172,9 @@ def start(name: str, arguments: Sequence[str], folder: Path) -> Job:
         file.write(f"$ {' '.join(command)}\n")
         file.flush()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+        )
     JOBS.append(Job(name, process, log, time.monotonic()))
     return JOBS[-1]
 
@@ -185,7 +187,13 @@ def wait(jobs: Sequence[Job], clock: Clock, watch: Callable[[], None] = lambda: 
         for job in [job for job in waiting if not job.running]:
             waiting.remove(job)
             code = job.process.returncode
-            state = "done" if code == 0 else "stopped" if job.asked and code in (130, -signal.SIGTERM) else f"FAILED ({code}): {job.tail()}"
+            state = (
+                "done"
+                if code == 0
+                else "stopped"
+                if job.asked and code in (130, -signal.SIGTERM)
+                else f"FAILED ({code}): {job.tail()}"
+            )
             say(f"{job.name}: {state}, {job.seconds:.0f} s")
         if clock.left < 0:
             for job in waiting:
@@ -239,7 +247,7 @@ def prepare(gguf: str, to: Path) -> None:
     if (to / "config.json").exists():
         say(f"{to} is there already")
         return
-    from sparse_rl.models import load_model
+    from sparse_rl import load_model
 
     model, tokenizer = load_model(gguf, "bfloat16", device="cpu")
     if gguf.endswith(".gguf"):  # SmolLM2's; some versions of transformers take another end token from such files
@@ -260,7 +268,9 @@ def check_end_token(folder: Path) -> None:
 
     tokenizer, stops = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder).eos_token_id
     if tokenizer.eos_token_id not in (stops if isinstance(stops, list) else [stops]):
-        sys.exit(f"smollm2: the tokenizer of {folder} ends with token {tokenizer.eos_token_id}, the model with {stops}; make them agree.")
+        sys.exit(
+            f"smollm2: the tokenizer of {folder} ends with token {tokenizer.eos_token_id}, the model with {stops}; make them agree."
+        )
     say(f"{folder}: responses end with {tokenizer.eos_token!r}, token {tokenizer.eos_token_id}")
 
 
@@ -289,7 +299,9 @@ def warmup(block: Block, clock: Clock) -> None:
 def chosen_round(block: Block, found: Sequence[float | None]) -> int:
     """The last round, or the one before it where the last is too good to be improved and that one is good enough."""
     last = len(found) - 1
-    leaps = last > 0 and found[last] is not None and found[last] > block.too_much and (found[last - 1] or 0) >= block.least
+    leaps = (
+        last > 0 and found[last] is not None and found[last] > block.too_much and (found[last - 1] or 0) >= block.least
+    )
     return last - 1 if leaps else last
 
 
@@ -316,9 +328,17 @@ def probe(block: Block, clock: Clock) -> None:
         if read_lines(run / "metrics.jsonl"):
             continue
         shutil.rmtree(run, ignore_errors=True)
-        sizes = {"run__steps": 1, "rollout__prompts": 64, "rollout__group_size": 4, "rollout__rows": 256, "learn__minibatches": 1}
+        sizes = {
+            "run__steps": 1,
+            "rollout__prompts": 64,
+            "rollout__group_size": 4,
+            "rollout__rows": 256,
+            "learn__minibatches": 1,
+        }
         keys = block.keys(**train_keys(block, budget, "sparse-rl") | sizes | {"eval__every": 0, "run__diagnose": 16})
-        jobs.append(start(f"probe-{budget or DENSE}", ["train", f"smollm2-{block.task}", "--out", run, *keys], block.folder))
+        jobs.append(
+            start(f"probe-{budget or DENSE}", ["train", f"smollm2-{block.task}", "--out", run, *keys], block.folder)
+        )
     wait(jobs, clock)
     for checkpoints in folder.glob("*/checkpoints"):
         shutil.rmtree(checkpoints)
@@ -364,7 +384,10 @@ def arms(block: Block, clock: Clock) -> None:
             arguments = ["train", f"smollm2-{block.task}", "--out", run, *keys]
         pace.jobs[arm] = start(arm.name, arguments, block.folder)
     wait(list(pace.jobs.values()), clock, pace.watch, grace=60.0)
-    write_json(block.folder / "arms.json", {arm.name: newest_checkpoint(block.folder / "runs" / arm.name)[0] for arm in block.arms()})
+    write_json(
+        block.folder / "arms.json",
+        {arm.name: newest_checkpoint(block.folder / "runs" / arm.name)[0] for arm in block.arms()},
+    )
 
 
 class Pace:
@@ -404,7 +427,9 @@ class Pace:
         if now - self.told > 60:
             self.told = now
             steps = ", ".join(f"{arm.name} {history[-1][0]}" for arm, history in self.seen.items() if history)
-            say(f"steps: {steps}; {min(reach, self.block.steps):.0f} within reach, {self.clock.left / 60:.1f} minutes left")
+            say(
+                f"steps: {steps}; {min(reach, self.block.steps):.0f} within reach, {self.clock.left / 60:.1f} minutes left"
+            )
 
     def _reach(self, arm: Arm, now: float) -> float:
         """The step that a run comes to in time, as fast as its last ten or so went; all of them before it has done five."""
@@ -412,7 +437,8 @@ class Pace:
         if len(self.seen[arm]) < 5:
             return math.inf
         seconds = (history[-1][1] - history[0][1]) / max(1, history[-1][0] - history[0][0])
-        return history[-1][0] + max(0.0, self.clock.left - 15 - (now - history[-1][1]) * 0) / max(seconds, 1e-3)
+        since = now - history[-1][1]  # of the step that is going on
+        return history[-1][0] + max(0.0, self.clock.left + since) / max(seconds, 1e-3)
 
 
 def last_step(metrics: Path) -> int:
@@ -427,41 +453,57 @@ def last_step(metrics: Path) -> int:
 
 
 def evaluate(block: Block, clock: Clock) -> None:
-    """Every model on the dense cache and on its own budget (or on all of the block's), as many problems as asked for."""
+    """Every model on the dense cache and on its own budget, or on all of the block's."""
     jobs = []
     for name, model, budgets in evaluated(block):
         for budget in (None, *budgets):
             folder = block.folder / "evals" / name / f"{budget or DENSE}"
-            if (folder / "summary.json").exists():
-                continue
-            cache = ["--compressor", DENSE]
-            if budget is not None:
-                protect = str(block.protect_prompt).lower()
-                cache = ["--compressor", block.compressor, "--budget", budget, "--interval", block.interval]
-                cache += ["--compressor.protect_prompt", protect]
-            size = ["--limit", block.problems, "--samples", block.samples, "--rows", block.eval_rows, "--temperature", 1, "--top-p", 1]
-            asked = [*task_options(block), "--max-new-tokens", recipe_value(block, "rollout", "max_new_tokens"), "--seed", block.seed]
-            arguments = ["eval", model, "--bench", block.task, "--out", folder, "--dtype", "bfloat16", *cache, *size, *asked]
-            jobs.append(start(f"eval-{name}-{budget or DENSE}", list(map(str, arguments)), block.folder))
+            if not (folder / "summary.json").exists():
+                jobs.append(
+                    start(f"eval-{name}-{budget or DENSE}", eval_arguments(block, model, budget, folder), block.folder)
+                )
     wait(jobs, clock)
+
+
+def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path) -> list[str]:
+    """Of `sparse-rl eval`; the compressor's options are those of training, said explicitly."""
+    cache: dict[str, object] = {"compressor": DENSE}
+    if budget is not None:
+        cache = {"compressor": block.compressor, "budget": budget, "interval": block.interval}
+        cache |= {"compressor.protect_prompt": str(block.protect_prompt).lower()}
+    options = {
+        **cache,
+        "bench": block.task,
+        "out": folder,
+        "dtype": recipe_value(block, "model", "dtype"),
+        "max-new-tokens": recipe_value(block, "rollout", "max_new_tokens"),
+        "limit": block.problems,
+        "samples": block.samples,
+        "rows": block.eval_rows,
+        "temperature": 1,
+        "top-p": 1,
+        "seed": block.seed,
+        **{f"{block.task}.{name}": value for name, value in task_options(block).items()},
+    }
+    return ["eval", str(model), *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
 def evaluated(block: Block) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
     """(name, model, budgets it is evaluated on) of the warm start and of every run."""
     yield "warm", block.warm.resolve(), block.budgets
     for arm in block.arms():
-        step, model = newest_checkpoint(block.folder / "runs" / arm.name)
+        _, model = newest_checkpoint(block.folder / "runs" / arm.name)
         if model is None:
             say(f"{arm.name}: no checkpoint to evaluate")
             continue
         yield arm.name, model, block.budgets if block.every_cache or arm.budget is None else (arm.budget,)
 
 
-def task_options(block: Block) -> list[str]:
-    """The options of the recipe's task, as `eval` takes them."""
-    options = recipe(block)["task"] | {name.removeprefix("task."): value for name, value in block.more if name.startswith("task.")}
-    options |= {"seed": EVALUATION_SEED}
-    return [part for name, value in options.items() if name != "name" for part in (f"--{block.task}.{name}", str(value))]
+def task_options(block: Block) -> dict[str, object]:
+    """The options of the recipe's task, with problems of their own."""
+    changed = {name.removeprefix("task."): value for name, value in block.more if name.startswith("task.")}
+    options = {**recipe(block)["task"], **changed, "seed": EVALUATION_SEED}
+    return {name: value for name, value in options.items() if name != "name"}
 
 
 def recipe(block: Block) -> dict:
@@ -523,7 +565,11 @@ def gather(block: Block, to: Path) -> None:
     """to/TASK-SEED.tar.gz: metrics, recipes, evaluations without most of their texts, table, pictures, ends of logs; below 16 MiB."""
     to.mkdir(parents=True, exist_ok=True)
     for share in (1.0, 0.25, 0.0):  # of the texts
-        parts = {str(p.relative_to(block.folder)): p.read_bytes() for pattern in SMALL for p in sorted(block.folder.glob(pattern))}
+        parts = {
+            str(p.relative_to(block.folder)): p.read_bytes()
+            for pattern in SMALL
+            for p in sorted(block.folder.glob(pattern))
+        }
         for items in sorted(block.folder.glob("evals/*/*/items.jsonl")):
             parts[str(items.relative_to(block.folder).with_name("outcomes.jsonl"))] = outcomes(items, int(64 * share))
         for log in sorted(block.folder.glob("log/*.log")):
@@ -543,7 +589,15 @@ def outcomes(items: Path, texts: int) -> bytes:
     """Of an evaluation: problem, sample, reward, tokens, finish, loop of every completion, and the texts of the first few."""
     lines = []
     for number, item in enumerate(read_lines(items)):
-        shown = ("index", "sample", "reward", "tokens", "finish", "loop", *(("prompt", "text") if number < texts else ()))
+        shown = (
+            "index",
+            "sample",
+            "reward",
+            "tokens",
+            "finish",
+            "loop",
+            *(("prompt", "text") if number < texts else ()),
+        )
         lines.append(json.dumps({name: item[name] for name in shown if name in item}))
     return ("\n".join(lines) + "\n").encode()
 
@@ -583,17 +637,23 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--compressor", default="rkv")
         stage.add_argument("--interval", type=int, default=16)
         stage.add_argument("--evict-prompt", action="store_true", help="do not protect the prompt")
-        stage.add_argument("--warm-steps", type=numbers, default=(200, 100, 100, 100), help="steps of each round of warm-up")
+        stage.add_argument(
+            "--warm-steps", type=numbers, default=(200, 100, 100, 100), help="steps of each round of warm-up"
+        )
         stage.add_argument("--enough", type=float, default=0.3, help="held-out accuracy at which warm-up ends")
         stage.add_argument("--problems", type=int, default=1000)
         stage.add_argument("--samples", type=int, default=2)
         stage.add_argument("--eval-rows", type=int, default=512)
-        stage.add_argument("--every-cache", action="store_true", help="evaluate every run on every budget: trained x deployed")
+        stage.add_argument(
+            "--every-cache", action="store_true", help="evaluate every run on every budget: trained x deployed"
+        )
         stage.add_argument("--minutes", type=float, default=math.inf)
         stage.add_argument("--warmup-minutes", type=float, default=6.0, help="of a block, at most")
         stage.add_argument("--evaluate-minutes", type=float, default=4.0, help="of a block, left for evaluation")
         stage.add_argument("--keep", type=Path, help="gather what should be kept here, every minute")
-        stage.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipes")
+        stage.add_argument(
+            "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipes"
+        )
     return top
 
 
@@ -603,8 +663,14 @@ def main() -> None:
         prepare(args.gguf, args.to)
         return
     block = Block(
-        **{name: getattr(args, name) for name in ("task", "seed", "out", "model", "budgets", "steps", "prompts", "group_size", "lr")},
-        **{name: getattr(args, name) for name in ("micro_batch_tokens", "compressor", "interval", "warm_steps", "enough")},
+        **{
+            name: getattr(args, name)
+            for name in ("task", "seed", "out", "model", "budgets", "steps", "prompts", "group_size", "lr")
+        },
+        **{
+            name: getattr(args, name)
+            for name in ("micro_batch_tokens", "compressor", "interval", "warm_steps", "enough")
+        },
         **{name: getattr(args, name) for name in ("problems", "samples", "eval_rows", "every_cache")},
         methods=tuple(part for part in args.methods.split(",") if part),
         protect_prompt=not args.evict_prompt,

@@ -49,7 +49,11 @@ def read_lines(path: Path) -> list[dict]:
 
 def newest_checkpoint(run: Path) -> tuple[int, Path | None]:
     """(step, folder); (0, None) where there is none"""
-    found = [(int(p.name.removeprefix("step-")), p) for p in (run / "checkpoints").glob("step-*") if p.name.removeprefix("step-").isdigit()]
+    found = [
+        (int(p.name.removeprefix("step-")), p)
+        for p in (run / "checkpoints").glob("step-*")
+        if p.name.removeprefix("step-").isdigit()
+    ]
     return max(found, default=(0, None))
 
 
@@ -96,7 +100,8 @@ def write_report(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> s
     text = table(folder, arms, budgets)
     (folder / "table.md").write_text(text)
     for budget in budgets:
-        plot(folder, [arm for arm in arms if arm.budget in (None, budget)], folder / f"curves-{budget}.png", f"{folder.name}, budget {budget}")
+        here = [arm for arm in arms if arm.budget in (None, budget)]
+        plot(folder, here, folder / f"curves-{budget}.png", f"{folder.name}, budget {budget}")
     return text
 
 
@@ -107,7 +112,9 @@ def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
     heads += ["last reward", "rejected", "KL", "clipped", "entropy", "length", "loops", "KV tokens saved", "s/step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     empty = [""] * (len(heads) - 2 - len(caches))
-    lines.append(f"| {' | '.join(['warm start', '0', *(accuracy(folder, 'warm', cache) for cache in caches), *empty])} |")
+    lines.append(
+        f"| {' | '.join(['warm start', '0', *(accuracy(folder, 'warm', cache) for cache in caches), *empty])} |"
+    )
     for arm in arms:
         run = folder / "runs" / arm.name
         steps = max((step for step, _ in curve(run, "reward/mean")), default=0)
@@ -125,9 +132,14 @@ def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
         found = [accuracy(folder, arm.name, cache) for cache in caches]
         lines.append(f"| {' | '.join([label(arm), str(steps), *found, *cells])} |")
     paired = [line for cache in caches for line in differences(folder, arms, cache)]
-    note = "Accuracy on held-out problems at temperature 1, 95 % intervals; rejected, KL, clipped and tokens saved are means over the run, "
-    note += "reward, entropy, length and loops over its last ten steps.\n"
-    return "\n".join([*lines, "", note, *(["Differences on the same problems, with bootstrapped 95 % intervals:", "", *paired] if paired else [])]) + "\n"
+    lines += [
+        "",
+        "Accuracy on held-out problems at temperature 1, 95 % intervals. Rejected, KL, clipped and tokens saved are means",
+    ]
+    lines += ["over the run; reward, entropy, length and loops over its last ten steps."]
+    if paired:
+        lines += ["", "Differences on the same problems, with bootstrapped 95 % intervals:", "", *paired]
+    return "\n".join(lines) + "\n"
 
 
 def label(arm: Arm) -> str:
@@ -188,10 +200,11 @@ def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:
             if not points:
                 continue
             steps, values = zip(*points)
-            rare = name.startswith("eval/")
-            axis.plot(steps, values, color=f"C{number}", linewidth=1.6 if rare else 0.5, alpha=1 if rare else 0.35, label=arm.name if rare else None)
-            if not rare:
-                axis.plot(steps, smooth(values), color=f"C{number}", linewidth=1.6, label=arm.name)
+            if name.startswith("eval/"):  # few points, drawn as they are
+                axis.plot(steps, values, color=f"C{number}", linewidth=1.6, marker=".", label=arm.name)
+                continue
+            axis.plot(steps, values, color=f"C{number}", linewidth=0.5, alpha=0.35)
+            axis.plot(steps, smooth(values), color=f"C{number}", linewidth=1.6, label=arm.name)
         axis.set(title=heading, xlabel="step")
         axis.grid(alpha=0.3)
     for name in ("gap/k3/mean", "gap/abs/mean"):

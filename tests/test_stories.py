@@ -24,7 +24,14 @@ def test_solutions_are_right_and_wrong_answers_are_not(options):
 
 def test_an_answer_is_a_plain_number():
     task, prompt = make("stories"), Prompt("", {"number": 7})
-    for text, worth in [("answer: 7", 1), ("so\nanswer: 7 \n", 1), ("7", 0), ("answer: 07", 0), ("answer: 7.", 0), ("answer: 7 pens", 0)]:
+    for text, worth in [
+        ("answer: 7", 1),
+        ("so\nanswer: 7 \n", 1),
+        ("7", 0),
+        ("answer: 07", 0),
+        ("answer: 7.", 0),
+        ("answer: 7 pens", 0),
+    ]:
         assert task.reward(prompt, text) == worth, text
 
 
@@ -44,8 +51,16 @@ def test_a_solution_reads_like_this():
     story = {
         "start": [["Nora", "pens", 12], ["Nora", "books", 5], ["Omar", "pens", 7], ["Omar", "books", 9]],
         "events": [
-            {"text": "Nora gives 4 pens to Omar.", "changes": [["Nora", "pens", -4], ["Omar", "pens", 4]], "looks_at": None},
-            {"text": "Omar buys as many books as Nora has.", "changes": [["Omar", "books", 5]], "looks_at": ["Nora", "books"]},
+            {
+                "text": "Nora gives 4 pens to Omar.",
+                "changes": [["Nora", "pens", -4], ["Omar", "pens", 4]],
+                "looks_at": None,
+            },
+            {
+                "text": "Omar buys as many books as Nora has.",
+                "changes": [["Omar", "books", 5]],
+                "looks_at": ["Nora", "books"],
+            },
         ],
         "wanted": [["Nora", "books"], ["Omar", "books"]],
         "ones": {"pens": "pen", "books": "book"},
@@ -57,7 +72,11 @@ def test_a_solution_reads_like_this():
         "In the end Nora has 5 books and Omar has 14 books. 5 + 14 = 19.",
         "answer: 19",
     ]
-    assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c" and running_sum([1, 2, 3]) == "1 + 2 = 3, 3 + 3 = 6"
+    assert (
+        listed(["a"]) == "a"
+        and listed(["a", "b", "c"]) == "a, b and c"
+        and running_sum([1, 2, 3]) == "1 + 2 = 3, 3 + 3 = 6"
+    )
 
 
 def test_splits_share_no_story_and_are_the_same_every_time():

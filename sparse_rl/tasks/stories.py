@@ -44,9 +44,27 @@ class Theme:
 
 _PEOPLE = ("Nora", "Omar", "Lena", "Hugo", "Iris", "Paul", "Rosa", "Emil")
 THEMES = (
-    Theme(_PEOPLE, (("pen", "pens"), ("book", "books"), ("sticker", "stickers")), ("buys", "finds"), ("sells", "loses"), "gives"),
-    Theme(_PEOPLE, (("apple", "apples"), ("pear", "pears"), ("plum", "plums")), ("picks", "buys"), ("eats", "sells"), "gives"),
-    Theme(_PEOPLE, (("shirt", "shirts"), ("hat", "hats"), ("coat", "coats")), ("orders", "buys"), ("sells", "returns"), "sends"),
+    Theme(
+        _PEOPLE,
+        (("pen", "pens"), ("book", "books"), ("sticker", "stickers")),
+        ("buys", "finds"),
+        ("sells", "loses"),
+        "gives",
+    ),
+    Theme(
+        _PEOPLE,
+        (("apple", "apples"), ("pear", "pears"), ("plum", "plums")),
+        ("picks", "buys"),
+        ("eats", "sells"),
+        "gives",
+    ),
+    Theme(
+        _PEOPLE,
+        (("shirt", "shirts"), ("hat", "hats"), ("coat", "coats")),
+        ("orders", "buys"),
+        ("sells", "returns"),
+        "sends",
+    ),
     Theme(
         ("The Heron", "The Gull", "The Swan", "The Crane", "The Falcon", "The Raven"),  # ships on a journey
         (("barrel", "barrels"), ("crate", "crates"), ("sack", "sacks")),
@@ -71,11 +89,15 @@ class Event:
 class Stories(GeneratedTask):
     name = "stories"
 
-    def __init__(self, people: int = 3, things: int = 2, steps: int = 6, highest: int = 20, seed: int = 0, split: str = "train"):
+    def __init__(
+        self, people: int = 3, things: int = 2, steps: int = 6, highest: int = 20, seed: int = 0, split: str = "train"
+    ):
         whole(at_least=2, **{"stories: people": people, "stories: highest": highest})
         whole(at_least=1, **{"stories: things": things, "stories: steps": steps})
         if people > 6 or things > 3 or highest > 50:
-            raise SparseRLError(f"stories: people is {people}, things {things}, highest {highest}; at most 6, 3 and 50 are known.")
+            raise SparseRLError(
+                f"stories: people is {people}, things {things}, highest {highest}; at most 6, 3 and 50 are known."
+            )
         super().__init__(seed, split)
         self.people, self.things, self.steps, self.highest = people, things, steps, highest
 
@@ -95,7 +117,10 @@ class Stories(GeneratedTask):
         text = f"{facts} {' '.join(event.text for event in events)} {asked}\n"
         story = {
             "start": [[*key, count] for key, count in start.items()],
-            "events": [{"text": e.text, "changes": [[*key, by] for key, by in e.changes], "looks_at": e.looks_at} for e in events],
+            "events": [
+                {"text": e.text, "changes": [[*key, by] for key, by in e.changes], "looks_at": e.looks_at}
+                for e in events
+            ],
             "wanted": [list(key) for key in wanted],
             "ones": dict((many, one) for one, many in things),
             "number": sum(state[key] for key in wanted),
@@ -107,7 +132,9 @@ class Stories(GeneratedTask):
             start = {key: draw.randint(2, self.highest) for key in keys}
             if is_held_out(list(start.values())) == (self.split == "held-out"):
                 return start
-        raise SparseRLError(f"stories: with highest {self.highest} there are too few stories for two splits; raise highest.")
+        raise SparseRLError(
+            f"stories: with highest {self.highest} there are too few stories for two splits; raise highest."
+        )
 
     def solution(self, prompt: Prompt) -> str:
         story, lines = prompt.answer, []
@@ -133,7 +160,9 @@ class Stories(GeneratedTask):
         return float(final_answer(text) == str(prompt.answer["number"]))
 
 
-def draw_event(draw: random.Random, theme: Theme, names: Sequence[str], things: Sequence[tuple[str, str]], state: Mapping) -> Event:
+def draw_event(
+    draw: random.Random, theme: Theme, names: Sequence[str], things: Sequence[tuple[str, str]], state: Mapping
+) -> Event:
     """An event that is possible: nobody gives what is not there, and nothing grows beyond what is easily added."""
     while True:
         (who, other), (one, many) = draw.sample(list(names), 2), draw.choice(list(things))
@@ -145,11 +174,13 @@ def draw_event(draw: random.Random, theme: Theme, names: Sequence[str], things: 
         if kind == "lose" and few <= mine:
             return Event(f"{who} {draw.choice(theme.lose)} {counted(few, one, many)}.", (((who, many), -few),))
         if kind == "hand" and few <= mine and theirs + few <= _MOST:
-            return Event(f"{who} {theme.hand} {counted(few, one, many)} to {other}.", (((who, many), -few), ((other, many), few)))
+            return Event(
+                f"{who} {theme.hand} {counted(few, one, many)} to {other}.", (((who, many), -few), ((other, many), few))
+            )
         if kind == "half" and mine >= 2 and mine % 2 == 0 and theirs + mine // 2 <= _MOST:
             changes = (((who, many), -mine // 2), ((other, many), mine // 2))
             return Event(f"{who} {theme.hand} half of {theme.own} {many} to {other}.", changes)
-        if kind == "match" and 1 <= theirs and mine + theirs <= _MOST:
+        if kind == "match" and theirs >= 1 and mine + theirs <= _MOST:
             text = f"{who} {draw.choice(theme.gain)} as many {many} as {other} has."
             return Event(text, (((who, many), theirs),), looks_at=(other, many))
 
