@@ -8,10 +8,12 @@
     python benchmarks/smollm2.py report --task countdown --seed 0 --budgets 64
     python benchmarks/smollm2.py block --task countdown --seed 0 --budgets 64 --minutes 24 --keep kept    # all of it
 
-A block is one task and one seed: OUT/TASK-SEED holds its warm start, a run per method and budget (and one on a dense cache), their
-evaluations, table and pictures. Everything is `sparse-rl warmup`, `train` and `eval` in processes of their own that share the device (under
-CUDA MPS where there is one), and what is finished is not done again. When time is short all runs are stopped at the same step, so that
-methods are compared after as many updates; `--keep` gathers what should be kept (no weights) in one file, again every minute.
+A block is one task and one seed: OUT/TASK-SEED holds its warm start, a run per method and budget (and one on a dense
+cache), their evaluations, table and pictures. With `--reject 0.1,0.34` instead of `--budgets` a block probes and chooses
+budgets at which Sparse-RL rejects that much. Everything is `sparse-rl warmup`, `train` and `eval` in processes of their
+own that share the device (under CUDA MPS where there is one), and what is finished is not done again. When time is short
+all runs are stopped at the same step, so that methods are compared after as many updates; `--keep` gathers what should
+be kept (no weights) in one file, again every minute.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smollm2_report import DENSE, Arm, newest_checkpoint, probed, read_lines, write_report
@@ -42,7 +44,7 @@ METHODS = "dense,none,sparse-rl,sparse-rl-released,shadow"
 EVALUATION_SEED = 7  # of held-out problems other than those that runs look at while they train
 KEPT = 16 * 2**20 - 2**18  # bytes of the file of what is kept
 
-# budgets that `probe` tries where none are named; a story of up to 140 tokens is protected, so less than 150 is refused there
+# budgets that `probe` tries where none are named; a story of up to 145 tokens is protected, so less is refused there
 PROBED = {"countdown": (32, 48, 64, 80, 96, 128, 192), "stories": (160, 168, 176, 192, 208, 224, 256)}
 
 
@@ -72,6 +74,7 @@ class Block:
     samples: int
     eval_rows: int
     every_cache: bool
+    reject: tuple[float, ...] = ()  # shares that sparse-rl should reject at the budgets, where none are named
     more: tuple[tuple[str, str], ...] = ()  # keys of the recipes, changed
 
     @property
@@ -125,7 +128,7 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------------ processes
+# ------------------------------------------------------------------------------------------ processes
 
 
 @dataclass
@@ -180,7 +183,7 @@ def start(name: str, arguments: Sequence[str], folder: Path) -> Job:
 
 
 def wait(jobs: Sequence[Job], clock: Clock, watch: Callable[[], None] = lambda: None, grace: float = 30.0) -> None:
-    """Until all have ended; when time is over they are asked to stop, and soon made to. A failure is told, and costs only its job."""
+    """Until all have ended; when time is over they are asked to stop, and soon made to. A failure costs only its job."""
     waiting = list(jobs)
     while waiting:
         watch()
@@ -217,7 +220,7 @@ def end_all(grace: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def shared_device() -> Iterator[None]:
-    """CUDA's multi-process service, where there is one and none is set up: processes then compute side by side, not in turns."""
+    """CUDA's multi-process service, where there is one: processes then compute side by side, not in turns."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield
@@ -239,7 +242,7 @@ def shared_device() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the stages
+# ------------------------------------------------------------------------------------------ the stages
 
 
 def prepare(gguf: str, to: Path) -> None:
@@ -269,13 +272,15 @@ def check_end_token(folder: Path) -> None:
     tokenizer, stops = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder).eos_token_id
     if tokenizer.eos_token_id not in (stops if isinstance(stops, list) else [stops]):
         sys.exit(
-            f"smollm2: the tokenizer of {folder} ends with token {tokenizer.eos_token_id}, the model with {stops}; make them agree."
+            f"smollm2: the tokenizer of {folder} ends with token {tokenizer.eos_token_id}, the model with {stops}; "
+            "make them agree."
         )
     say(f"{folder}: responses end with {tokenizer.eos_token!r}, token {tokenizer.eos_token_id}")
+    say(f"it reads '12+5=17 no' as {tokenizer.convert_ids_to_tokens(tokenizer.encode('12+5=17 no'))}")
 
 
 def warmup(block: Block, clock: Clock) -> None:
-    """Rounds of warm-up, each on problems that none before it had, until the model is good enough to start from, or time is over."""
+    """Rounds of warm-up, each on problems that none before it had, until the model is good enough, or time is over."""
     if block.warm.exists():
         say(f"{block.warm} is there already")
         return
@@ -319,7 +324,7 @@ def warm_round(block: Block, turn: int, steps: int, model: str, folder: Path, cl
 
 
 def probe(block: Block, clock: Clock) -> None:
-    """One step of sparse-rl from the warm start at every budget, all at once: how often it is right, and what is rejected."""
+    """One step of sparse-rl from the warm start at every budget, all at once: what is right, and what is rejected."""
     folder = block.folder / "probe"
     budgets = block.budgets or PROBED[block.task]
     jobs = []
@@ -345,6 +350,25 @@ def probe(block: Block, clock: Clock) -> None:
     text = probed(folder, [None, *budgets])
     (block.folder / "probe.md").write_text(text)
     print(text, flush=True)
+
+
+def choose(block: Block) -> Block:
+    """With --reject: for each share the largest probed budget at which sparse-rl rejects at least as much of the warm start's."""
+    path = block.folder / "budgets.json"
+    if not block.budgets and path.exists():
+        return replace(block, budgets=tuple(json.loads(path.read_text())))
+    if block.budgets or not block.reject:
+        return block
+    found = {budget: rejected(block.folder / "probe" / str(budget)) for budget in PROBED[block.task]}
+    chosen = [max((b for b in found if found[b] >= share), default=min(found)) for share in block.reject]
+    write_json(path, list(dict.fromkeys(chosen)))
+    say(f"budgets {chosen}: sparse-rl rejects {', '.join(f'{found[budget]:.1%}' for budget in chosen)}")
+    return replace(block, budgets=tuple(dict.fromkeys(chosen)))
+
+
+def rejected(run: Path) -> float:
+    """The share of trajectories that a run rejected at its first step; 0 where it failed."""
+    return next((line["reject/trajectories/frac"] for line in read_lines(run / "metrics.jsonl")), 0.0)
 
 
 def train_keys(block: Block, budget: int | None, method: str) -> dict[str, object]:
@@ -383,7 +407,8 @@ def arms(block: Block, clock: Clock) -> None:
             keys = block.keys(**train_keys(block, arm.budget, arm.method))
             arguments = ["train", f"smollm2-{block.task}", "--out", run, *keys]
         pace.jobs[arm] = start(arm.name, arguments, block.folder)
-    wait(list(pace.jobs.values()), clock, pace.watch, grace=60.0)
+    late = Clock(clock.left / 60 + 0.3)  # for those that are nearly there
+    wait(list(pace.jobs.values()), late, pace.watch, grace=60.0)
     write_json(
         block.folder / "arms.json",
         {arm.name: newest_checkpoint(block.folder / "runs" / arm.name)[0] for arm in block.arms()},
@@ -393,7 +418,8 @@ def arms(block: Block, clock: Clock) -> None:
 class Pace:
     """Stops all runs after the same step: the last one that the slowest of them will reach in time.
 
-    That step is settled when the first run comes to it. The others then have the device for themselves, so they are not later than thought.
+    That step is settled when the first run comes to it. The others then have the device for themselves, so they are not
+    later than thought.
     """
 
     def __init__(self, block: Block, clock: Clock):
@@ -427,18 +453,17 @@ class Pace:
         if now - self.told > 60:
             self.told = now
             steps = ", ".join(f"{arm.name} {history[-1][0]}" for arm, history in self.seen.items() if history)
-            say(
-                f"steps: {steps}; {min(reach, self.block.steps):.0f} within reach, {self.clock.left / 60:.1f} minutes left"
-            )
+            say(f"steps: {steps}; {min(reach, self.block.steps):.0f} within reach, {self.clock.left / 60:.1f} minutes")
 
     def _reach(self, arm: Arm, now: float) -> float:
-        """The step that a run comes to in time, as fast as its last ten or so went; all of them before it has done five."""
+        """The step that a run comes to in time, as fast as its last ten or so went; any before it has done five."""
         history = self.seen[arm][-12:]
         if len(self.seen[arm]) < 5:
             return math.inf
         seconds = (history[-1][1] - history[0][1]) / max(1, history[-1][0] - history[0][0])
         since = now - history[-1][1]  # of the step that is going on
-        return history[-1][0] + max(0.0, self.clock.left + since) / max(seconds, 1e-3)
+        left = 0.96 * self.clock.left - 10 + since  # a little is left for what may become slower
+        return history[-1][0] + max(0.0, left) / max(seconds, 1e-3)
 
 
 def last_step(metrics: Path) -> int:
@@ -522,11 +547,14 @@ def report(block: Block) -> None:
     print(write_report(block.folder, block.arms(), block.budgets), flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------------------------------ all of it
 
 
 def whole_block(block: Block, clock: Clock, warmup_minutes: float, evaluate_minutes: float) -> None:
     warmup(block, clock.until(warmup_minutes))
+    if not block.budgets:
+        probe(block, clock.until(2.5))
+        block = choose(block)
     arms(block, clock.but(evaluate_minutes))
     with contextlib.suppress(Exception):  # curves, in case there is no time for more
         report(block)
@@ -562,7 +590,7 @@ SMALL = ("*.json", "*.md", "*.png", "runs/*/*.jsonl", "runs/*/recipe.yaml", "pro
 
 
 def gather(block: Block, to: Path) -> None:
-    """to/TASK-SEED.tar.gz: metrics, recipes, evaluations without most of their texts, table, pictures, ends of logs; below 16 MiB."""
+    """to/TASK-SEED.tar.gz: metrics, recipes, evaluations without most texts, table, pictures, ends of logs; below 16 MiB."""
     to.mkdir(parents=True, exist_ok=True)
     for share in (1.0, 0.25, 0.0):  # of the texts
         parts = {
@@ -586,7 +614,7 @@ def gather(block: Block, to: Path) -> None:
 
 
 def outcomes(items: Path, texts: int) -> bytes:
-    """Of an evaluation: problem, sample, reward, tokens, finish, loop of every completion, and the texts of the first few."""
+    """Of an evaluation: problem, sample, reward, tokens, finish and loop of all completions, and the texts of a few."""
     lines = []
     for number, item in enumerate(read_lines(items)):
         shown = (
@@ -608,11 +636,15 @@ def write_json(path: Path, content: object) -> None:
     partial.replace(path)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the command line
+# ------------------------------------------------------------------------------------------ the command line
 
 
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(",") if part.strip())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -628,6 +660,7 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--out", type=Path, default=Path("runs/smollm2"))
         stage.add_argument("--model", default="models/smollm2", help="what warm-up starts from")
         stage.add_argument("--budgets", type=numbers, default=(), help="with commas")
+        stage.add_argument("--reject", type=shares, default=(), help="or choose them, such as 0.1,0.34: `probe` first")
         stage.add_argument("--methods", "--arms", default=METHODS, help="dense and some of learn.method, with commas")
         stage.add_argument("--steps", type=int, default=150)
         stage.add_argument("--prompts", type=int, default=64)
@@ -671,15 +704,19 @@ def main() -> None:
             name: getattr(args, name)
             for name in ("micro_batch_tokens", "compressor", "interval", "warm_steps", "enough")
         },
-        **{name: getattr(args, name) for name in ("problems", "samples", "eval_rows", "every_cache")},
+        **{name: getattr(args, name) for name in ("problems", "samples", "eval_rows", "every_cache", "reject")},
         methods=tuple(part for part in args.methods.split(",") if part),
         protect_prompt=not args.evict_prompt,
         too_much=0.6,
         least=0.2,
         more=tuple(map(tuple, args.set)),
     )
-    if args.stage in ("arms", "evaluate", "report", "block") and not block.budgets and set(block.methods) != {DENSE}:
-        sys.exit("smollm2: --budgets names none; give some, such as --budgets 64 (`probe` says what they do).")
+    if args.stage in ("arms", "evaluate", "report"):
+        block = choose(block)
+    if args.stage not in ("warmup", "probe") and not (block.budgets or (args.stage == "block" and block.reject)):
+        sys.exit(
+            "smollm2: no budget is named; give --budgets 64 (`probe` says what they do), or --reject 0.1 to a block."
+        )
     block.folder.mkdir(parents=True, exist_ok=True)
     clock = Clock(args.minutes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,4 +1,4 @@
-"""What came out of smollm2.py: tables in Markdown, and pictures. Reads what runs and evaluations wrote, in whatever state they are."""
+"""What came out of smollm2.py: a table in Markdown, and pictures. Reads what was written, in whatever state it is."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def probed(folder: Path, budgets: Sequence[int | None]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
+# ------------------------------------------------------------------------------------------ the table
 
 
 def write_report(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
@@ -134,9 +134,9 @@ def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
     paired = [line for cache in caches for line in differences(folder, arms, cache)]
     lines += [
         "",
-        "Accuracy on held-out problems at temperature 1, 95 % intervals. Rejected, KL, clipped and tokens saved are means",
+        "Accuracy on held-out problems at temperature 1, 95 % intervals. Rejected, KL, clipped and tokens saved are",
     ]
-    lines += ["over the run; reward, entropy, length and loops over its last ten steps."]
+    lines += ["means over the run; reward, entropy, length and loops over its last ten steps."]
     if paired:
         lines += ["", "Differences on the same problems, with bootstrapped 95 % intervals:", "", *paired]
     return "\n".join(lines) + "\n"
@@ -183,7 +183,7 @@ def bootstrap(values: Sequence[float], draws: int = 1000) -> tuple[float, float,
     return statistics.fmean(values), means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
 
 
-# ------------------------------------------------------------------------------------------------------------------ the picture
+# ------------------------------------------------------------------------------------------ the picture
 
 
 def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:

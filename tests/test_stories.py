@@ -1,4 +1,4 @@
-"""Stories: solutions earn the reward, nothing else does, the splits share no story, and every quantity in a solution is right."""
+"""Stories: solutions earn the reward, nothing else does, the splits share no story, and every equation holds."""
 
 import re
 
@@ -67,7 +67,8 @@ def test_a_solution_reads_like_this():
         "number": 19,
     }
     assert make("stories").solution(Prompt("", story)).splitlines() == [
-        "Step 1: Nora gives 4 pens to Omar. Nora had 12 pens and now has 12 - 4 = 8. Omar had 7 pens and now has 7 + 4 = 11.",
+        "Step 1: Nora gives 4 pens to Omar. Nora had 12 pens and now has 12 - 4 = 8. "
+        "Omar had 7 pens and now has 7 + 4 = 11.",
         "Step 2: Omar buys as many books as Nora has. Nora has 5 books. Omar had 9 books and now has 9 + 5 = 14.",
         "In the end Nora has 5 books and Omar has 14 books. 5 + 14 = 19.",
         "answer: 19",
@@ -94,3 +95,6 @@ def test_sizes_that_are_not_known_are_refused():
     for options in (dict(people=1), dict(people=7), dict(things=4), dict(things=0), dict(steps=0), dict(highest=80)):
         with pytest.raises(SparseRLError, match="stories"):
             make("stories", **options)
+    with pytest.raises(SparseRLError, match="too few stories"):
+        for split in ("train", "held-out"):
+            make("stories", people=2, things=1, highest=2, split=split)[0]

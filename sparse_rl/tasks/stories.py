@@ -1,15 +1,15 @@
-"""stories: word problems in which several people's things change hands over some sentences. The solution tracks every quantity.
+"""stories: word problems in which several people's things change hands. The solution tracks every quantity.
 
-Nora has 12 pens and 5 books. Omar has 7 pens and 9 books. Nora gives 4 pens to Omar. Omar buys as many books as Nora has.
-How many books do Nora and Omar have together?
-    ->
-Step 1: Nora gives 4 pens to Omar. Nora had 12 pens and now has 12 - 4 = 8. Omar had 7 pens and now has 7 + 4 = 11.
-Step 2: Omar buys as many books as Nora has. Nora has 5 books. Omar had 9 books and now has 9 + 5 = 14.
-In the end Nora has 5 books and Omar has 14 books. 5 + 14 = 19.
-answer: 19
+    Nora has 12 pens and 5 books. Omar has 7 pens and 9 books. Nora gives 4 pens to Omar. Omar buys as many books as
+    Nora has. How many books do Nora and Omar have together?
+->
+    Step 1: Nora gives 4 pens to Omar. Nora had 12 pens and now has 12 - 4 = 8. Omar had 7 pens and now has 7 + 4 = 11.
+    Step 2: Omar buys as many books as Nora has. Nora has 5 books. Omar had 9 books and now has 9 + 5 = 14.
+    In the end Nora has 5 books and Omar has 14 books. 5 + 14 = 19.
+    answer: 19
 
-A step says what a quantity was before it, which may last have been said many steps ago, or in the story's first sentences; the question
-is about several of them. So whoever forgets what was said early goes wrong.
+A step says what a quantity was before it, which may last have been said many steps ago, or in the story's first
+sentences; the question is about several of them. So whoever forgets what was said early goes wrong.
 """
 
 from __future__ import annotations
