@@ -9,11 +9,11 @@
     python benchmarks/smollm2.py block --task countdown --seed 0 --budgets 64 --minutes 24 --keep kept    # all of it
 
 A block is one task and one seed: OUT/TASK-SEED holds its warm start, a run per method and budget (and one on a dense
-cache), their evaluations, table and pictures. With `--reject 0.1,0.34` instead of `--budgets` a block probes and chooses
-budgets at which Sparse-RL rejects that much. Everything is `sparse-rl warmup`, `train` and `eval` in processes of their
-own that share the device (under CUDA MPS where there is one), and what is finished is not done again. When time is short
-all runs are stopped at the same step, so that methods are compared after as many updates; `--keep` gathers what should
-be kept (no weights) in one file, again every minute.
+cache), their evaluations, table and pictures. With `--reject 0.1,0.34` instead of `--budgets` a block probes first, and
+chooses budgets at which Sparse-RL rejects that much. Everything is `sparse-rl warmup`, `train` and `eval` in processes
+of their own that share the device (under CUDA MPS where there is one), and what is finished is not done again. When
+time is short all runs are stopped at the same step, so that methods are compared after as many updates; `--keep`
+gathers what should be kept (no weights) in one file, again every minute.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 from smollm2_report import DENSE, Arm, newest_checkpoint, probed, read_lines, write_report
@@ -62,7 +63,7 @@ class Block:
     prompts: int
     group_size: int
     lr: float
-    micro_batch_tokens: int
+    micro_batch_tokens: int | None  # None: as many as fit with all runs on one device of 139 GiB
     compressor: str
     interval: int
     protect_prompt: bool
@@ -97,10 +98,9 @@ class Block:
         sizes = {"rollout.budget": str(budget), "rollout.interval": str(self.interval)}
         return {"rollout.compressor": self.compressor, "rollout.compressor_options": options, **sizes}
 
-    def keys(self, **others: object) -> list[str]:
-        """Keys of a recipe as arguments; dots in their names are written as __."""
-        found = {name.replace("__", "."): str(value) for name, value in others.items()} | dict(self.more)
-        return [part for name, value in found.items() for part in (f"--{name}", value)]
+    def keys(self, keys: Mapping[str, object]) -> list[str]:
+        """Keys of a recipe as arguments, with those changed that the command line says."""
+        return [part for name, value in {**keys, **dict(self.more)}.items() for part in (f"--{name}", str(value))]
 
 
 @dataclass
@@ -149,6 +149,12 @@ class Job:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
+    @property
+    def outcome(self) -> str:
+        code = self.process.returncode
+        stopped = self.asked and code in (130, -signal.SIGTERM)
+        return "done" if code == 0 else "stopped" if stopped else f"FAILED ({code}): {self.tail()}"
+
     def stop(self) -> None:
         if self.running and not self.asked:
             self.process.terminate()
@@ -182,22 +188,26 @@ def start(name: str, arguments: Sequence[str], folder: Path) -> Job:
     return JOBS[-1]
 
 
-def wait(jobs: Sequence[Job], clock: Clock, watch: Callable[[], None] = lambda: None, grace: float = 30.0) -> None:
-    """Until all have ended; when time is over they are asked to stop, and soon made to. A failure costs only its job."""
-    waiting = list(jobs)
-    while waiting:
+def wait(
+    waiting: Sequence[Job],
+    clock: Clock,
+    watch: Callable[[], None] = lambda: None,
+    grace: float = 30.0,
+    more: Sequence[Callable[[], Job]] = (),
+    at_once: int = 12,
+) -> None:
+    """Until all have ended, and those started after them; a failure is told, and costs only its job.
+
+    When time is over nothing starts any more, and what runs is asked to stop, and soon made to.
+    """
+    waiting, more = list(waiting), list(more)
+    while waiting or (more and clock.left > 0):
+        while more and len(waiting) < at_once and clock.left > 0:
+            waiting.append(more.pop(0)())
         watch()
         for job in [job for job in waiting if not job.running]:
             waiting.remove(job)
-            code = job.process.returncode
-            state = (
-                "done"
-                if code == 0
-                else "stopped"
-                if job.asked and code in (130, -signal.SIGTERM)
-                else f"FAILED ({code}): {job.tail()}"
-            )
-            say(f"{job.name}: {state}, {job.seconds:.0f} s")
+            say(f"{job.name}: {job.outcome}, {job.seconds:.0f} s")
         if clock.left < 0:
             for job in waiting:
                 job.stop()
@@ -258,11 +268,11 @@ def prepare(gguf: str, to: Path) -> None:
         tokenizer.pad_token = tokenizer.eos_token
         model.config.eos_token_id = model.generation_config.eos_token_id = END_TOKEN
         model.config.pad_token_id = model.generation_config.pad_token_id = END_TOKEN
-    partial = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(to)
+    unfinished = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(to)
     check_end_token(to)
 
 
@@ -315,7 +325,7 @@ def warm_round(block: Block, turn: int, steps: int, model: str, folder: Path, cl
     made, accuracy = folder.exists(), block.folder / f"warm-{turn}.json"
     if not made:
         seed = 1000 * block.seed + turn
-        keys = block.keys(model__name=model, task__seed=seed, run__seed=seed, warmup__steps=steps)
+        keys = block.keys({"model.name": model, "task.seed": seed, "run.seed": seed, "warmup.steps": steps})
         job = start(f"warm-{turn}", ["warmup", f"smollm2-{block.task}-warmup", "--out", folder, *keys], block.folder)
         wait([job], clock)
         if told := re.search(r"accuracy ([\d.]+)", job.tail()):
@@ -333,17 +343,17 @@ def probe(block: Block, clock: Clock) -> None:
         if read_lines(run / "metrics.jsonl"):
             continue
         shutil.rmtree(run, ignore_errors=True)
-        sizes = {
-            "run__steps": 1,
-            "rollout__prompts": 64,
-            "rollout__group_size": 4,
-            "rollout__rows": 256,
-            "learn__minibatches": 1,
+        few = {
+            "run.steps": 1,
+            "rollout.prompts": 64,
+            "rollout.group_size": 4,
+            "rollout.rows": 256,
+            "learn.minibatches": 1,
         }
-        keys = block.keys(**train_keys(block, budget, "sparse-rl") | sizes | {"eval__every": 0, "run__diagnose": 16})
-        jobs.append(
-            start(f"probe-{budget or DENSE}", ["train", f"smollm2-{block.task}", "--out", run, *keys], block.folder)
-        )
+        few |= {"learn.micro_batch_tokens": 4096, "eval.every": 0, "run.diagnose": 16}
+        keys = block.keys(train_keys(block, budget, "sparse-rl") | few)
+        arguments = ["train", f"smollm2-{block.task}", "--out", run, *keys]
+        jobs.append(start(f"probe-{budget or DENSE}", arguments, block.folder))
     wait(jobs, clock)
     for checkpoints in folder.glob("*/checkpoints"):
         shutil.rmtree(checkpoints)
@@ -353,7 +363,7 @@ def probe(block: Block, clock: Clock) -> None:
 
 
 def choose(block: Block) -> Block:
-    """With --reject: for each share the largest probed budget at which sparse-rl rejects at least as much of the warm start's."""
+    """With --reject: for each share the largest probed budget at which sparse-rl rejects at least as much."""
     path = block.folder / "budgets.json"
     if not block.budgets and path.exists():
         return replace(block, budgets=tuple(json.loads(path.read_text())))
@@ -374,20 +384,20 @@ def rejected(run: Path) -> float:
 def train_keys(block: Block, budget: int | None, method: str) -> dict[str, object]:
     """What a run changes in its recipe."""
     return {
-        **{name.replace(".", "__"): value for name, value in block.cache(budget).items()},
-        "model__name": block.warm.resolve(),
-        "learn__method": "none" if method == DENSE else method,
-        "rollout__prompts": block.prompts,
-        "rollout__group_size": block.group_size,
-        "rollout__rows": block.prompts * block.group_size,
-        "learn__micro_batch_tokens": block.micro_batch_tokens,
-        "optimizer__lr": block.lr,
-        "run__seed": block.seed,
-        "task__seed": 100 + block.seed,
-        "run__steps": block.steps,
-        "run__checkpoint_every": 100_000,  # the last step has one, and so has the step at which a run is stopped
-        "run__keep": 1,
-        "run__samples": 0,
+        **block.cache(budget),
+        "model.name": block.warm.resolve(),
+        "learn.method": "none" if method == DENSE else method,
+        "rollout.prompts": block.prompts,
+        "rollout.group_size": block.group_size,
+        "rollout.rows": block.prompts * block.group_size,
+        "learn.micro_batch_tokens": block.micro_batch_tokens or (16384 if len(block.arms()) <= 5 else 8192),
+        "optimizer.lr": block.lr,
+        "run.seed": block.seed,
+        "task.seed": 100 + block.seed,
+        "run.steps": block.steps,
+        "run.checkpoint_every": 100_000,  # the last step has one, and so has the step at which a run is stopped
+        "run.keep": 1,
+        "run.samples": 0,
     }
 
 
@@ -404,7 +414,7 @@ def arms(block: Block, clock: Clock) -> None:
             arguments = ["train", run, "--resume", "--run.steps", str(block.steps)]
         else:
             shutil.rmtree(run, ignore_errors=True)
-            keys = block.keys(**train_keys(block, arm.budget, arm.method))
+            keys = block.keys(train_keys(block, arm.budget, arm.method))
             arguments = ["train", f"smollm2-{block.task}", "--out", run, *keys]
         pace.jobs[arm] = start(arm.name, arguments, block.folder)
     late = Clock(clock.left / 60 + 0.3)  # for those that are nearly there
@@ -479,15 +489,14 @@ def last_step(metrics: Path) -> int:
 
 def evaluate(block: Block, clock: Clock) -> None:
     """Every model on the dense cache and on its own budget, or on all of the block's."""
-    jobs = []
+    more = []
     for name, model, budgets in evaluated(block):
         for budget in (None, *budgets):
             folder = block.folder / "evals" / name / f"{budget or DENSE}"
             if not (folder / "summary.json").exists():
-                jobs.append(
-                    start(f"eval-{name}-{budget or DENSE}", eval_arguments(block, model, budget, folder), block.folder)
-                )
-    wait(jobs, clock)
+                arguments = eval_arguments(block, model, budget, folder)
+                more.append(partial(start, f"eval-{name}-{budget or DENSE}", arguments, block.folder))
+    wait([], clock, more=more)
 
 
 def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path) -> list[str]:
@@ -590,7 +599,7 @@ SMALL = ("*.json", "*.md", "*.png", "runs/*/*.jsonl", "runs/*/recipe.yaml", "pro
 
 
 def gather(block: Block, to: Path) -> None:
-    """to/TASK-SEED.tar.gz: metrics, recipes, evaluations without most texts, table, pictures, ends of logs; below 16 MiB."""
+    """to/TASK-SEED.tar.gz: metrics, recipes, evaluations without most texts, table, pictures, ends of logs."""
     to.mkdir(parents=True, exist_ok=True)
     for share in (1.0, 0.25, 0.0):  # of the texts
         parts = {
@@ -602,15 +611,15 @@ def gather(block: Block, to: Path) -> None:
             parts[str(items.relative_to(block.folder).with_name("outcomes.jsonl"))] = outcomes(items, int(64 * share))
         for log in sorted(block.folder.glob("log/*.log")):
             parts[f"log/{log.name}"] = log.read_bytes()[-int(2000 + 60_000 * share) :]
-        partial = to / f".{block.folder.name}.partial"
-        with tarfile.open(partial, "w:gz") as file:
+        unfinished = to / f".{block.folder.name}.partial"
+        with tarfile.open(unfinished, "w:gz") as file:
             for name, content in parts.items():
                 about = tarfile.TarInfo(f"{block.folder.name}/{name}")
                 about.size, about.mtime = len(content), int(time.time())
                 file.addfile(about, io.BytesIO(content))
-        if partial.stat().st_size < KEPT:
+        if unfinished.stat().st_size < KEPT:
             break
-    partial.replace(to / f"{block.folder.name}.tar.gz")
+    unfinished.replace(to / f"{block.folder.name}.tar.gz")
 
 
 def outcomes(items: Path, texts: int) -> bytes:
@@ -631,9 +640,9 @@ def outcomes(items: Path, texts: int) -> bytes:
 
 
 def write_json(path: Path, content: object) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    unfinished = path.with_name(f".{path.name}.partial")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 # ------------------------------------------------------------------------------------------ the command line
@@ -666,7 +675,9 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--prompts", type=int, default=64)
         stage.add_argument("--group-size", type=int, default=8)
         stage.add_argument("--lr", type=float, default=2e-5)
-        stage.add_argument("--micro-batch-tokens", type=int, default=16384, help="65536 takes 63 GiB instead of 20")
+        stage.add_argument(
+            "--micro-batch-tokens", type=int, help="of every run: 8192 take about 12 GiB, 16384 20, 65536 63"
+        )
         stage.add_argument("--compressor", default="rkv")
         stage.add_argument("--interval", type=int, default=16)
         stage.add_argument("--evict-prompt", action="store_true", help="do not protect the prompt")
@@ -695,16 +706,9 @@ def main() -> None:
     if args.stage == "prepare":
         prepare(args.gguf, args.to)
         return
+    same = {field.name for field in fields(Block)} & set(vars(args)) - {"methods"}
     block = Block(
-        **{
-            name: getattr(args, name)
-            for name in ("task", "seed", "out", "model", "budgets", "steps", "prompts", "group_size", "lr")
-        },
-        **{
-            name: getattr(args, name)
-            for name in ("micro_batch_tokens", "compressor", "interval", "warm_steps", "enough")
-        },
-        **{name: getattr(args, name) for name in ("problems", "samples", "eval_rows", "every_cache", "reject")},
+        **{name: getattr(args, name) for name in same},
         methods=tuple(part for part in args.methods.split(",") if part),
         protect_prompt=not args.evict_prompt,
         too_much=0.6,
