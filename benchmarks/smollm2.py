@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
-from smollm2_report import DENSE, Arm, newest_checkpoint, probed, read_lines, write_report
+from smollm2_report import DENSE, Arm, mean_of, newest_checkpoint, probed, read_lines, write_report
 
 END_TOKEN = 2  # <|im_end|>
 METHODS = "dense,none,sparse-rl,sparse-rl-released,shadow"
@@ -217,15 +217,19 @@ def wait(
         time.sleep(0.1)
 
 
-def end_all(grace: float = 20.0) -> None:
-    """End what this process started and is still running."""
-    for job in JOBS:
-        job.stop()
-    end = time.monotonic() + grace
-    while any(job.running for job in JOBS) and time.monotonic() < end:
-        time.sleep(0.1)
-    for job in JOBS:
-        job.kill()
+@contextlib.contextmanager
+def children_ended(grace: float = 20.0) -> Iterator[None]:
+    """Whatever happens, what this process started and is still running ends with it."""
+    try:
+        yield
+    finally:
+        for job in JOBS:
+            job.stop()
+        end = time.monotonic() + grace
+        while any(job.running for job in JOBS) and time.monotonic() < end:
+            time.sleep(0.1)
+        for job in JOBS:
+            job.kill()
 
 
 @contextlib.contextmanager
@@ -369,16 +373,16 @@ def choose(block: Block) -> Block:
         return replace(block, budgets=tuple(json.loads(path.read_text())))
     if block.budgets or not block.reject:
         return block
-    found = {budget: rejected(block.folder / "probe" / str(budget)) for budget in PROBED[block.task]}
+    runs = {budget: block.folder / "probe" / str(budget) for budget in PROBED[block.task]}
+    found = {
+        budget: share for budget, run in runs.items() if (share := mean_of(run, "reject/trajectories/frac")) is not None
+    }
+    if not found:
+        sys.exit(f"smollm2: no budget could be probed; the logs are in {block.folder / 'log'}.")
     chosen = [max((b for b in found if found[b] >= share), default=min(found)) for share in block.reject]
     write_json(path, list(dict.fromkeys(chosen)))
     say(f"budgets {chosen}: sparse-rl rejects {', '.join(f'{found[budget]:.1%}' for budget in chosen)}")
     return replace(block, budgets=tuple(dict.fromkeys(chosen)))
-
-
-def rejected(run: Path) -> float:
-    """The share of trajectories that a run rejected at its first step; 0 where it failed."""
-    return next((line["reject/trajectories/frac"] for line in read_lines(run / "metrics.jsonl")), 0.0)
 
 
 def train_keys(block: Block, budget: int | None, method: str) -> dict[str, object]:
@@ -729,7 +733,7 @@ def main() -> None:
         keeper.start()
     stages = {"warmup": warmup, "probe": probe, "arms": arms, "evaluate": evaluate}
     try:
-        with shared_device():
+        with shared_device(), children_ended():
             if args.stage == "report":
                 report(block)
             elif args.stage == "block":
@@ -737,7 +741,6 @@ def main() -> None:
             else:
                 stages[args.stage](block, clock)
     finally:
-        end_all()
         if keeper:
             keeper.close()
 
