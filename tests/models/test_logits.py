@@ -193,3 +193,29 @@ def test_the_benchmark_runs(tmp_path):
         for how in ("model", "float32"):
             assert found[cache][how]["tokens"] > 0 and 0 < found[cache][how]["xi_5"] <= 1
             assert found[cache][how]["tokens_per_s"] > 0 and found[cache][how]["rounding_alone"] > 0
+
+
+def test_shards_keep_it(tmp_path):
+    """One process whose learner is divided (among itself): the same logits, and gradients in fp32 masters."""
+    import torch.distributed as dist
+
+    from sparse_rl.learn.score import batch_logprobs
+    from sparse_rl.learn.shards import full, shard
+
+    whole = set_logits(bf16())
+    tokens = torch.tensor(prompts_of(20))
+    asked = torch.arange(20)[None] > 0
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        divided = shard(copied(whole), 1)
+        ours = divided(lambda model: batch_logprobs(model, tokens, asked))
+        logits = divided(lambda model: model(tokens).logits.clone())
+        ours.sum().backward()
+        gradient = full(divided.model.lm_head.weight.grad)
+    finally:
+        dist.destroy_process_group()
+    theirs = batch_logprobs(whole, tokens, asked)
+    theirs.sum().backward()
+    assert logits.dtype == torch.float32 and torch.equal(ours, theirs) and gradient.dtype == torch.float32
+    expected = whole.lm_head.weight.grad.float()
+    torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
