@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from test_logits import bf16, mean_gap
 from torch import nn
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.models.logits import Float32Head, set_logits
 from tests.helpers.gpu import SMALL, eagerly
+from tests.helpers.logits import bf16, mean_gap
 from tests.helpers.models import prompts_of
 
 pytestmark = pytest.mark.gpu

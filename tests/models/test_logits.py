@@ -13,7 +13,6 @@ from torch import nn
 from sparse_rl import Engine, Sampling, SparseRLError, load_model, token_logprobs
 from sparse_rl.beacon import add_beacon
 from sparse_rl.config import make_recipe
-from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.score import head, hidden_states
 from sparse_rl.learn.student import copied
 from sparse_rl.models import with_lora
@@ -21,24 +20,10 @@ from sparse_rl.models.logits import Float32Head, head_of, set_logits
 from sparse_rl.rollout.capture import addresses
 from sparse_rl.rollout.fused import FusedForward, is_plain
 from sparse_rl.train.checkpoint import save_model
-from tests.helpers.models import prompts_of, tiny
+from tests.helpers.logits import bf16, mean_gap
+from tests.helpers.models import prompts_of
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def bf16(name: str = "llama", **changes) -> nn.Module:
-    """Made anew, with logits that share a large part, as those of trained models do."""
-    model = tiny.__wrapped__(name, **changes).bfloat16()
-    with torch.no_grad():
-        weight = model.get_output_embeddings().weight
-        weight += 4 * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    return model
-
-
-def mean_gap(model: nn.Module, compressor: str, view: str) -> float:
-    engine = Engine(model, compressor, budget=16, interval=8, rows=8)
-    sampled = collate(engine.generate(prompts_of(9, 30, 12), 4, Sampling(60, stop_ids=(), for_correction=True), seed=3))
-    return score(model, sampled, 4096, view=view).gap[sampled.mask].abs().mean().item()
 
 
 @pytest.mark.parametrize("compressor, view", [("dense", "dense"), ("rkv", "shadow"), ("snapkv", "shadow")])
