@@ -1,8 +1,11 @@
-"""A bf16 model whose logits are large, and how far the learner is from its sampler."""
+"""A bf16 model whose logits are large, and how far its learner is from its sampler."""
 
 import torch
+from torch import nn
 
-from tests.helpers.models import tiny
+from sparse_rl import Engine, Sampling
+from sparse_rl.learn.batch import collate, score
+from tests.helpers.models import prompts_of, tiny
 
 
 def bf16(name: str = "llama", **changes) -> nn.Module:
