@@ -1,4 +1,5 @@
 from .budget import METRICS, Adaptive, Target
+from .migrate import migrate
 from .parse import load_recipe, make_recipe, parse_value, table_of_keys
 from .recipe import (
     RECIPES,
@@ -29,6 +30,7 @@ __all__ = [
     "WarmupSettings",
     "load_recipe",
     "make_recipe",
+    "migrate",
     "parse_value",
     "table_of_keys",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import make_recipe
+from ..config import make_recipe, migrate
 from ..errors import SparseRLError
 from .curves import EXPECTED, Curve, damage, lies_in, read_curves
 from .lines import contents
@@ -146,7 +146,7 @@ def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]]
         notes.append(f"recipe.yaml cannot be read ({_first(error)}): settings are unknown")
         return {}, False
     try:
-        return make_recipe(data).to_dict(), True
+        return make_recipe(migrate(data)[0]).to_dict(), True
     except (
         ValueError,
         TypeError,
