@@ -131,13 +131,13 @@ class LearnSettings:
             raise SparseRLError(
                 f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none)."
             )
-        if self.distill_weight is not None and self.how().distill is None:
+        if self.distill_weight is not None and self.resolve_method().distill is None:
             raise SparseRLError(
                 f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
             )
-        self.how()
+        self.resolve_method()
 
-    def how(self) -> Method:
+    def resolve_method(self) -> Method:
         parts = {
             n: convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()
         }
@@ -218,7 +218,7 @@ class Recipe:
             raise SparseRLError(
                 "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
             )
-        how = self.learn.how()
+        how = self.learn.resolve_method()
         if self.learn.refill and not how.correction.rejects:
             raise SparseRLError(
                 f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0."

@@ -18,7 +18,7 @@ def chosen(host: str, preset: str, parts: Mapping | None) -> Correction:
             f"the correction for {host} is {parts!r}; it must be parts and their values, such as {{cap: 3.0}}."
         )
     parts = dict(parts or {})
-    how = LearnSettings(method=preset, correction=parts).how()
+    how = LearnSettings(method=preset, correction=parts).resolve_method()
     if how.view != "dense":
         raise SparseRLError(
             f"{preset} replays a sampler's evictions, which {host} does not record; use a correction, such as sparse-rl."

@@ -103,7 +103,7 @@ class Work:
         cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int
     ) -> Work:
         learn, bound, head = recipe.learn, compressor_of(recipe.rollout), shape.vocabulary * shape.hidden
-        capacity, how = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.how()
+        capacity, how = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
         return cls(
             shape,

@@ -55,7 +55,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, folder: Path, show: bool = True, world: World | None = None):
         self.recipe, self.folder = recipe, folder
         self.world = world or World()
-        self.method = recipe.learn.how()
+        self.method = recipe.learn.resolve_method()
         self.how = self.method.correction
         loss = recipe.loss
         self.loss = dataclasses.replace(loss, constant=loss.constant or recipe.rollout.max_new_tokens)

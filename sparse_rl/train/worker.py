@@ -35,7 +35,7 @@ class Sampler:
     def __init__(self, recipe: Recipe, model: nn.Module, tokenizer, task: Task, rank: int = 0, processes: int = 1):
         self.recipe, self.model, self.tokenizer, self.task = recipe, model, tokenizer, task
         self.rank, self.processes = rank, processes
-        self.method = recipe.learn.how()
+        self.method = recipe.learn.resolve_method()
         rollout = recipe.rollout
         if rollout.prompts < processes:
             raise SparseRLError(

@@ -276,8 +276,8 @@ def test_the_shares_of_processes_are_the_rollout_of_one(refill):
     for field in ("tokens", "lengths", "mask", "sampler_logprobs"):
         assert getattr(merged.scored.sampled, field).equal(getattr(whole.scored.sampled, field)), field
     torch.testing.assert_close(merged.scored.old_logprobs, whole.scored.old_logprobs, rtol=1e-5, atol=1e-6)
-    assert apply_correction(merged.scored, settings.learn.how().correction).accepted.equal(
-        apply_correction(whole.scored, settings.learn.how().correction).accepted
+    assert apply_correction(merged.scored, settings.learn.resolve_method().correction).accepted.equal(
+        apply_correction(whole.scored, settings.learn.resolve_method().correction).accepted
     )
     assert merged.alpha.keys() == whole.alpha.keys() and merged.trace_bytes == whole.trace_bytes
     assert set(merged.scored.sampled.owner.tolist()) == {0, 1, 2}

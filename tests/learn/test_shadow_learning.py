@@ -299,7 +299,7 @@ def test_methods_and_their_settings():
     small = {"model": {"name": "tiny"}, "task": {"name": "sums"}, "rollout": {"prompts": 4, "group_size": 4}}
 
     def learn(**keys):
-        return make_recipe({**small, "learn": keys}).learn.how()
+        return make_recipe({**small, "learn": keys}).learn.resolve_method()
 
     assert learn(method="shadow") == METHODS["shadow"] and learn(method="smd").distill == "a"
     assert learn(method="smd", distill="c").distill == "c" and learn(method="sparse-rl", view="shadow").view == "shadow"
