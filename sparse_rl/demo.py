@@ -44,8 +44,9 @@ def run(out: Path) -> None:
     if out.exists() and not (out / "naive" / "recipe.yaml").exists() and any(out.iterdir()):
         raise SparseRLError(f"{out} holds something that is not a demo; choose another folder with --out.")
     console.print(
-        "A character-level model of 0.3 M parameters learns running sums by GRPO: 25 steps of 16 prompts x 8 "
-        "completions, sampled on an R-KV cache of 38 + 4 slots where a prompt and its completion have about 70 tokens.\n"
+        "A character-level model of 0.3 M parameters learns running sums by GRPO: "
+        "25 steps of 16 prompts x 8 completions, "
+        "sampled on an R-KV cache of 38 + 4 slots where a prompt and its completion have about 70 tokens.\n"
     )
     rows = {}
     for method in METHODS:

@@ -14,16 +14,16 @@ from .recipe import (
 )
 
 __all__ = [
+    "METRICS",
+    "RECIPES",
+    "SECTIONS",
     "Adaptive",
     "EvalSettings",
     "LearnSettings",
-    "METRICS",
     "ModelSettings",
-    "RECIPES",
     "Recipe",
     "RolloutSettings",
     "RunSettings",
-    "SECTIONS",
     "Target",
     "TaskSettings",
     "WarmupSettings",

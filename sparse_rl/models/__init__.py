@@ -1,5 +1,6 @@
+"""Models: their shape, what is refused and why, loading by name, and tiny character-level models."""
+
 from .load import (
-    BUILT_IN,
     TEMPLATE_FILE,
     check_folder,
     encode,
@@ -9,31 +10,24 @@ from .load import (
     no_progress_bar,
     with_lora,
 )
-from .shape import DTYPES, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
-from .support import check_model, check_sliding_windows, check_supported
-from .tiny import TINY_HEAD, is_tiny, tiny_config, tiny_size, tiny_tokenizer
+from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .support import check_model, check_sliding_windows
+from .tiny import tiny_tokenizer
 
 __all__ = [
-    "BUILT_IN",
-    "DTYPES",
-    "ModelShape",
     "TEMPLATE_FILE",
-    "TINY_HEAD",
+    "ModelShape",
     "check_folder",
     "check_model",
     "check_sliding_windows",
-    "check_supported",
     "dtype_of",
     "encode",
     "evaluating",
     "head_chunk",
-    "is_tiny",
     "load_config",
     "load_model",
     "no_progress_bar",
     "shape_config",
-    "tiny_config",
-    "tiny_size",
     "tiny_tokenizer",
     "weight_bytes",
     "with_lora",
