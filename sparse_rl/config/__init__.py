@@ -1,3 +1,5 @@
+"""Recipes: their sections and keys, and how they are read from YAML and the command line."""
+
 from .budget import METRICS, Adaptive, Target
 from .parse import load_recipe, make_recipe, parse_value, table_of_keys
 from .recipe import (
