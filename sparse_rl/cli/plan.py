@@ -15,7 +15,7 @@ from .options import Budget, CompressorName, Dtype, Interval, overrides
 
 if TYPE_CHECKING:
     from ..config import Recipe
-    from ..planning.memory import TrainingPlan
+    from ..planning.training import TrainingPlan
     from ..scale.lengths import Lengths
     from ..scale.model import Forecast
 
