@@ -109,7 +109,9 @@ class Sampler:
             temperature=trainer.temperature,
             top_k=max(trainer.top_k or 0, 0),
             top_p=1.0 if trainer.top_p is None else trainer.top_p,
-            stop_ids=ends_of(trainer.model, trainer._tokenizer).stops(both=True),  # TRL takes the tokenizer's for an end
+            stop_ids=ends_of(trainer.model, trainer._tokenizer).stops(
+                both=True
+            ),  # TRL takes the tokenizer's for an end
             for_correction=replay or how is not None or trainer.vllm_importance_sampling_correction,
         )
 
