@@ -17,7 +17,7 @@ from ..learn.correct import correct
 from .settings import chosen, refuse_normalised
 
 
-def apply_correction(
+def corrected(
     args: Namespace,
     *,
     pg_loss: Tensor,  # this rank's response tokens, one sequence after the other

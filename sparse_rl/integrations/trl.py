@@ -196,7 +196,7 @@ class SparseRollouts:
 
     def _generate_and_score_completions(self, inputs):
         try:
-            return self.vllm_generation.corrected(super()._generate_and_score_completions(inputs))
+            return self.vllm_generation.apply_correction(super()._generate_and_score_completions(inputs))
         finally:
             self.vllm_generation.traces = None
 
