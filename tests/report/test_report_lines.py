@@ -1,4 +1,4 @@
-"""Files of metrics: what is read together, read on or read by several processes is what `json.loads` makes of every line."""
+"""Files of metrics: whatever is read at once or continued later equals what `json.loads` makes of every line."""
 
 import json
 import math
@@ -97,8 +97,8 @@ def test_every_digit_is_kept(tmp_path):
 @pytest.fixture
 def texts(monkeypatch):
     """Every line that is parsed."""
-    seen, parsed = [], reader.parsed
-    monkeypatch.setattr(reader, "parsed", lambda texts, first: seen.extend(texts) or parsed(texts, first))
+    seen, parse = [], reader.parse
+    monkeypatch.setattr(reader, "parse", lambda texts, first: seen.extend(texts) or parse(texts, first))
     return seen
 
 
@@ -192,9 +192,9 @@ def test_numbers_beyond_sense_are_gaps(tmp_path):
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "timing.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
-def test_what_is_no_file_is_a_note(tmp_path, name, kind):
+def test_what_is_not_a_file_becomes_a_note(tmp_path, name, kind):
     folder = plant(tmp_path / "run", STEPS, [{"step": 1, "time/step": 1.0}])
     (folder / name).unlink()
     {"pipe": os.mkfifo, "folder": os.mkdir, "loop": lambda path: path.symlink_to(path.name)}[kind](folder / name)
     run = document([folder])["runs"][0]
-    assert any(name in note and ("is no file" in note or "not read" in note) for note in run["notes"]), run["notes"]
+    assert any(name in note and ("is not a file" in note or "not read" in note) for note in run["notes"]), run["notes"]
