@@ -268,27 +268,14 @@ def test_verl_weights_that_are_not_xi_are_refused(verl):
         return verl_loss(verl, variant, data, "seq-mean-token-mean", weights, global_batch_size=len(old))
 
     cut = verl_weights(old, sampler, mask, threshold=2.0)
-    for variant in (
-        ("mis", {}),
-        ("geo", {}),
-        ("naive", {}),
-        ("tis", {"cap": 3.0}),
-        ("tis", {"mask_outside": [0.1, 2.0]}),
-    ):
-        with pytest.raises(SparseRLError, match=r"weights end at 2, where they were cut off; set .*threshold=1e9"):
-            run(variant, cut)
-    with pytest.raises(SparseRLError, match="weights end at 2, where they were cut off"):
-        one = torch.where(cut == 2.0, 1.5, cut)
-        one[0, 1] = 2.0
-        run(("mis", {}), one)  # one token is enough
     for variant in (("tis", {}), ("sparse-rl", {}), ("none", {}), ("sparse-rl-released", {"normalise_weights": False})):
-        same(run(variant, cut), ours(variant, data))  # cut off above all that they ask
+        same(run(variant, cut), ours(variant, data))  # verl's default threshold is beyond all that these presets use
     with pytest.raises(SparseRLError, match=r"importance weights are 0; set .*threshold to one number"):
         run(("tis", {}), torch.where(cut == 2.0, 0.0, cut))
     gap = torch.where(mask, old - sampler, 0.0).sum(1, keepdim=True).clamp(-20, 20)
     with pytest.raises(SparseRLError, match=r"one importance weight for all its tokens; set .*rollout_is=token"):
         run(("tis", {}), gap.exp() * mask)
-    run(("mis", {}), mask.float())  # a sampler without any gap is no mistake
+    run(("mis", {}), mask.float())  # a sampler without any gap is not a mistake
     with pytest.raises(
         SparseRLError, match=r"no importance weights; set .*rollout_is=token .*calculate_log_probs=True"
     ):
@@ -485,7 +472,7 @@ def test_slime_weights_without_bound_leave_the_gradient_finite(monkeypatch):
 def test_slime_settings_are_refused(monkeypatch):
     data = batch(1)
     for variant, message in (
-        (("naive", {}), "--use-rollout-logprobs, which goes without --use-tis"),
+        (("naive", {}), "set slime's --use-rollout-logprobs and omit --use-tis"),
         (("sparse-rl-released", {}), r"slime hands over a micro-batch of \d+ sequences at a time"),
         (("tis", {"cap": 0}), "cap is 0"),
         (("smd", {}), "which slime does not record"),

@@ -576,7 +576,7 @@ def test_what_is_refused(made, case):
     ("name", "value", "said"),
     [
         ("tools", [print], "tools and environments"),
-        ("rollout_func", print, "leave it out"),
+        ("rollout_func", print, "omit it"),
         ("_is_vlm", True, "text model"),
         ("is_fsdp_enabled", True, "launch with DDP"),
         ("is_deepspeed_enabled", True, "launch with DDP"),
