@@ -332,8 +332,8 @@ def _check(trainer: Any, replay: bool) -> None:
         f"repetition_penalty={args.repetition_penalty} is not supported; set it to 1.0": args.repetition_penalty != 1.0,
         f"generation_kwargs={args.generation_kwargs} are not supported; leave them None": args.generation_kwargs,
         f"temperature={args.temperature} is not supported; set it above 0": not args.temperature > 0,
-        "DeepSpeed shards or moves weights; sampling needs whole ones, so launch with DDP": trainer.is_deepspeed_enabled,
-        "FSDP shards weights; sampling needs whole ones, so launch with DDP": trainer.is_fsdp_enabled,
+        "DeepSpeed shards or moves weights; sampling needs whole ones: launch with DDP": trainer.is_deepspeed_enabled,
+        "FSDP shards weights; sampling needs whole ones: launch with DDP": trainer.is_fsdp_enabled,
         "this TRL's Liger loss supports neither corrections nor replay; set use_liger_kernel=False": liger,
         "replay has no load-balancing loss; set router_aux_loss_coef=0": replay and aux_loss,
     }
