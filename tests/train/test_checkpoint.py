@@ -51,7 +51,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     args = ["train", folder, "--resume", "--run.steps", "8"]
     done = subprocess.run([sys.executable, "-c", FULL, "full", *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "step-000004 could not be written" in done.stderr and "goes on with --resume" in done.stderr
+    assert "step-000004 could not be written" in done.stderr and "continues with --resume" in done.stderr
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
     assert not list((folder / "checkpoints").glob(".*"))
     again = subprocess.run([sys.executable, "-c", FULL, "room", *map(str, args)], capture_output=True, text=True)
