@@ -184,7 +184,7 @@ def make_plan(
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # a row's logits in fp32, softmax, sum
-    evicts, folds = compressor.evicts and not compressor.folds, compressor.folds
+    evicts, folds = compressor.has_budget, compressor.folds
     beside = compressor.interval if compressor.evicts_response or folds else new_tokens
     return Plan(
         compressor=compressor.name,

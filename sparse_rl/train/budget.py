@@ -63,7 +63,7 @@ def compressor_of(settings: RolloutSettings) -> Compressor:
     """Set to the recipe's budget; of one that moves to the largest, after making sure that the smallest will do."""
     compressor = make(settings.compressor, **settings.compressor_options)
     if isinstance(settings.budget, Adaptive):
-        if not compressor.evicts or compressor.folds:
+        if not compressor.has_budget:
             raise SparseRLError(
                 f"rollout.budget is to move, but {compressor.name} has none; give a number, or another compressor."
             )

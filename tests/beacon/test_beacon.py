@@ -58,9 +58,9 @@ def test_the_learner_finds_the_samplers_logprobs_again(name, chunk, position):
 @pytest.mark.parametrize("chunk", [2, 3, 4, 8, 16, 32, 36, 50])
 def test_rows_hold_the_prompt_the_beacons_and_a_chunk(chunk, monkeypatch):
     """Entries after n response tokens: P + floor(n / c) + n mod c, seen on the device after every step; every token is fed once."""
-    import sparse_rl.rollout.capture as capture
+    from sparse_rl.rollout import fold as module
 
-    seen, fed, original = [], [], capture.fold
+    seen, fed, original = [], [], module.fold
 
     def watch(cache, state, turn):
         original(cache, state, turn)
@@ -69,7 +69,7 @@ def test_rows_hold_the_prompt_the_beacons_and_a_chunk(chunk, monkeypatch):
         seen.append((n, state.used[0].item(), closing))
         fed.append((turn.token[0].item(), turn.position[0].item()))
 
-    monkeypatch.setattr(capture, "fold", watch)
+    monkeypatch.setattr(module, "fold", watch)
     model = student()
     prompt = prompts_of(7)
     engine = Engine(model, make("beacon", chunk=chunk), rows=1)

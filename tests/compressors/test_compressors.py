@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, CacheView, Engine, Sampling
-from sparse_rl.compressors import make
 from sparse_rl.compressors.base import best
 from sparse_rl.errors import SparseRLError
+from sparse_rl.kernels import twins
+from tests.helpers.compressors import EVICTING, STANDALONE
 from tests.helpers.models import prompts_of
 
 
@@ -94,21 +95,17 @@ def test_rkv_and_snapkv_equal_the_loops(groups, used, queries, repeat):
 
 
 def test_redundancy_is_the_same_in_blocks(monkeypatch):
-    from sparse_rl.compressors import rkv
-
     view = random_view(used=33, repeat=True)
-    whole = rkv.redundancy(view.keys, 0.5)
-    monkeypatch.setattr(rkv, "BLOCK_ELEMENTS", 2 * 2 * 33 * 5)  # five rows of the similarity matrix at a time
-    torch.testing.assert_close(rkv.redundancy(view.keys, 0.5), whole)
+    whole = twins.redundancy(view.keys, 0.5)
+    monkeypatch.setattr(twins, "BLOCK_ELEMENTS", 2 * 2 * 33 * 5)  # five rows of the similarity matrix at a time
+    torch.testing.assert_close(twins.redundancy(view.keys, 0.5), whole)
 
 
 def test_redundancy_spares_the_newest_copy():
     keys = torch.eye(6)[None, None]
     keys[0, 0, 1] = keys[0, 0, 0]
     keys[0, 0, 4] = keys[0, 0, 0]  # 0, 1 and 4 are the same key
-    from sparse_rl.compressors.rkv import redundancy
-
-    repeated = redundancy(keys, 0.5)[0, 0]
+    repeated = twins.redundancy(keys, 0.5)[0, 0]
     # column 4: hit by row 0 and 1, spared by both (it is their newest copy). column 1: hit by 0 and 4, spared by 4 only.
     assert repeated[4] < repeated[1]
     torch.testing.assert_close(
@@ -157,7 +154,7 @@ def test_ties_go_to_the_newer_slot():
 
 @settings(deadline=None, max_examples=60)
 @given(
-    name=st.sampled_from([n for n, c in COMPRESSORS.items() if c.evicts]),
+    name=st.sampled_from([n for n in STANDALONE if COMPRESSORS[n].evicts]),
     used=st.integers(12, 60),
     data=st.data(),
     seed=st.integers(0, 1000),
@@ -175,7 +172,7 @@ def test_kept_slots_are_unique_ordered_and_protect_sinks_and_window(name, used, 
         assert (kept == slot).any(-1).all()
 
 
-@pytest.mark.parametrize("name", [n for n in COMPRESSORS if make(n).evicts_response and n != "window"])
+@pytest.mark.parametrize("name", [n for n in EVICTING if n != "window"])
 def test_prompt_can_be_protected(name, llama):
     compressor = COMPRESSORS[name](protect_prompt=True)
     engine = Engine(llama, compressor=compressor, budget=48, interval=8, rows=2)
@@ -248,7 +245,7 @@ def test_a_name_is_given_once():
 
 
 def test_compaction_keeps_everything_of_a_slot_together():
-    """Keys, values, feed indices and mass of kept slots move as one; other rows stay untouched."""
+    """Keys, values, feed indices and mass of kept slots move as one; other rows stay as they are; the trace names the rest."""
     from sparse_rl.cache import CacheShape, SlotCache
 
     cache = SlotCache(CacheShape(3, 2, 4, 5, 7, torch.float32, num_queries=2, mass=True), rows=4, capacity=10)
@@ -258,7 +255,9 @@ def test_compaction_keeps_everything_of_a_slot_together():
     before = [t.clone() for t in (cache.keys, cache.values, cache.feed, cache.mass)]
     rows, layers = torch.tensor([3, 1]), slice(1, 3)
     kept = torch.rand(2, 2, 2, 10).argsort(-1)[..., :6].sort(-1).values
-    evicted = cache.keep(layers, rows, 10, kept)
+    trace = torch.full((4, 3, 2, 12), -1, dtype=torch.int16)
+    slots = cache.keys, cache.values, cache.feed, cache.mass
+    twins.compact(*slots, trace, layers, rows, 10, kept, torch.tensor([10, 11]), torch.tensor([True, True]), -1)
     for tensor, old in zip((cache.keys, cache.values, cache.feed, cache.mass), before, strict=True):
         for layer in range(3):
             for row in range(4):
@@ -267,9 +266,10 @@ def test_compaction_keeps_everything_of_a_slot_together():
                         n = [3, 1].index(row)
                         assert tensor[layer, row, head, :6].equal(old[layer, row, head, kept[layer - 1, n, head]])
                         gone = set(range(10)) - set(kept[layer - 1, n, head].tolist())
-                        assert set(evicted[layer - 1, n, head].tolist()) == gone
+                        assert set((trace[row, layer, head] == 10 + n).nonzero()[:, 0].tolist()) == gone
                     else:
                         assert tensor[layer, row, head].equal(old[layer, row, head])
+                        assert (trace[row, layer, head] == -1).all()
 
 
 @pytest.mark.parametrize("chunks", [[1] * 13, [13], [5, 4, 4], [12, 1], [3, 10]])

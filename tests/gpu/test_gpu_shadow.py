@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling, Trace
-from sparse_rl.attention import shadow
+from sparse_rl.cache import segments
 from sparse_rl.cache.segments import find_segments
 from sparse_rl.config import load_recipe
+from sparse_rl.kernels import ops, twins
 from sparse_rl.learn.advantage import advantage
 from sparse_rl.learn.batch import collate, make_batches, score
 from sparse_rl.learn.correct import PRESETS
@@ -37,12 +38,12 @@ def refuse(*args, **kwargs):
 
 
 def under_the_mask(monkeypatch):
-    monkeypatch.setattr(shadow, "fits_kernels", lambda *_: False)
+    monkeypatch.setattr(ops, "fits_tiles", lambda *_: False)
 
 
 def by_flex(monkeypatch):
     monkeypatch.setattr(
-        shadow, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
+        segments, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
     )
 
 
@@ -66,7 +67,7 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
         model.train()
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
-        m.setattr(shadow, "attend", refuse)
+        m.setattr(twins, "attend", refuse)
         mine, gradients = logprobs_and_gradients(model, done, upstream)
     under_the_mask(monkeypatch)
     theirs, expected = logprobs_and_gradients(model, done, upstream)
@@ -83,7 +84,7 @@ def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
         by_flex(m)
-        m.setattr(shadow, "attend", refuse)
+        m.setattr(twins, "attend", refuse)
         mine, gradients = logprobs_and_gradients(model, done, upstream)
     under_the_mask(monkeypatch)
     theirs, expected = logprobs_and_gradients(model, done, upstream)

@@ -235,16 +235,15 @@ def test_weights_may_change_and_the_model_may_move():
 
 def test_engines_kept_for_other_settings_make_room(monkeypatch):
     """A machine with room for one and a half caches: the second engine is made when the first has gone; what never fits is an error."""
-    import sparse_rl.rollout.engine as module
+    import sparse_rl.rollout.storage as module
 
     def text(name, budget=48):
         return generate(model, TOKENIZER, "12", name, budget=budget, interval=16, rows=4, max_new_tokens=20)
 
     def taken() -> int:
         gc.collect()
-        return sum(
-            engine.cache.nbytes for engine in gc.get_objects() if type(engine) is Engine and engine.cache is not None
-        )
+        kept = [thing for thing in gc.get_objects() if type(thing) is module.Storage and thing.cache is not None]
+        return sum(storage.cache.nbytes for storage in kept)
 
     model = fresh()
     expected = [text(name) for name in ("knorm", "window")]
@@ -333,7 +332,7 @@ def test_whoever_stops_reading_has_stopped_the_rollout(stop):
     gc.collect()
     assert len(steps) <= 2
     hook.remove()
-    assert model.config._attn_implementation == "sdpa" and engine.state is None
+    assert model.config._attn_implementation == "sdpa" and engine.storage.state is None
     assert (
         generate(model, TOKENIZER, "12", **SMALL)
         == expected

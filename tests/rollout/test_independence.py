@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError
+from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.beacon import add_beacon
 from sparse_rl.rollout.decode import RowState
+from tests.helpers.compressors import STANDALONE
 from tests.helpers.models import prompts_of, tiny
 
 SAMPLING = Sampling(max_new_tokens=50, stop_ids=(7,))  # responses of different lengths
@@ -25,7 +26,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "smollm3"])
-@pytest.mark.parametrize("compressor", list(COMPRESSORS))
+@pytest.mark.parametrize("compressor", STANDALONE)
 def test_company_does_not_matter(compressor, architecture):
     model = tiny(architecture)
     prompt, *others = prompts_of(33, 4, 60, 12, 25, 9, 16)
@@ -126,7 +127,7 @@ def test_what_is_not_wanted_is_not_read_but_has_its_place(llama, monkeypatch):
     engine = Engine(llama, "dense", rows=2)
     prompts = prompts_of(5, 40, 7)
     assert engine.generate(prompts, 4, samples=[[], [], []]) == [] == engine.generate([], samples=[])
-    assert engine.cache is None and totals == []
+    assert engine.storage.cache is None and totals == []
     done = engine.generate(prompts, 4, Sampling(10), samples=[range(2), (), [7]])
     assert [(t.prompt_index, t.sample_index) for t in done] == [(0, 0), (0, 1), (2, 7)]
     assert read == [0, 2] and totals == [3] and engine.cache.capacity == 50
