@@ -1,4 +1,4 @@
-"""The flagship: a teacher-forced forward under the trace reproduces the sampler's log-probs, for every compressor and architecture."""
+"""A forward pass under the trace reproduces the sampler's log-probs, for every compressor and architecture."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Scores against slow references written from the formulas, one loop per index; and what every compressor must respect."""
+"""Scores against slow references, one loop per index of the formulas; and what every compressor must respect."""
 
 import importlib.util
 import math
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, CacheView, Engine, Sampling
+from sparse_rl.compressors import describe, make
 from sparse_rl.compressors.base import best
 from sparse_rl.errors import SparseRLError
 from sparse_rl.kernels import twins
@@ -106,7 +107,8 @@ def test_redundancy_spares_the_newest_copy():
     keys[0, 0, 1] = keys[0, 0, 0]
     keys[0, 0, 4] = keys[0, 0, 0]  # 0, 1 and 4 are the same key
     repeated = twins.redundancy(keys, 0.5)[0, 0]
-    # column 4: hit by row 0 and 1, spared by both (it is their newest copy). column 1: hit by 0 and 4, spared by 4 only.
+    # Column 4 is hit by rows 0 and 1, and spared by both: it is their newest copy.
+    # Column 1 is hit by rows 0 and 4, and spared by 4 only.
     assert repeated[4] < repeated[1]
     torch.testing.assert_close(
         repeated[0], repeated[4] * math.exp(2 / 6)
@@ -245,7 +247,7 @@ def test_a_name_is_given_once():
 
 
 def test_compaction_keeps_everything_of_a_slot_together():
-    """Keys, values, feed indices and mass of kept slots move as one; other rows stay as they are; the trace names the rest."""
+    """Keys, values, feed indices and mass of kept slots move as one; other rows stay; the trace names what left."""
     from sparse_rl.cache import CacheShape, SlotCache
 
     cache = SlotCache(CacheShape(3, 2, 4, 5, 7, torch.float32, num_queries=2, mass=True), rows=4, capacity=10)
@@ -292,3 +294,49 @@ def test_kvpress_missing_says_how_to_install_it(monkeypatch, llama):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(SparseRLError, match=r"pip install --no-deps kvpress"):
         Engine(llama, compressor="kvpress:KnormPress")
+
+
+@pytest.mark.parametrize(
+    "name, evicts, has_budget, evicts_response, folds",
+    [
+        ("dense", False, False, False, False),
+        ("rkv", True, True, True, False),
+        ("prompt-only", True, True, False, False),
+        ("beacon", True, False, False, True),
+        ("kvpress", True, True, True, False),
+    ],
+)
+def test_a_compressor_says_what_it_does(name, evicts, has_budget, evicts_response, folds):
+    cls = COMPRESSORS[name]
+    assert (cls.evicts, cls.has_budget, cls.evicts_response, cls.folds) == (evicts, has_budget, evicts_response, folds)
+
+
+def test_a_compressor_parses_its_own_argument():
+    assert make("beacon:8").chunk == 8 and make("beacon", chunk=8).chunk == 8
+    assert make("prompt-only").name == "prompt-only:snapkv" and make("prompt-only:rkv").name == "prompt-only:rkv"
+    assert make("prompt-only:rkv", threshold=0.9).chooser.threshold == 0.9
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("rkv:8", {}, "rkv takes no argument, but rkv:8 was given; write rkv."),
+        ("dense:", {}, "dense takes no argument"),
+        ("rkw:8", {}, "there is no compressor 'rkw:8'; did you mean 'rkv'"),
+        ("beacon:8", {"chunk": 4}, "beacon:8 names its chunk, but chunk=4 was given too"),
+        ("beacon:8", {"chunks": 4}, "beacon:8 has no parameter 'chunks'; did you mean 'chunk'"),
+        ("kvpress", {}, "kvpress needs the name of a scorer; write kvpress:KnormPress"),
+        ("prompt-only:rkw", {}, "there is no compressor 'rkw'; did you mean 'rkv'"),
+        ("prompt-only:beacon:8", {}, "beacon does not choose among slots"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(name, options, message):
+    with pytest.raises(SparseRLError, match=message):
+        make(name, **options)
+
+
+def test_the_list_comes_from_the_registry():
+    rows = dict(describe())
+    assert len(rows) == len(COMPRESSORS) and all(rows.values())
+    assert {"dense", "rkv", "prompt-only", "beacon:N", "kvpress:NAME"} <= set(rows)
+    assert not any(idea.startswith(name.partition(":")[0]) for name, idea in rows.items())

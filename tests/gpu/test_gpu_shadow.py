@@ -1,4 +1,4 @@
-"""The shadow view on a CUDA device: by segments, by FlexAttention and under a boolean mask it is the same view, forward and backward."""
+"""The shadow view on a CUDA device: segments, FlexAttention and a boolean mask agree, forward and backward."""
 
 import copy
 import dataclasses
@@ -95,7 +95,7 @@ def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
 
 @pytest.mark.parametrize("compressor", ["rkv", "snapkv", "window", "random"])
 def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
-    """What the learner's ratio is centred on, and the gap to the sampler, are at the noise of two bf16 kernels; dense replay is not."""
+    """The learner's first ratio and the gap to the sampler are at the noise of bf16 kernels; dense replay is not."""
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     gaps = {}
     for name, view in (("dense", "dense"), (compressor, "shadow"), (compressor, "dense")):
@@ -116,7 +116,7 @@ def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
 
 
 def test_memory_follows_the_tokens():
-    """Four times the tokens take about four times the memory of a forward and backward pass; a mask would take sixteen."""
+    """Four times the tokens take about four times the memory of forward and backward; a mask would take sixteen."""
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     peaks = []
     for tokens in (2048, 8192):

@@ -79,7 +79,7 @@ def test_add_rms_norm_of_a_sum_in_parts(parts):
 
 
 def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
-    """(new token, cache) of 7 rows in 9; one is empty, one is full and waits, one has ended. Beyond a row's slots lie NaN."""
+    """(new token, cache) of 7 rows in 9: one is empty, one is full and waits, one has ended. Unused slots hold NaN."""
     rows, total = 7, 9
     used = torch.tensor([0, capacity - 1, capacity // 2, capacity, 1, capacity // 3, 2], device=DEVICE)
     index = used * 3 + torch.tensor([0, 1, 40, 3, 2, 70, 1], device=DEVICE)

@@ -178,7 +178,7 @@ def test_observed_logits(rows, heads, group, used, dim, count, dtype, softcap, p
 
 
 def random_storage(layers, rows, heads, capacity, dims, dtype, mass, margin, g):
-    """A cache's content by name. With a margin, rows and slots beyond the cache's own: its tensors are views, not contiguous."""
+    """A cache's content by name. With a margin there are rows and slots beyond the cache: its tensors are views."""
     lead = (layers, rows + margin, heads, capacity + margin)
     storage = {
         "keys": torch.randn(*lead, dims[0], generator=g).to(dtype),

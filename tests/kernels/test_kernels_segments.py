@@ -1,5 +1,7 @@
-"""Attention under a trace by segments, forward and backward, against the boolean mask in fp64: on a GPU where there is one, else in
-Triton's interpreter."""
+"""Attention under a trace by segments, forward and backward, against the boolean mask in fp64.
+
+The kernels run on a GPU where there is one, else in Triton's interpreter.
+"""
 
 import copy
 import os
@@ -125,7 +127,7 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
 
 @pytest.mark.parametrize("innermost", [True, False])
 def test_gradients_of_inputs_that_are_slices(innermost):
-    """Queries, keys and values cut out of one projection, with the head dim innermost in memory or not: strides are honoured."""
+    """Queries, keys and values may be parts of one projection, with the head dim innermost in memory or not."""
     evicted_at, lengths = micro_batch("even")
     rows, _, heads, tokens = evicted_at.shape
     whole = (
@@ -174,7 +176,7 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_shadow.py does it on the device")
 @pytest.mark.parametrize("name", ["gemma2"])  # windows and soft-caps; the others on a GPU
 def test_through_a_model(name, monkeypatch):
-    """The attention as a model calls it: log-probs and gradients by segments equal those under the mask, windows and soft-caps included."""
+    """Log-probs and gradients of a model by segments equal those under the mask, windows and soft-caps included."""
     model = copy.deepcopy(tiny(name))
     done = Engine(model, budget=10, interval=6, rows=2).generate(prompts_of(4, 20), sampling=Sampling(16))
     tokens = collate(done)
@@ -195,7 +197,7 @@ def test_through_a_model(name, monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 60), st.integers(0, 10_000))
 def test_segments_say_what_each_query_sees(tokens, seed):
-    """Kept tokens at the begin, and own tokens up to oneself, are exactly the visible ones; tiles cover every query and place once."""
+    """A query sees the tokens kept at its segment's begin, and the segment's own; tiles cover everything once."""
     lengths = torch.randint(1, tokens + 1, (3,), generator=torch.Generator().manual_seed(seed))
     lengths[0] = tokens
     evicted_at = torch.stack([any_trace(tokens, n, seed + i) for i, n in enumerate(lengths.tolist())])
@@ -230,7 +232,7 @@ def test_segments_say_what_each_query_sees(tokens, seed):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(100, 700), st.integers(0, 10_000), st.sampled_from([None, 1, 127, 128, 129, 255, 256, 257, 384]))
 def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
-    """`some` are the blocks in which, but for causality and the window, something is visible; `whole` those in which all is."""
+    """`some` holds every block in which something is visible, `whole` none in which something is not."""
     generator = torch.Generator().manual_seed(seed)
     edges = torch.randint(1, 6, (1, 2, -(-tokens // 128)), generator=generator) * 128 + torch.randint(
         -1, 2, (1, 2, 1), generator=generator
@@ -255,7 +257,7 @@ def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
 
 
 def test_many_segments_are_told_apart():
-    """Kept tokens are listed where the lists stay small beside the tokens: a budget and an interval; not where every token is an event."""
+    """Kept tokens are listed where the lists stay small, not where every token is an event."""
     few = trace(4096, 4096, 512, 128, layers=1, heads=2)[None]
     assert find_segments(few, torch.tensor([4096])).are_few
     chunks = (

@@ -1,4 +1,4 @@
-"""Decode steps: the fused forward is the modules' forward, rounds of many steps are steps, prompts prefilled together are prompts."""
+"""Decode steps: the fused forward is the modules' forward; rounds of many steps, and joint prefill, change nothing."""
 
 import copy
 

@@ -46,7 +46,8 @@ def test_memory_is_constant_in_the_response_length():
         sizes[new] = (engine.cache.nbytes, max(seen))
     assert sizes[64][0] == sizes[2048][0]
     layers, heads = 3, 2
-    # Two rows; and the two finished trajectories: tokens (8 bytes), log-probs (4), trace (2 per layer and head). Views count twice.
+    # Two rows, and the two finished trajectories: tokens (8 bytes), log-probs (4), trace (2 per layer and head). Views
+    # count twice.
     grown = (2048 - 64) * 2 * (8 + 4 + 2 * layers * heads)
     assert sizes[2048][1] - sizes[64][1] <= 4 * grown
 

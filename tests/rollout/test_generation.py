@@ -1,4 +1,4 @@
-"""Text from ordinary code: the engine's own tokens, in one piece or many; engines that are kept, and that go with their model."""
+"""Text from ordinary code: the engine's tokens, in one piece or many; engines are kept, and freed with their model."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def decoded(trajectories) -> list[str]:
     return [TOKENIZER.decode(t.response_tokens, skip_special_tokens=True) for t in trajectories]
 
 
-# ------------------------------------------------------------------------------------------------------------ the engine's results
+# ---------------------------------------------------------------------------------------- the engine's results
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -93,7 +93,7 @@ def test_special_tokens_are_no_text():
         assert "".join(pieces) == whole
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ---------------------------------------------------------------------------------------- sampling
 
 
 def test_what_the_call_leaves_out_is_the_models_own_choice():
@@ -133,7 +133,7 @@ def test_greedy_dense_is_what_transformers_generates():
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ beacons
+# ---------------------------------------------------------------------------------------- beacons
 
 
 def test_a_student_is_run_as_it_was_trained():
@@ -159,7 +159,7 @@ def test_a_beacon_for_several_chunks_must_be_named(chunks, said):
     assert generate(model, TOKENIZER, "12", "beacon:8", max_new_tokens=20)
 
 
-# ------------------------------------------------------------------------------------------------------------ kept engines
+# ---------------------------------------------------------------------------------------- kept engines
 
 
 def test_a_second_call_makes_nothing_anew():
@@ -234,7 +234,7 @@ def test_weights_may_change_and_the_model_may_move():
 
 
 def test_engines_kept_for_other_settings_make_room(monkeypatch):
-    """A machine with room for one and a half caches: the second engine is made when the first has gone; what never fits is an error."""
+    """With room for one and a half caches, the second engine is made when the first is freed; what never fits fails."""
     import sparse_rl.rollout.storage as module
 
     def text(name, budget=48):
@@ -264,7 +264,7 @@ def test_engines_kept_for_other_settings_make_room(monkeypatch):
             text("window", budget=480)
 
 
-# ------------------------------------------------------------------------------------------------------------ streams
+# ---------------------------------------------------------------------------------------- streams
 
 
 def test_pieces_come_while_the_rollout_runs_and_none_is_empty():
@@ -375,7 +375,7 @@ def test_a_later_call_of_the_same_engine_cuts_a_stream_off():
     assert tokens + [token for piece in new for token in piece] == expected[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ text in pieces
+# ---------------------------------------------------------------------------------------- text in pieces
 
 
 def bytewise():
@@ -483,7 +483,7 @@ def test_a_models_characters_that_span_tokens_stream_alike():
         assert "\ufffd" in whole and "".join(pieces) == whole and len(pieces) > 5
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# ---------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

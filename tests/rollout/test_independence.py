@@ -66,7 +66,7 @@ def test_seeds_and_calls(llama):
 
 
 def test_random_compressor_shares_the_prompts_eviction_within_a_group(llama):
-    """Inside the prompt the choice is the prompt's own, so it can be made once and forked; after it, each sequence's."""
+    """Inside the prompt the choice belongs to the prompt, so it is made once and forked; after it, to each sequence."""
     engine = Engine(llama, compressor="random", budget=16, interval=8, rows=4)
     a, b = engine.generate(prompts_of(40), group_size=2, sampling=Sampling(40))
     at_prompt = [t.trace.evicted_at.long()[..., :40] == 40 for t in (a, b)]
@@ -77,7 +77,7 @@ def test_random_compressor_shares_the_prompts_eviction_within_a_group(llama):
     assert not at_prompt[0][0, 0].equal(at_prompt[0][0, 1])  # so do heads
 
 
-# ------------------------------------------------------------------------------------------------------------ some members of groups
+# ---------------------------------------------------------------------------------------- some members of groups
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def test_samples_that_make_no_sense(samples, said, llama):
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------------ tokens as they come
+# ---------------------------------------------------------------------------------------- tokens as they come
 
 
 @pytest.mark.parametrize("poll", [None, (3, 7)])
