@@ -93,7 +93,7 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
     finally:
         seconds = time.perf_counter() - start
         results.called(
-            tokens=sampled, seconds=seconds, cache_bytes=engine.cache.nbytes if engine.cache else 0, rows=engine.rows
+            tokens=sampled, seconds=seconds, cache_bytes=engine.cache_bytes, rows=engine.rows
         )
 
 

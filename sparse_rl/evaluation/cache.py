@@ -22,11 +22,10 @@ class Cache:
     def of(cls, compressor: str, budget: int, interval: int, options: Mapping[str, Any] | None = None) -> Cache:
         """Without the numbers that this compressor does not use."""
         made = make(compressor, **(options or {}))
-        sized = made.evicts and not made.folds
         return cls(
             compressor,
-            budget if sized else None,
-            interval if sized and made.evicts_response else None,
+            budget if made.has_budget else None,
+            interval if made.evicts_response else None,
             dict(options or {}),
         )
 
