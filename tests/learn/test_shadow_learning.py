@@ -151,7 +151,7 @@ def test_adapters_learn_under_the_trace(checkpointing):
 
 
 def test_bf16_under_the_trace():
-    """In bf16 the view is the same up to rounding: it is nearer by far to its own fp32 values than the dense view is."""
+    """In bf16 the view is the same up to rounding: far nearer to its own fp32 values than the dense view is."""
     model = copy.deepcopy(tiny("llama"))
     done = rollouts(model)
     exact = score(model, collate(done), 10_000, view="shadow")

@@ -326,6 +326,18 @@ def test_a_rejection_target(tmp_path):
     )  # less is rejected than was allowed
 
 
+def test_resumed_it_ends_the_same(tmp_path):
+    target = {"alpha_5": 0.7}
+    expected, folder = tmp_path / "alone", tmp_path / "run"
+    train(adaptive(target, run={"steps": 5}), expected, show=False)
+    assert len(set(budgets(expected))) > 2
+    for steps in (2, 5):
+        train(adaptive(target, run={"steps": steps}, eval={"every": 0}), folder, resume=steps > 2, show=False)
+    theirs = [line for line in read_lines(expected / "metrics.jsonl") if "reward/mean" in line]
+    assert read_lines(folder / "metrics.jsonl") == theirs
+
+
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(tmp_path):
     target = {"alpha_5": 0.7}
     expected, folder = tmp_path / "alone", tmp_path / "run"
