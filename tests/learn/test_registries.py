@@ -51,7 +51,7 @@ def test_a_method_of_ones_own_is_known_by_its_name():
 
 
 def test_unknown_names_are_refused_with_the_nearest_one():
-    with pytest.raises(SparseRLError, match="learn.advantage is 'rlo'; did you mean 'rloo'"):
+    with pytest.raises(SparseRLError, match=r"learn.advantage is 'rlo'; did you mean 'rloo'"):
         make_recipe({**SMALL, "learn": {"advantage": "rlo"}})
     with pytest.raises(SparseRLError, match="there is no method 'shaddow'; did you mean 'shadow'"):
         make_recipe({**SMALL, "learn": {"method": "shaddow"}})
