@@ -104,7 +104,7 @@ def repeated(text: str, other: str) -> float:
     return sum(1 for _ in alike) / len(other) if other else 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------------ for people
+# ---------- for people
 
 
 def told(d: Difference | None) -> str:

@@ -42,7 +42,7 @@ def load_for_training(recipe: Recipe, template: str | None) -> tuple[PreTrainedM
     """The model to train, and its tokenizer. template: of the task's prompts, so that an evaluation asks alike"""
     settings = recipe.model
     torch.manual_seed(recipe.run.seed)
-    loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed)
+    loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)
     model = cast("PreTrainedModel", loaded)
     model.config.sparse_rl_template = template
     if settings.lora_rank:

@@ -21,7 +21,8 @@ from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import write_text
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
-from ..planning.memory import TrainingPlan, make_plan, make_training_plan
+from ..planning.memory import make_plan
+from ..planning.training import TrainingPlan, make_training_plan
 from .budget import compressor_of
 from .checkpoint import require_space
 from .loop import Trainer

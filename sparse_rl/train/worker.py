@@ -20,7 +20,7 @@ from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import accepted_rows, collate, score
 from ..learn.score import overlap
-from ..models import encode, evaluating
+from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
@@ -159,21 +159,15 @@ class Sampler:
         self.budget.check_prompts(ids)
         return ids
 
-    def _stop_ids(self) -> tuple[int, ...] | None:
-        """The tokens that the recipe names, besides the model's own; None where it names none."""
-        names = self.recipe.rollout.stop
-        if not names:
-            return None
+    def _stop_ids(self) -> tuple[int, ...]:
+        """The tokens that the recipe names, besides the model's own."""
         ids: list[int] = []
-        for name in names:
+        for name in self.recipe.rollout.stop:
             number = self.tokenizer.convert_tokens_to_ids(name)
             if not isinstance(number, int) or number == self.tokenizer.unk_token_id:
                 raise SparseRLError(f"rollout.stop names {name!r}, which is not a token of this tokenizer.")
             ids.append(number)
-        generation = self.model.generation_config
-        own = generation.eos_token_id if generation is not None else None
-        ids += [own] if isinstance(own, int) else own or []
-        return tuple(dict.fromkeys(ids))
+        return tuple(dict.fromkeys([*ids, *stop_ids(self.model, self.tokenizer)]))
 
     def _reference(self) -> Callable[[], AbstractContextManager[nn.Module]] | None:
         """A function that opens the starting model, for the KL term; None without a KL term."""

@@ -45,7 +45,9 @@ def test_overrides_by_full_name_or_last_part():
 
 def test_a_part_can_be_switched_off():
     assert (
-        make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.resolve_method().correction.cap
+        make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}})
+        .learn.resolve_method()
+        .correction.cap
         is None
     )
 

@@ -388,6 +388,6 @@ def test_what_cannot_run_ahead_is_refused():
         recipe(rollout={"ahead": 2})
     with pytest.raises(SparseRLError, match="a step ahead, but students learn from it"):
         recipe(rollout={"ahead": 1}, student={"chunks": [4]})
-    with pytest.raises(SparseRLError, match="its budget is to move"):
+    with pytest.raises(SparseRLError, match="its budget follows what each step measures"):
         recipe(rollout={"ahead": 1, "budget": {"min": 40, "max": 60, "target": {"alpha_5": 0.9}}})
     assert dataclasses.asdict(recipe().rollout)["ahead"] == 0

@@ -68,7 +68,7 @@ def item(bench="sums", index=0, sample=0, right=True, answer="1", **more) -> Ite
     return Item(bench=bench, index=index, sample=sample, answer=answer, reward=float(right), **(usual | more))
 
 
-# ------------------------------------------------------------------------------------------------------------ what is written
+# ---------- what is written
 
 
 def test_items_say_what_the_engine_did(tmp_path):
@@ -138,7 +138,7 @@ def test_more_may_be_asked_for_later(tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ stopped, killed
+# ---------- stopped, killed
 
 
 def test_an_interrupt_keeps_what_was_finished(tmp_path, monkeypatch):
@@ -292,7 +292,7 @@ def test_other_weights_are_another_model():
     assert fingerprint(model) != before != fingerprint(load_model("tiny-sums", "bfloat16")[0])
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
+# ---------- numbers
 
 
 def test_a_summary_is_what_its_items_say():
@@ -414,7 +414,7 @@ def test_caches_of_a_comparison():
         caches(["dense", "rkv"], [16], 4, {"snks": 3})
 
 
-# ------------------------------------------------------------------------------------------------------------ how it is asked
+# ---------- how it is asked
 
 
 QUESTIONS = [("What is 1 + 1?", "1 and 1\n#### 2"), ("What is 2 + 3?", "#### 5"), ("What is 10 - 3?", "#### 7")]
@@ -538,7 +538,7 @@ def test_another_training_forgets_the_template(tmp_path):
     assert trainer.model.config.sparse_rl_template is None
 
 
-# ------------------------------------------------------------------------------------------------------------ the command
+# ---------- the command
 
 
 def test_eval_prints_and_writes(tmp_path):
@@ -687,7 +687,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
     [
         (
             ["--chunk", 8],
-            "--chunk 8 is for beacons, but the compressor is dense; leave it away, or use --compressor beacon.",
+            "--chunk 8 is for beacons, but the compressor is dense; omit it, or use --compressor beacon.",
         ),
         (["--compressor", "rkv", "--threshold", 0.5], "--threshold 0.5 is for beacons, but the compressor is rkv"),
         (["--compressor", "beacon", "--chunk", 8], "this model has no beacon"),

@@ -22,7 +22,7 @@ from tests.helpers.rows import write
 DATA = os.environ.get(FOLDER)
 needs_data = pytest.mark.skipif(not DATA, reason=f"{FOLDER} names no folder with the published files")
 
-# --------------------------------------------------------------------------------------------------------------------- templates
+# ---------- templates
 
 QUESTION = "Let $x = \\{1\\}$.\nWhat is <|im_start|>$x$?"
 ASK = "Please reason step by step, and put your final answer within"
@@ -127,7 +127,7 @@ def test_simplerl(name, file):
     assert first == second and sum(json.dumps(p.text) == first for p in task._prompts) == 2  # the duplicate is kept
 
 
-# ---------------------------------------------------------------------------------------------------------------------- the files
+# ---------- the files
 
 ROWS = {
     "gsm8k": ({"question": "Eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 1,013", "idx": 0}, "Eggs?", "1,013"),
@@ -240,7 +240,7 @@ def test_the_answer_of_a_completion():
     assert make("sums").extracted("1+2=3;3+4=7") == "7" and make("sums").extracted("1+2=3;") is None
 
 
-# --------------------------------------------------------------------------------------------- references against themselves
+# ---------- references against themselves
 
 HOW = {
     "gsm8k": {"mathematics": 1319},
@@ -315,7 +315,7 @@ def test_lists_are_no_numbers_and_numbers_no_lists(gold, value):
     assert [str(reading) for reading in readings(tidy(gold))] == [value]
 
 
-# -------------------------------------------------------------------------------------------------------------------- near misses
+# ---------- near misses
 
 R, W, N, B = Grade(1.0, "right"), Grade(0.0, "wrong"), Grade(0.0, "no answer"), Grade(0.0, "bad gold")
 
