@@ -141,7 +141,8 @@ class LearnSettings:
             )
         if self.distill_weight is not None and self.resolve_method().distill is None:
             raise SparseRLError(
-                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
+                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or "
+                "learn.distill."
             )
         self.resolve_method()
 

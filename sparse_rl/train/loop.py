@@ -111,19 +111,19 @@ class Trainer:
             save(self)
 
     def step(self) -> None:
-        """Collect, correct, advantages, batches, update, publish, log."""
+        """One step of the algorithm. Its weights and its log lines change together, or not at all."""
         clock = Clock(self.terminal.show_stage)
-        rollout = self.collect(clock)
+        rollout = self.collect(clock)  # sample, grade and score
         corrected = apply_correction(rollout.scored, self.correction, rollout.accepted)
         advantages, metrics = self.advantages(rollout, corrected.accepted)
         metrics |= self.diagnose(rollout, corrected, clock)
-        with uninterrupted():  # the weights and the log move together
+        with uninterrupted():
             self.progress.begin()
             metrics |= self.teach_students(rollout, clock)
             batches = self.batches(rollout, corrected, advantages)
             updates = self.update(batches, clock)
             metrics |= average([update.metrics for update in updates])
-            self.finish_update(clock)
+            self.finish_update(clock)  # publish the weights
             self.progress.commit(self.versions)
             metrics |= self.sampler.budget.logged("rollout/budget")
             self.sampler.budget.after_step(metrics)

@@ -130,9 +130,8 @@ def check_steps(world, folder):
         step_alone_and_together(world, "sparse-rl", divided)
         step_alone_and_together(world, "shadow", divided, loss=Loss(mean="token-mean"))
         step_alone_and_together(world, "smd", divided)
-        step_alone_and_together(
-            world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24)
-        )  # weights normalised
+        # Of sparse-rl-released the weights are normalised over all processes.
+        step_alone_and_together(world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24))
         step_alone_and_together(world, "shadow", divided, lora=4, checkpointing=True)
         step_alone_and_together(world, "sparse-rl", divided, checkpointing=True)
         step_alone_and_together(world, "shadow", divided, dtype=torch.bfloat16)

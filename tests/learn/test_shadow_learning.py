@@ -152,7 +152,7 @@ def test_adapters_learn_under_the_trace(checkpointing):
 
 
 def test_bf16_under_the_trace():
-    """In bf16 the view is the same up to rounding: it is nearer by far to its own fp32 values than the dense view is."""
+    """In bf16 the view is the same up to rounding: far nearer to its own fp32 values than the dense view is."""
     model = copy.deepcopy(tiny("llama"))
     done = rollouts(model)
     exact = score(model, collate(done), 10_000, view="shadow")
@@ -180,9 +180,8 @@ def test_the_first_ratio_is_one_and_nothing_is_rejected(compressor):
         if view == "shadow":
             assert (batch.mask == scored.sampled.mask).all() and (batch.weights[batch.mask] - 1).abs().max() < 1e-4
         found = Learner(copy.deepcopy(model), STEADY, Loss(), micro_batch_tokens=64).step(batch).metrics
-        assert (
-            abs(found["update/drift/mean"]) < 1e-5 and found["update/clip/frac"] == 0
-        )  # old and learner are the same view
+        # Old and learner log-probs have the same view.
+        assert abs(found["update/drift/mean"]) < 1e-5 and found["update/clip/frac"] == 0
     assert gaps["shadow"] < 1e-4 < 0.01 < gaps["dense"]
 
 
@@ -348,9 +347,8 @@ def test_traces_of_other_trajectories_are_refused_though_their_shapes_fit(dtype)
     first, second = done[0], next(t for t in done[1:] if t.prompt_index != done[0].prompt_index)
     length = min(len(first.tokens), len(second.tokens))
     swapped = [cut(first, length, second.trace), cut(second, length, first.trace)]
-    score(
-        model, collate([cut(first, length, first.trace), cut(second, length, second.trace)]), 1000, view="shadow"
-    )  # their own are fine
+    own = [cut(first, length, first.trace), cut(second, length, second.trace)]
+    score(model, collate(own), 1000, view="shadow")
     with pytest.raises(
         SparseRLError,
         match=r"nats off the sampler's on average, but rounding in \w+ explains only .*sample the trajectories again",

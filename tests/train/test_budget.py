@@ -1,5 +1,6 @@
 """A budget that moves: the engine keeps less of the same rows, the controller says how much, and a run obeys."""
 
+import math
 import random
 import signal
 import statistics
@@ -64,18 +65,13 @@ def test_prompts_alone_are_evicted_to_the_budget_that_was_set(llama):
     for step, budget in enumerate((20, 12, 32)):
         engine.set_budget(budget)
         mine = rollout(engine, seed=step)
-        for a, b in zip(
-            mine,
-            rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step),
-            strict=True,
-        ):
+        theirs = rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step)
+        for a, b in zip(mine, theirs, strict=True):
             assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
-            torch.testing.assert_close(
-                a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5
-            )  # a longer row is summed in another order
-        assert [int(t.trace.slots_in_use().max()) for t in mine] == [
-            min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine
-        ]
+            # A longer row is summed in another order.
+            torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5)
+        expected = [min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine]
+        assert [int(t.trace.slots_in_use().max()) for t in mine] == expected
     assert engine.cache is cache and cache.nbytes == engine.plan(60, 50).cache_bytes
 
 
@@ -161,11 +157,11 @@ def test_more_harm_never_gets_fewer_slots(given, a, b):
 
 def test_a_step_is_what_the_docstring_says():
     settings = Adaptive(10, 1000, Target(alpha_5=0.9))
-    assert move(Dial(100), 1.0, settings).budget == pytest.approx(100 * 2.718281828459045**-STEP)  # no harm: error -1
+    assert move(Dial(100), 1.0, settings).budget == pytest.approx(100 * math.exp(-STEP))  # no harm: error -1
     assert move(Dial(100), 0.85, settings).budget == pytest.approx(
-        100 * 2.718281828459045 ** (STEP / 2)
-    )  # half as much again: error 0.5
-    assert move(Dial(100), 0.1, settings).budget == pytest.approx(100 * 2.718281828459045**STEP)  # bounded
+        100 * math.exp(STEP / 2)
+    )  # half more harm: error 0.5
+    assert move(Dial(100), 0.1, settings).budget == pytest.approx(100 * math.exp(STEP))  # bounded
     assert move(Dial(100, 0.5), 1.0, settings).smoothed == pytest.approx(0.7 * 0.5 + 0.3)
     assert start(settings) == Dial(1000.0)
     saved = {"budget": 2000.0, "smoothed": 0.8, "statistic": "alpha_5"}
@@ -303,12 +299,10 @@ def test_a_run_moves_its_budget_and_its_rollouts_obey(tmp_path, monkeypatch):
     lines = read_lines(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["eval/sparse/budget"] for line in lines if "eval/sparse/accuracy" in line}
     following = {line["step"] - 1: line["rollout/budget"] for line in lines if "rollout/budget" in line}
-    assert all(
-        evaluated[step] == following[step] for step in (0, 3, 9)
-    )  # with the weights, and the budget, of the step that follows
-    assert trainer.sampler.engine.compressor.budget == round(
-        load_state(find_checkpoints(folder / "checkpoints")[-1][1])["budget"]["budget"]
-    )
+    # An evaluation has the weights, and the budget, of the step that follows.
+    assert all(evaluated[step] == following[step] for step in (0, 3, 9))
+    saved = load_state(find_checkpoints(folder / "checkpoints")[-1][1])["budget"]
+    assert trainer.sampler.engine.compressor.budget == round(saved["budget"])
     assert len({nbytes for _, nbytes, _ in seen}) == 1  # the same memory all along
     fullest = {}
     for budget, _, done in seen:
@@ -318,14 +312,24 @@ def test_a_run_moves_its_budget_and_its_rollouts_obey(tmp_path, monkeypatch):
 
 
 def test_a_rejection_target(tmp_path):
-    train(
-        adaptive({"rejection": 0.9}, run={"steps": 3, "diagnose": 0}, eval={"every": 0}), tmp_path / "run", show=False
-    )
-    assert (
-        budgets(tmp_path / "run")[0] == 46 and budgets(tmp_path / "run")[-1] < 46
-    )  # less is rejected than was allowed
+    settings = adaptive({"rejection": 0.9}, run={"steps": 3, "diagnose": 0}, eval={"every": 0})
+    train(settings, tmp_path / "run", show=False)
+    first, *_, last = budgets(tmp_path / "run")
+    assert first == 46 and last < 46  # less is rejected than the target allows
 
 
+def test_resumed_it_ends_the_same(tmp_path):
+    target = {"alpha_5": 0.7}
+    expected, folder = tmp_path / "alone", tmp_path / "run"
+    train(adaptive(target, run={"steps": 5}), expected, show=False)
+    assert len(set(budgets(expected))) > 2
+    for steps in (2, 5):
+        train(adaptive(target, run={"steps": steps}, eval={"every": 0}), folder, resume=steps > 2, show=False)
+    theirs = [line for line in read_lines(expected / "metrics.jsonl") if "reward/mean" in line]
+    assert read_lines(folder / "metrics.jsonl") == theirs
+
+
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(tmp_path):
     target = {"alpha_5": 0.7}
     expected, folder = tmp_path / "alone", tmp_path / "run"

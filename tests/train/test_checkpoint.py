@@ -12,7 +12,7 @@ from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.models import load_model
 from sparse_rl.train.checkpoint import save_checkpoint
 from sparse_rl.train.run import train
-from tests.helpers.runs import command, recipe, weights, write_recipe
+from tests.helpers.runs import recipe, weights
 
 
 def test_other_errors_are_not_called_a_full_disk(tmp_path):
@@ -34,8 +34,7 @@ write = checkpoint.save_model
 def limited(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     write(*args)
-if sys.argv.pop(1) == "full":
-    checkpoint.save_model = limited
+checkpoint.save_model = limited
 from sparse_rl.cli import main
 main()
 """
@@ -45,17 +44,15 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     """From the second checkpoint on files may grow to 200 kB only: the run stops with a sentence, the first one is
     whole.
     """
-    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 8})
-    first = subprocess.run(command("train", given, "--out", folder, "--run.steps", 2), capture_output=True, text=True)
-    assert first.returncode == 0, first.stderr
-    args = ["train", folder, "--resume", "--run.steps", "8"]
-    done = subprocess.run([sys.executable, "-c", FULL, "full", *map(str, args)], capture_output=True, text=True)
+    folder = tmp_path / "run"
+    train(recipe(run={"steps": 2}), folder, show=False)
+    arguments = ["train", str(folder), "--resume", "--run.steps", "8"]
+    done = subprocess.run([sys.executable, "-c", FULL, *arguments], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "step-000004 could not be written" in done.stderr and "continues with --resume" in done.stderr
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
     assert not list((folder / "checkpoints").glob(".*"))
-    again = subprocess.run([sys.executable, "-c", FULL, "room", *map(str, args)], capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
+    train(recipe(run={"steps": 8}), folder, resume=True, show=False)
     rewards = [
         [line["reward/mean"] for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line]
         for f in (folder, finished)

@@ -29,9 +29,8 @@ def test_graders_that_raise_hang_or_die_cost_their_completions_only(tmp_path, ca
     settings = make_recipe({**plain, "task": task, "run": {"steps": 2, "checkpoint_every": 2}, "eval": {"every": 0}})
     train(settings, tmp_path / "run", show=False)
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
-        assert (
-            line["grade/timeout/count"] == 4 and line["grade/error/count"] == 8
-        )  # one prompt hangs, one raises, one kills its process
+        # One prompt hangs, one raises, one kills its process.
+        assert line["grade/timeout/count"] == 4 and line["grade/error/count"] == 8
         assert line.get("grade/right/count", 0) + line.get("grade/wrong/count", 0) == 4
     assert "grading failed" in capsys.readouterr().err
 

@@ -175,6 +175,5 @@ def test_naive_hides_the_gap_from_the_loss_but_not_from_the_metrics(tmp_path):
     (naive,), (none,) = (read_lines(tmp_path / method / "metrics.jsonl") for method in ("naive", "none"))
     same = [key for key in none if key.startswith(("gap/", "reject/", "reward/"))]
     assert none["gap/abs/mean"] > 0.01 and all(naive[key] == none[key] for key in same)
-    assert (
-        abs(none["update/drift/mean"]) < 1e-6 < 1e-3 < abs(naive["update/drift/mean"])
-    )  # its ratio starts at learner / sampler
+    # The ratio of naive starts at learner / sampler.
+    assert abs(none["update/drift/mean"]) < 1e-6 < 1e-3 < abs(naive["update/drift/mean"])

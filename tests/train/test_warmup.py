@@ -54,8 +54,15 @@ def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch, workers):
     assert texts == [prompt.text + task.solution(prompt) for prompt in task.sample(0, 15)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [
+        (signal.SIGTERM, 2),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_warm_up_that_is_stopped_leaves_its_model(tmp_path, number, workers):
     """The signal goes to the whole group, as terminals and schedulers send it."""
     given = write_recipe(tmp_path, model={"name": "tiny"}, warmup={"steps": 100_000, "batch": 4, "workers": workers})
