@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,13 +40,14 @@ def rollout(
     dtype: Dtype = None,
 ) -> None:
     """Sample completions on a compressed cache; write text, log-probs and traces."""
-    from ..models import encode, load_model
+    from ..models import encode, load_model, stop_ids
     from ..records import Trajectory, TrajectoryWriter, kv_tokens_saved
     from ..rollout import Engine, Sampling
 
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id) if stop_id else None)
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id or ()))
     lines = read_prompts(prompts, field)
     lm, tokenizer = load_model(model, dtype, seed=seed)
+    sampling = sampling if stop_id else replace(sampling, stop_ids=stop_ids(lm, tokenizer))
     if chat and tokenizer.chat_template is None:
         raise SparseRLError("this tokenizer has no chat template; omit --chat.")
     texts = [[{"role": "user", "content": line["text"]}] if chat else line["text"] for line in lines if "text" in line]

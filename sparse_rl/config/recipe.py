@@ -26,6 +26,7 @@ from ..learn.loss import Loss
 from ..learn.method import Method, method
 from ..learn.optimizer import OptimizerSettings
 from ..learn.student import StudentSettings
+from ..models.logits import check_logits
 from .budget import Adaptive
 from .values import convert, plain, types_of
 
@@ -38,6 +39,7 @@ class ModelSettings:
         "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
     )
     dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    logits: str = key("float32, whatever the weights' dtype; model: rounded to that dtype, which is noise", "float32")
     gradient_checkpointing: bool = key(
         "keep one activation per layer and recompute the rest: less memory, a third more time", False
     )
@@ -49,6 +51,7 @@ class ModelSettings:
 
     def __post_init__(self):
         require_int(at_least=0, **{"model.lora_rank": self.lora_rank})
+        check_logits(self.logits, "model.logits")
 
 
 @dataclass(frozen=True)

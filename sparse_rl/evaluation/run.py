@@ -13,7 +13,7 @@ from typing import Any
 from .. import tasks
 from ..errors import SparseRLError, require_int
 from ..files import write_text
-from ..models import encode, load_model
+from ..models import encode, load_model, stop_ids
 from ..rollout import Engine, Sampling
 from ..tasks.benchmarks import Benchmark
 from ..tasks.math import Math
@@ -183,7 +183,9 @@ def make_exam(
         task=task,
         prompts=prompts,
         samples=how["samples"],
-        sampling=Sampling(how["max_new_tokens"], how["temperature"], top_p=how["top_p"]),
+        sampling=Sampling(
+            how["max_new_tokens"], how["temperature"], top_p=how["top_p"], stop_ids=stop_ids(model, tokenizer)
+        ),
         options={
             key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"
         },

@@ -33,6 +33,7 @@ from ..learn.diagnose import gap_metrics
 from ..learn.learner import without_dropout
 from ..learn.method import Method
 from ..learn.score import hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
+from ..models import ends_of
 from ..records import Trajectory, kv_tokens_saved
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
@@ -103,14 +104,12 @@ class Sampler:
         self.step = -1
         self.trajectories: list[Trajectory] = []  # of the last call
         self.traces: list[Trace] | None = None  # what log-probs are to be scored under now; None: dense
-        ends = getattr(trainer.model.generation_config, "eos_token_id", None)
-        ends = ends if isinstance(ends, (list, tuple)) else [ends]
         self.sampling = Sampling(
             max_new_tokens=trainer.max_completion_length,
             temperature=trainer.temperature,
             top_k=max(trainer.top_k or 0, 0),
             top_p=1.0 if trainer.top_p is None else trainer.top_p,
-            stop_ids=tuple(sorted({i for i in (trainer._tokenizer.eos_token_id, *ends) if i is not None})),
+            stop_ids=ends_of(trainer.model, trainer._tokenizer).stops(both=True),  # TRL takes the tokenizer's for an end
             for_correction=replay or how is not None or trainer.vllm_importance_sampling_correction,
         )
 

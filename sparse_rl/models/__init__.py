@@ -1,4 +1,4 @@
-"""Models: their shape, what is refused and why, loading by name, and tiny character-level models."""
+"""Models: their shape, what is refused and why, loading by name, logits, stop ids, and tiny character-level models."""
 
 from .load import (
     TEMPLATE_FILE,
@@ -10,24 +10,33 @@ from .load import (
     no_progress_bar,
     with_lora,
 )
+from .logits import Float32Head, check_logits, set_logits
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer
 
 __all__ = [
     "TEMPLATE_FILE",
+    "Float32Head",
     "ModelShape",
     "check_folder",
+    "check_logits",
     "check_model",
     "check_sliding_windows",
     "dtype_of",
     "encode",
+    "end_token",
+    "ends_of",
     "evaluating",
     "head_chunk",
     "load_config",
     "load_model",
     "no_progress_bar",
+    "own_stop_ids",
+    "set_logits",
     "shape_config",
+    "stop_ids",
     "tiny_tokenizer",
     "weight_bytes",
     "with_lora",

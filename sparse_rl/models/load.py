@@ -15,7 +15,9 @@ from torch import nn
 
 from ..beacon import beacon_of, load_beacon
 from ..errors import SparseRLError, nearest
+from .logits import check_logits, set_logits
 from .shape import SHAPES, dtype_of, shape_config
+from .stops import repair
 from .tiny import is_tiny, tiny_config, tiny_size, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -47,24 +49,29 @@ def load_config(name: str):
         ) from error
 
 
-def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0):
+def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str = "float32"):
     """(model in eval mode, tokenizer).
 
     `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;
     `tiny:4x256` has another size (layers x width); `random:SHAPE` is a public architecture with random weights and the
-    tiny tokenizer, to measure speed and memory.
+    tiny tokenizer, to measure speed and memory. `logits`: `float32`, whatever the dtype of the weights, or
+    `model`, in that dtype.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = dtype_of(dtype)
+    check_logits(logits)
     if is_tiny(name) or name.startswith("random:"):
         config = load_config(name.removeprefix("random:"))
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=chosen or config.dtype)
-        return model.eval(), tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
+        if model.generation_config.eos_token_id is not None:  # a shape's own default is an id of another tokenizer
+            model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        return set_logits(model.eval(), logits), tokenizer
     if name.lower() in SHAPES:
         raise SparseRLError(
             f"{name} names a shape without weights, for `sparse-rl plan`; give a hub id or a folder, or random:{name}."
@@ -89,7 +96,8 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         _forget_quantisation(model)
     if (about := Path(source) / TEMPLATE_FILE).is_file():
         model.config.sparse_rl_template = json.loads(about.read_text())["template"]
-    return load_beacon(source, model).to(device).eval(), tokenizer
+    repair(model, tokenizer)
+    return set_logits(load_beacon(source, model).to(device).eval(), logits), tokenizer
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:

@@ -14,13 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 from torch import nn
 
 from ..beacon import beacon_of
 from ..compressors import Compressor, make
 from ..errors import OutOfMemory, SparseRLError, require_int
-from ..models import ModelShape, check_model, encode
+from ..models import ModelShape, check_model, encode, stop_ids
 from . import Engine, Sampling
 
 _KEPT = 4  # engines of a model
@@ -71,7 +72,7 @@ def generate(
             f"the model is given as {type(model).__name__}, not as a model; load it first, with sparse_rl.load_model."
         )
     check_model(model)
-    sampling = _sampling(model, max_new_tokens, temperature, top_k, top_p)
+    sampling = replace(_sampling(model, max_new_tokens, temperature, top_k, top_p), stop_ids=stop_ids(model, tokenizer))
     compressor = _default_compressor(model) if compressor is None else compressor
     options = dict(compressor_options or {})
     if options and isinstance(compressor, Compressor):

@@ -356,7 +356,7 @@ class Trainer:
         """The model to train, and its tokenizer."""
         settings = self.recipe.model
         torch.manual_seed(self.recipe.run.seed)
-        model, tokenizer = load_model(settings.name, settings.dtype, seed=self.recipe.run.seed)
+        model, tokenizer = load_model(settings.name, settings.dtype, seed=self.recipe.run.seed, logits=settings.logits)
         model.config.sparse_rl_template = self.task.template  # so that an evaluation asks alike
         if settings.lora_rank:
             if beacon_of(model) is not None:

@@ -30,7 +30,7 @@ from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings
 from ..learn.score import batch_logprobs
-from ..models import encode, load_model
+from ..models import encode, ends_of, load_model
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks.base import Task
@@ -52,13 +52,12 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
         )
     task = tasks.make(recipe.task.name, **recipe.task.options)
     torch.manual_seed(recipe.run.seed)
-    model, tokenizer = load_model(recipe.model.name, recipe.model.dtype, seed=recipe.run.seed)
-    if tokenizer.eos_token_id is None:
-        raise SparseRLError(
-            f"the tokenizer of {recipe.model.name} has no end token, so a solution could not end; give it one."
-        )
+    model, tokenizer = load_model(
+        recipe.model.name, recipe.model.dtype, seed=recipe.run.seed, logits=recipe.model.logits
+    )
+    ends = ends_of(model, tokenizer)
     optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
-    done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps)
+    done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps, ends.taught())
     with TerminalTable(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
             for tokens, mask in batches.made(settings.workers):
@@ -82,7 +81,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
     held_out = task.held_out()
     prompts = held_out.sample(0, min(recipe.eval.prompts, held_out.num_prompts or recipe.eval.prompts))
     engine = Engine(model, compressor="dense", rows=recipe.rollout.rows)
-    sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature)
+    sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature, stop_ids=ends.stops())
     return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
 
 
@@ -97,6 +96,7 @@ class Batches(Dataset):
     task: Task
     size: int
     steps: int
+    end: int  # the token that ends a solution
 
     def __len__(self) -> int:
         return self.steps
@@ -107,9 +107,7 @@ class Batches(Dataset):
             solutions = [self.tokenizer.encode(self.task.solution(p), add_special_tokens=False) for p in prompts]
         except SparseRLError as error:
             return error
-        return [
-            (encode(self.tokenizer, p.text), [*ids, self.tokenizer.eos_token_id]) for p, ids in zip(prompts, solutions)
-        ]
+        return [(encode(self.tokenizer, p.text), [*ids, self.end]) for p, ids in zip(prompts, solutions)]
 
     def made(self, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches in order, padded; with workers they are made ahead, in processes that a signal to all leaves to this one."""

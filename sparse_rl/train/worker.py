@@ -18,7 +18,7 @@ from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import apply_correction, collate, join, score
 from ..learn.score import overlap
-from ..models import encode, evaluating
+from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
@@ -147,17 +147,14 @@ class Sampler:
         self.budget.check_prompts(ids)
         return ids
 
-    def _stop_ids(self) -> tuple[int, ...] | None:
-        """The tokens the recipe names, besides the model's own; None where it names none."""
+    def _stop_ids(self) -> tuple[int, ...]:
+        """The tokens the recipe names, besides the model's own."""
         names = self.recipe.rollout.stop
-        if not names:
-            return None
         ids = [self.tokenizer.convert_tokens_to_ids(name) for name in names]
         for name, number in zip(names, ids):
             if number is None or number == self.tokenizer.unk_token_id:
                 raise SparseRLError(f"rollout.stop names {name!r}, which is not a token of this tokenizer.")
-        own = self.model.generation_config.eos_token_id
-        return tuple(dict.fromkeys([*ids, *([own] if isinstance(own, int) else own or [])]))
+        return tuple(dict.fromkeys([*ids, *stop_ids(self.model, self.tokenizer)]))
 
     def _reference(self) -> Callable | None:
         """A function that opens the starting model, for the KL term; None without one."""

@@ -28,6 +28,7 @@ HARDER = {
     "linsys": dict(unknowns=4, highest=9),
     "stargraph": dict(arms=6, length=5, nodes=99),
     "recall": dict(count=[8, 300], queries=8, filler=16),
+    "stories": dict(people=5, things=3, steps=12, highest=40),
 }
 
 
