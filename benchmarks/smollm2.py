@@ -332,8 +332,8 @@ def warm_round(block: Block, turn: int, steps: int, model: str, folder: Path, cl
         keys = block.keys({"model.name": model, "task.seed": seed, "run.seed": seed, "warmup.steps": steps})
         job = start(f"warm-{turn}", ["warmup", f"smollm2-{block.task}-warmup", "--out", folder, *keys], block.folder)
         wait([job], clock)
-        if told := re.search(r"accuracy ([\d.]+)", job.tail()):
-            write_json(accuracy, float(told[1]))
+        if told := re.findall(r"accuracy (\d[\d.]*)(%?)", job.tail()):
+            write_json(accuracy, float(told[-1][0]) / (100 if told[-1][1] else 1))
     return json.loads(accuracy.read_text()) if accuracy.exists() else None
 
 

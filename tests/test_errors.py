@@ -306,7 +306,7 @@ def small(name: str, **own):
         (
             "phimoe",
             dict(sliding_window=24, num_local_experts=2),
-            "sliding windows in layers .* keeps them from its attention",
+            "sliding windows in layers .* does not pass them to its attention",
         ),
         ("deepseek_v3", dict(q_lora_rank=8, kv_lora_rank=8, first_k_dense_replace=2), "config says|layers scale"),
     ],

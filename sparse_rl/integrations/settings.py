@@ -18,7 +18,7 @@ def make_correction(host: str, preset: str, parts: Mapping | None) -> Correction
             f"the correction for {host} is {parts!r}; it must be parts and their values, such as {{cap: 3.0}}."
         )
     parts = dict(parts or {})
-    method = LearnSettings(method=preset, correction=parts).how()
+    method = LearnSettings(method=preset, correction=parts).resolve_method()
     if method.view != "dense":
         raise SparseRLError(
             f"{preset} replays a sampler's evictions, which {host} does not record; use a correction like sparse-rl."

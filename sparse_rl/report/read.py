@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import make_recipe
+from ..config import make_recipe, migrate
 from ..errors import SparseRLError
 from .curves import EXPECTED, Curve, damage, lies_in, read_curves
 from .lines import contents, json_object
@@ -146,7 +146,7 @@ def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]]
         return {}, False
     damaged = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
     try:
-        return make_recipe(data).to_dict(), True
+        return make_recipe(migrate(data)[0]).to_dict(), True
     except damaged as error:  # SparseRLError is a ValueError; damaged values lead to the others
         notes.append(f"recipe.yaml does not fit this version ({_first(error)}) and is shown as it is")
     sections = data.items() if isinstance(data, dict) else ()

@@ -28,7 +28,10 @@ from ..models.logits import Float32Head
 from .decode import RowState
 
 _HARMLESS_HOOKS = {"output_capturing_hook", "make_inputs_require_grads"}
-_AS_MADE = {BeaconEmbedding: nn.Embedding, Float32Head: nn.Linear}  # modules of ours that compute what theirs do, and which those are
+_AS_MADE = {
+    BeaconEmbedding: nn.Embedding,
+    Float32Head: nn.Linear,
+}  # modules of ours that compute what theirs do, and which those are
 _STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others look at the sequence's length, on the host
 
 

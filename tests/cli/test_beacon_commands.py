@@ -16,7 +16,8 @@ from sparse_rl.bench import Setting, bench_rollout, fill
 from sparse_rl.cli.main import app
 from sparse_rl.compressors import make
 from sparse_rl.models import ModelShape, load_config, shape_config
-from sparse_rl.planning.memory import make_plan, make_training_plan
+from sparse_rl.planning.memory import make_plan
+from sparse_rl.planning.training import make_training_plan
 from sparse_rl.train.checkpoint import save_model
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.runs import run

@@ -213,7 +213,7 @@ def test_training_mistakes_get_a_sentence(tmp_path):
     recipe = Path(__file__).parent.parent.parent / "recipes" / "tiny-sums.yaml"
     for args, message in [
         (["train", tmp_path / "none.yaml"], "there is no recipe"),
-        (["train", recipe, "budget"], "'budget' is no key"),
+        (["train", recipe, "budget"], "'budget' is not a key"),
         (["train", recipe, "--budget"], "--budget has no value"),
         (["train", recipe, "--bugdet", 3], "did you mean 'rollout.budget'"),
         (["train", recipe, "--task.cuont", 3], "the task sums has no option 'cuont'; did you mean 'count'"),

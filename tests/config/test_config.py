@@ -39,13 +39,15 @@ def test_overrides_by_full_name_or_last_part():
         {"count": 7},
     )
     assert (recipe.run.steps, recipe.warmup.steps, recipe.run.trackers) == (3, 9, ["wandb"])
-    how = recipe.learn.how().correction
+    how = recipe.learn.resolve_method().correction
     assert how.cap == 3.0 and how.mask_outside == (0.1, 10.0) and how.reject_below is None
 
 
 def test_a_part_can_be_switched_off():
     assert (
-        make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}}).learn.how().correction.cap
+        make_recipe({**SMALL, "learn": {"method": "sparse-rl", "correction": {"cap": None}}})
+        .learn.resolve_method()
+        .correction.cap
         is None
     )
 

@@ -1,4 +1,6 @@
-"""Several processes are one: the same completions, losses, gradients and weights; stopped, killed and resumed with another number."""
+"""Several processes are one: the same completions, losses, gradients and weights; stopped, killed and resumed with
+another number.
+"""
 
 import dataclasses
 import json
@@ -18,7 +20,7 @@ from sparse_rl.cache import Trace
 from sparse_rl.distributed.launch import launch
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
-from sparse_rl.learn.batch import apply_correction
+from sparse_rl.learn.batch import accepted_rows
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from sparse_rl.models import load_model
 from sparse_rl.rollout import Sampling
@@ -26,8 +28,9 @@ from sparse_rl.tasks import Prompt, make
 from sparse_rl.train.deal import LengthsSeen, deal
 from sparse_rl.train.log import Clock
 from sparse_rl.train.loop import Trainer
-from sparse_rl.train.merge import merge, slots, without_full_traces
+from sparse_rl.train.merge import merge, without_full_traces
 from sparse_rl.train.run import train
+from sparse_rl.train.step import step_positions
 from sparse_rl.train.worker import Sampler
 from tests.helpers.processes import read_shards_alone
 from tests.helpers.runs import BASE, recipe, write_recipe
@@ -35,13 +38,12 @@ from tests.helpers.runs import BASE, recipe, write_recipe
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start(*arguments: object, **how) -> subprocess.Popen:
+def start(*arguments: object) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "sparse_rl", *map(str, arguments)],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        **how,
     )
 
 
@@ -86,11 +88,14 @@ def same_run(folder: Path, other: Path) -> None:
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------- processes
+# ----------------------------------------------------------------------------------------------------------------
+# processes
 
 
 def test_processes_agree(tmp_path):
-    """Losses, gradients and next weights of DDP and FSDP2 against one process; meetings, failures, shards: see processes.py"""
+    """Losses, gradients and next weights of DDP and FSDP2 against one process; meetings, failures, shards: see
+    processes.py
+    """
     command = [
         sys.executable,
         "-m",
@@ -220,7 +225,8 @@ def test_an_optimizer_of_another_version_is_refused():
         optimizer.load_state_dict({"adamw": {}, "masters": [torch.ones(2)]})
 
 
-# ---------------------------------------------------------------------------------------------------------------- shares
+# ----------------------------------------------------------------------------------------------------------------
+# shares
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 6))
@@ -268,19 +274,24 @@ def test_the_shares_of_processes_are_the_rollout_of_one(refill):
         return Sampler(settings, model, tokenizer, make("sums"), rank, processes).step(3, Clock())
 
     whole, parts = part(0, 1), [part(rank, 3) for rank in range(3)]
-    assert all(0 < len(p.chosen) < len(whole.chosen) for p in parts)
+    assert all(0 < len(p.chosen_rows) < len(whole.chosen_rows) for p in parts)
     sent = [parts[0], without_full_traces(parts[1]), without_full_traces(parts[2])]
     merged = merge(sent, settings.rollout.group_size)
-    assert slots(merged, 4) == slots(whole, 4) and merged.chosen.equal(whole.chosen) and merged.texts == whole.texts
-    assert (len(whole.trajectories) > len(whole.chosen)) == (refill > 0)
+    assert step_positions(merged, 4) == step_positions(whole, 4)
+    assert merged.chosen_rows.equal(whole.chosen_rows) and merged.texts == whole.texts
+    assert (len(whole.trajectories) > len(whole.chosen_rows)) == (refill > 0)
     for field in ("tokens", "lengths", "mask", "sampler_logprobs"):
         assert getattr(merged.scored.sampled, field).equal(getattr(whole.scored.sampled, field)), field
     torch.testing.assert_close(merged.scored.old_logprobs, whole.scored.old_logprobs, rtol=1e-5, atol=1e-6)
-    assert apply_correction(merged.scored, settings.learn.how().correction).accepted.equal(
-        apply_correction(whole.scored, settings.learn.how().correction).accepted
-    )
+    correction = settings.learn.resolve_method().correction
+    accepted = accepted_rows(whole.scored, correction)
+    assert accepted_rows(merged.scored, correction).equal(accepted)
+    if refill:  # carried along, so that it is not computed again
+        assert merged.accepted.equal(accepted) and whole.accepted.equal(accepted)
+    else:
+        assert merged.accepted is None and whole.accepted is None
     assert merged.alpha.keys() == whole.alpha.keys() and merged.trace_bytes == whole.trace_bytes
-    assert set(merged.scored.sampled.owner.tolist()) == {0, 1, 2}
+    assert set(merged.scored.sampled.owner_rank.tolist()) == {0, 1, 2}
     for mine, theirs, trace in zip(whole.trajectories, merged.trajectories, merged.scored.sampled.traces):
         assert (
             theirs.trace is trace
@@ -290,21 +301,22 @@ def test_the_shares_of_processes_are_the_rollout_of_one(refill):
         assert kept.equal(mine.trace.evicted_at) if kept.shape[0] > 1 else kept.equal(mine.trace.evicted_at[:1, :1])
 
 
-# ---------------------------------------------------------------------------------------------------------------- one step ahead
+# ---------------------------------------------------------------------------------------------------------------- one
+# step ahead
 
 
 def watched(folder: Path, **sections) -> tuple[list[list[int]], list[dict]]:
     """Versions of the weights that sampled each step, and its metrics."""
     trainer = Trainer(recipe(**sections), folder, show=False)
     folder.mkdir(parents=True)
-    versions, sample = [], trainer.sample
+    versions, collect = [], trainer.collect
 
     def spy(clock):
-        rollout = sample(clock)
+        rollout = collect(clock)
         versions.append([trainer.learner.version, *sorted({t.version for t in rollout.trajectories})])
         return rollout
 
-    trainer.sample = spy
+    trainer.collect = spy
     trainer.run()
     return versions, [line for line in read_lines(folder / "metrics.jsonl") if "reward/mean" in line]
 
@@ -371,6 +383,6 @@ def test_what_cannot_run_ahead_is_refused():
         recipe(rollout={"ahead": 2})
     with pytest.raises(SparseRLError, match="a step ahead, but students learn from it"):
         recipe(rollout={"ahead": 1}, student={"chunks": [4]})
-    with pytest.raises(SparseRLError, match="its budget is to move"):
+    with pytest.raises(SparseRLError, match="its budget follows what each step measures"):
         recipe(rollout={"ahead": 1, "budget": {"min": 40, "max": 60, "target": {"alpha_5": 0.9}}})
     assert dataclasses.asdict(recipe().rollout)["ahead"] == 0

@@ -289,7 +289,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
     [
         (
             ["--chunk", 8],
-            "--chunk 8 is for beacons, but the compressor is dense; leave it away, or use --compressor beacon.",
+            "--chunk 8 is for beacons, but the compressor is dense; omit it, or use --compressor beacon.",
         ),
         (["--compressor", "rkv", "--threshold", 0.5], "--threshold 0.5 is for beacons, but the compressor is rkv"),
         (["--compressor", "beacon", "--chunk", 8], "this model has no beacon"),

@@ -18,12 +18,13 @@ import torch
 from sparse_rl import Engine, Sampling
 from sparse_rl.attention import shadow
 from sparse_rl.errors import SparseRLError
-from sparse_rl.learn.batch import collate, make_batches, score
+from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import tiny_tokenizer
+from tests.helpers.learning import batches_of
 from tests.helpers.models import tiny
 
 trl = pytest.importorskip("trl", minversion="1.12")
@@ -132,14 +133,14 @@ def our_batch(trainer, advantages, how: Correction, loss: Loss, view: str, refer
     """The rollouts of the trainer's last generation, scored and weighed by our own pipeline."""
     sampled = collate(trainer.vllm_generation.trajectories)
     scored = score(trainer.model, sampled, 10_000, trainer.temperature, reference=reference, view=view)
-    return make_batches(scored, advantages, how, loss, minibatches=1)[0]
+    return batches_of(scored, advantages, how, loss)[0]
 
 
 def our_gradient(model, batch, loss: Loss, temperature: float = 1.0) -> tuple[float, torch.Tensor]:
     fresh = model_of()
     fresh.load_state_dict(model.state_dict())
     learner = Learner(fresh, OptimizerSettings(), loss, temperature=temperature)
-    value = learner._backward(batch, torch.arange(len(batch.tokens)))["loss"]
+    value = learner._backward(batch, torch.arange(len(batch.tokens)))[0]["loss"]
     return value, gradient(learner.model)
 
 

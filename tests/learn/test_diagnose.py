@@ -25,7 +25,9 @@ from tests.helpers.models import prompts_of, tiny
 
 
 def planted():
-    """10 trajectories of 20 response tokens (the last of 10): 3 hold one token with xi below 1e-4, of which 2 have reward."""
+    """10 trajectories of 20 response tokens (the last of 10): 3 hold one token with xi below 1e-4, of which 2 have
+    reward.
+    """
     mask = torch.ones(10, 20, dtype=torch.bool)
     mask[9, 10:] = False
     gap = torch.zeros(10, 20)

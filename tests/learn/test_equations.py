@@ -56,7 +56,9 @@ def reference_advantages(rewards, members=None):
 
 
 def reference_loss(preset, sampler, old, logprobs, ref, mask, rewards, loss: Loss):
-    """(loss, gradient) by loops over trajectories and tokens. All fp64; the gradient of each token is written out by hand."""
+    """(loss, gradient) by loops over trajectories and tokens. All fp64; the gradient of each token is written out by
+    hand.
+    """
     n, width = len(mask), len(mask[0])
     how = {
         "naive": {},

@@ -13,7 +13,6 @@ from torch import nn
 from sparse_rl import Engine, Sampling, SparseRLError, load_model, token_logprobs
 from sparse_rl.beacon import add_beacon
 from sparse_rl.config import make_recipe
-from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.score import head, hidden_states
 from sparse_rl.learn.student import copied
 from sparse_rl.models import with_lora
@@ -21,24 +20,10 @@ from sparse_rl.models.logits import Float32Head, head_of, set_logits
 from sparse_rl.rollout.capture import addresses
 from sparse_rl.rollout.fused import FusedForward, is_plain
 from sparse_rl.train.checkpoint import save_model
-from tests.helpers.models import prompts_of, tiny
+from tests.helpers.logits import bf16, mean_gap
+from tests.helpers.models import prompts_of
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def bf16(name: str = "llama", **changes) -> nn.Module:
-    """Made anew, with logits that share a large part, as those of trained models do."""
-    model = tiny.__wrapped__(name, **changes).bfloat16()
-    with torch.no_grad():
-        weight = model.get_output_embeddings().weight
-        weight += 4 * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    return model
-
-
-def mean_gap(model: nn.Module, compressor: str, view: str) -> float:
-    engine = Engine(model, compressor, budget=16, interval=8, rows=8)
-    sampled = collate(engine.generate(prompts_of(9, 30, 12), 4, Sampling(60, stop_ids=(), for_correction=True), seed=3))
-    return score(model, sampled, 4096, view=view).gap[sampled.mask].abs().mean().item()
 
 
 @pytest.mark.parametrize("compressor, view", [("dense", "dense"), ("rkv", "shadow"), ("snapkv", "shadow")])
@@ -193,3 +178,29 @@ def test_the_benchmark_runs(tmp_path):
         for how in ("model", "float32"):
             assert found[cache][how]["tokens"] > 0 and 0 < found[cache][how]["xi_5"] <= 1
             assert found[cache][how]["tokens_per_s"] > 0 and found[cache][how]["rounding_alone"] > 0
+
+
+def test_shards_keep_it(tmp_path):
+    """One process whose learner is divided (among itself): the same logits, and gradients in fp32 masters."""
+    import torch.distributed as dist
+
+    from sparse_rl.learn.score import batch_logprobs
+    from sparse_rl.learn.shards import full, shard
+
+    whole = set_logits(bf16())
+    tokens = torch.tensor(prompts_of(20))
+    asked = torch.arange(20)[None] > 0
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        divided = shard(copied(whole), 1)
+        ours = divided(lambda model: batch_logprobs(model, tokens, asked))
+        logits = divided(lambda model: model(tokens).logits.clone())
+        ours.sum().backward()
+        gradient = full(divided.model.lm_head.weight.grad)
+    finally:
+        dist.destroy_process_group()
+    theirs = batch_logprobs(whole, tokens, asked)
+    theirs.sum().backward()
+    assert logits.dtype == torch.float32 and torch.equal(ours, theirs) and gradient.dtype == torch.float32
+    expected = whole.lm_head.weight.grad.float()
+    torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())

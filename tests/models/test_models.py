@@ -34,9 +34,9 @@ def test_a_fresh_model_is_made_from_its_seed_and_runs():
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("tiny:4", "'tiny:4' names no size; write tiny:LAYERSxWIDTH"),
-        ("tiny:0x64", "'tiny:0x64' names no size"),
-        ("tiny:4x200", "a width of 200 is no multiple of 64 .*; use tiny:4x192"),
+        ("tiny:4", "'tiny:4' does not name a size; write tiny:LAYERSxWIDTH"),
+        ("tiny:0x64", "'tiny:0x64' does not name a size"),
+        ("tiny:4x200", "the width 200 is not a multiple of 64 .*; use tiny:4x192"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(name, sentence):

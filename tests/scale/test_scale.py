@@ -268,7 +268,8 @@ def test_the_plan_counts_a_part_of_what_is_divided(tmp_path):
     """Shards, gradients and moments of two processes, against the plan's; every process has whole weights besides."""
     from sparse_rl.compressors import make as compressor
     from sparse_rl.models import ModelShape
-    from sparse_rl.planning.memory import make_plan, make_training_plan
+    from sparse_rl.planning.memory import make_plan
+    from sparse_rl.planning.training import make_training_plan
 
     (tmp_path / "shards.py").write_text(SHARDS)
     command = [
