@@ -1,4 +1,4 @@
-"""Models: their shape, what is refused and why, loading by name, and tiny character-level models."""
+"""Models: their shape, what is refused and why, loading by name, logits, stop ids, and tiny character-level models."""
 
 from .load import (
     TEMPLATE_FILE,

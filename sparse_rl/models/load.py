@@ -54,8 +54,8 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
 
     `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;
     `tiny:4x256` has another size (layers x width); `random:SHAPE` is a public architecture with random weights and the
-    tiny tokenizer, to measure speed and memory. `logits`: `float32`, whatever the weights' dtype, or `model`, in that
-    dtype.
+    tiny tokenizer, to measure speed and memory. `logits`: `float32`, whatever the dtype of the weights, or
+    `model`, in that dtype.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,16 +1,17 @@
-"""Logits in fp32 from a head in bf16: the head's product is summed in fp32 anyway, so its result need not be rounded.
+"""Logits in fp32 from a head in bf16: the head's product is summed in fp32 anyway, so its result is not rounded.
 
     logits = x W^T      x [n, hidden], W [V, hidden] in the model's dtype; logits [n, V] in fp32
 
 Rounding logits of size 25 to bf16 moves log-probs by 0.02 on average, and sampler and learner round differently. The
-head module itself is made to give fp32, so decoding, scoring, loss and whatever else calls the model see the same
-logits, and what a model does to them afterwards (scales, soft-caps) is done in fp32 too. Weights stay what they are:
-as parameters, in files, in adapters, in shards.
+head module itself returns fp32, so decoding, scoring, loss and every other caller of the model see the same logits, and
+the model's own scales and soft-caps work in fp32 too. The weights keep their dtype: as parameters, in files, in
+adapters and in shards.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +19,22 @@ from torch.nn import functional as F
 
 from ..errors import SparseRLError
 
-LOGITS = ("float32", "model")  # fp32; as the model's dtype
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOGITS = ("float32", "model")  # fp32, or the model's dtype
 _BLOCK = 2**18  # weights that a CPU converts at a time: 1 MiB of fp32, which stays in its cache
 
 
 class Float32Head(nn.Linear):
     """A linear layer (the same parameters) whose output is fp32, whatever the dtype of its weights."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> fp32 [..., V]"""
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., hidden] -> fp32 [..., V]"""
         if self.weight.dtype == torch.float32:
-            return super().forward(x)
-        rows = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)  # autocast may leave them in fp32
-        logits = _Product.apply(rows, self.weight).view(*x.shape[:-1], self.out_features)
+            return super().forward(input)
+        rows = input.reshape(-1, input.shape[-1]).to(self.weight.dtype)  # autocast may leave them in fp32
+        logits = _Product.apply(rows, self.weight).view(*input.shape[:-1], self.out_features)
         return logits if self.bias is None else logits + self.bias.float()
 
 
@@ -46,9 +50,10 @@ class _Product(torch.autograd.Function):
             return torch.cat([F.linear(x.float(), part.float()) for part in weight.split(size)], 1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """grad fp32 [n, V]. On a GPU it is rounded to the weights' dtype, in which products are fast, as without us."""
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """grad_outputs: fp32 [n, V]. On a GPU it is rounded to the weights' dtype, as for an ordinary head."""
         x, weight = ctx.saved_tensors
+        (grad,) = grad_outputs
         dtype = weight.dtype if grad.is_cuda else torch.float32
         with torch.autocast(grad.device.type, enabled=False):
             grad = grad.to(dtype)
@@ -58,30 +63,31 @@ class _Product(torch.autograd.Function):
 
 
 def set_logits(model: nn.Module, dtype: str = "float32") -> nn.Module:
-    """Let the model's head give logits in fp32, or (`model`) in its own dtype again. A head in fp32 is not touched."""
+    """Let the model's head return logits in fp32, or (`model`) in its own dtype again; a head in fp32 stays."""
     check_logits(dtype)
     head = head_of(model)
     if dtype == "model":
         if type(head) is Float32Head:
-            head.__class__ = nn.Linear
+            head.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
     elif type(head) is nn.Linear and "forward" not in vars(head):
         if head.weight.dtype != torch.float32:
             head.__class__ = Float32Head
     elif not isinstance(head, Float32Head):
         warnings.warn(
-            f"the head of {type(model).__name__} is a {type(head).__name__}, which cannot give logits in fp32, so they "
-            "have the model's dtype; with logits `model` that is as asked.",
+            f"the head of {type(model).__name__} is a {type(head).__name__}, which cannot give logits in fp32; its "
+            "logits keep the model's dtype. Set logits to `model` to accept that.",
             stacklevel=2,
         )
     return model
 
 
 def check_logits(dtype: str, key: str = "logits") -> None:
+    """Refuse a dtype of logits that is not known."""
     if dtype not in LOGITS:
         raise SparseRLError(f"{key} is {dtype!r}; it must be float32, or model (logits in the model's own dtype).")
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits; of an adapter around it, what it adapts."""
-    head = model.get_output_embeddings()
+    """The module that makes logits; if an adapter wraps it, the module inside."""
+    head = cast("PreTrainedModel", model).get_output_embeddings()
     return getattr(head, "base_layer", head)

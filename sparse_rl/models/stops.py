@@ -1,14 +1,14 @@
 """Which tokens end a response, and which of them a model is taught: one answer for warm-up, rollouts, evaluation, TRL.
 
-Four places speak of it, and they do not always agree:
+Four sources name such tokens, and they do not always agree:
 
-    chat template        the token that follows an assistant's content; the truth about chats
-    generation config    the ids at which `model.generate` stops; always stops
+    chat template        the token that follows an assistant's content; decides for chats
+    generation config    the ids at which `model.generate` stops; they always stop a response
     model config         the same for models without a generation config; otherwise a second opinion
-    tokenizer            its eos token; GGUF files have been seen to name the token that begins a turn
+    tokenizer            its eos token; some GGUF files name the token that begins a turn
 
-So an eos token that neither config nor the template knows is ignored where a template says what ends a turn, and
-refused where nothing does.
+So an eos token that neither config nor the template knows is ignored if a template says what ends a turn, and refused
+if none does.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 
 @dataclass(frozen=True)
 class Ends:
-    """What is said to end a response, by who says it."""
+    """The tokens that end a response, by source."""
 
-    turn: int | None  # the chat template, where it says so by itself
+    turn: int | None  # the chat template, if it does not just repeat the tokenizer's eos token
     generation: tuple[int, ...]  # the generation config
     config: tuple[int, ...]  # the model's config
     tokenizer: int | None  # the tokenizer's eos token
@@ -39,12 +39,12 @@ class Ends:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the tokenizer stands alone against others."""
+        """Whether the other sources name tokens, and the tokenizer's eos token is none of them."""
         known = {*self.generation, *self.config} | ({self.turn} - {None})
         return self.tokenizer is not None and bool(known) and self.tokenizer not in known
 
     def stops(self, both: bool = False) -> tuple[int, ...]:
-        """All tokens that end a response, or none. Where nothing decides it refuses, or stops at `both`."""
+        """All tokens that end a response. An undecided contradiction is refused, or, with `both`, both sides stop."""
         undecided = self.contradicted and self.turn is None
         if undecided and not both:
             raise SparseRLError(
@@ -57,7 +57,7 @@ class Ends:
         return tuple(sorted({i for i in named if i is not None}))
 
     def taught(self) -> int:
-        """The one token that ends a worked solution: a chat's end of turn, or else the end of text."""
+        """The one token that ends a worked solution: a chat's end of turn, or the end of text."""
         stops = self.stops()
         first = next((i for i in (self.turn, self.tokenizer, *self.model) if i in stops), None)
         if first is None:
@@ -68,6 +68,7 @@ class Ends:
 
 
 def ends_of(model, tokenizer) -> Ends:
+    """What every source says about this model and this tokenizer."""
     generation = _ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
     config = _ids(getattr(model.config.get_text_config(decoder=True), "eos_token_id", None))
     return Ends(end_of_turn(tokenizer, {*generation, *config}), generation, config, tokenizer.eos_token_id)
@@ -84,16 +85,16 @@ def end_token(model, tokenizer) -> int:
 
 
 def own_stop_ids(model) -> tuple[int, ...]:
-    """The tokens at which a model stops by its own configs, where there is no tokenizer to ask."""
+    """The tokens at which a model stops according to its own configs, for callers without a tokenizer."""
     generation = _ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
     return generation or _ids(getattr(model.config.get_text_config(decoder=True), "eos_token_id", None))
 
 
 def repair(model, tokenizer) -> None:
-    """Make tokenizer and generation config say what is true of both, so that whatever reads or saves them agrees.
+    """Make tokenizer and generation config agree, so that everything that reads or saves them agrees.
 
-    A tokenizer's eos token that model and chat template contradict becomes the end of turn, and the generation config
-    stops there too. What nothing decides is left as it is: `stop_ids` refuses it when somebody asks.
+    If model and chat template contradict the tokenizer's eos token, it becomes the end of turn, and the generation
+    config stops there too. An undecided contradiction is left as it is: `stop_ids` refuses it.
     """
     ends = ends_of(model, tokenizer)
     if ends.turn is None:
@@ -107,14 +108,14 @@ def repair(model, tokenizer) -> None:
 def end_of_turn(tokenizer, known: set[int]) -> int | None:
     """The special token (or one of `known`) that the chat template writes after an assistant's content.
 
-    None where there is no template, it writes none, it writes whatever the tokenizer's eos token is, or it cannot
-    render such a chat.
+    None if there is no template, or if the template writes no such token, writes the tokenizer's eos token whatever it
+    is, or cannot render such a chat.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     try:
         text = tokenizer.apply_chat_template(_CHAT, tokenize=False, eos_token=_ECHO)
-    except TemplateError:  # a template may refuse chats, in words of its own
+    except TemplateError:  # a template may refuse a chat
         return None
     _, found, after = text.rpartition(_CONTENT)
     after = after.lstrip()

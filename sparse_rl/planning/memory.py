@@ -189,11 +189,10 @@ def make_plan(
     tokens = prompt_tokens + new_tokens
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
-    item = shape.dtype.itemsize
-    logits = shape.vocabulary * 4  # fp32
+    logits = shape.vocabulary * 4  # in fp32, whatever the dtype of the weights
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # fp32 logits, softmax and cumulative sum of a row
     activations = 6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim
-    evicts, folds = compressor.evicts and not compressor.folds, compressor.folds
+    evicts, folds = compressor.has_budget, compressor.folds
     beside = compressor.interval if compressor.evicts_response or folds else new_tokens
     return Plan(
         compressor=compressor.name,
@@ -217,7 +216,7 @@ def make_plan(
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
         sampling_row_bytes=logits + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
-        prefill_token_bytes=activations * item,
+        prefill_token_bytes=activations * shape.dtype.itemsize,
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=logits if on_gpu else 0,

@@ -67,7 +67,7 @@ def compressor_of(settings: RolloutSettings) -> Compressor:
     """
     compressor = make(settings.compressor, **settings.compressor_options)
     if isinstance(settings.budget, Adaptive):
-        if not compressor.evicts or compressor.folds:
+        if not compressor.has_budget:
             raise SparseRLError(
                 f"rollout.budget is to move, but {compressor.name} has no budget; give a number, or another compressor."
             )

@@ -1,4 +1,4 @@
-"""The shadow view on a CUDA device: by segments, by FlexAttention and under a boolean mask it is the same view, forward and backward."""
+"""The shadow view on a CUDA device: segments, FlexAttention and a boolean mask agree, forward and backward."""
 
 import copy
 import dataclasses
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling, Trace
-from sparse_rl.attention import shadow
+from sparse_rl.cache import segments
 from sparse_rl.cache.segments import find_segments
 from sparse_rl.config import load_recipe
+from sparse_rl.kernels import ops, twins
 from sparse_rl.learn.advantage import advantage
 from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS
@@ -38,12 +39,12 @@ def refuse(*args, **kwargs):
 
 
 def under_the_mask(monkeypatch):
-    monkeypatch.setattr(shadow, "fits_kernels", lambda *_: False)
+    monkeypatch.setattr(ops, "fits_tiles", lambda *_: False)
 
 
 def by_flex(monkeypatch):
     monkeypatch.setattr(
-        shadow, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
+        segments, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
     )
 
 
@@ -67,7 +68,7 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
         model.train()
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
-        m.setattr(shadow, "attend", refuse)
+        m.setattr(twins, "attend", refuse)
         mine, gradients = logprobs_and_gradients(model, done, upstream)
     under_the_mask(monkeypatch)
     theirs, expected = logprobs_and_gradients(model, done, upstream)
@@ -84,7 +85,7 @@ def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
         by_flex(m)
-        m.setattr(shadow, "attend", refuse)
+        m.setattr(twins, "attend", refuse)
         mine, gradients = logprobs_and_gradients(model, done, upstream)
     under_the_mask(monkeypatch)
     theirs, expected = logprobs_and_gradients(model, done, upstream)
@@ -95,7 +96,7 @@ def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
 
 @pytest.mark.parametrize("compressor", ["rkv", "snapkv", "window", "random"])
 def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
-    """What the learner's ratio is centred on, and the gap to the sampler, are at the noise of two bf16 kernels; dense replay is not."""
+    """The learner's first ratio and the gap to the sampler are at the noise of bf16 kernels; dense replay is not."""
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     gaps = {}
     for name, view in (("dense", "dense"), (compressor, "shadow"), (compressor, "dense")):
@@ -115,7 +116,7 @@ def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
 
 
 def test_memory_follows_the_tokens():
-    """Four times the tokens take about four times the memory of a forward and backward pass; a mask would take sixteen."""
+    """Four times the tokens take about four times the memory of forward and backward; a mask would take sixteen."""
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     peaks = []
     for tokens in (2048, 8192):

@@ -1,4 +1,4 @@
-"""On a GPU: rollouts beside the learner, on streams of their own; shards and sums over NCCL, as far as one device can show them."""
+"""On a GPU: rollouts beside the learner, on their own streams; shards and sums over NCCL, as far as one device can."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("method", ["shadow", "sparse-rl"])
 def test_rollouts_ahead_are_those_of_the_weights_that_sampled(tmp_path, method):
-    """Captured, replayed and scored in a thread while the learner works: what eviction replay finds again is the sampler's to rounding."""
+    """Steps are captured and scored in a thread while the learner works: replay finds the sampler's log-probs again."""
     settings = dict(
         rollout={"ahead": 1}, learn={"method": method}, optimizer={"lr": 1e-3}, run={"steps": 6, "checkpoint_every": 6}
     )

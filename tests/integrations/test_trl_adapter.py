@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling
-from sparse_rl.attention import shadow
 from sparse_rl.errors import SparseRLError
+from sparse_rl.kernels import ops
 from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
@@ -398,9 +398,9 @@ def test_sampling_is_not_under_autocast(sparse):
 def test_replay_under_autocast_attends_in_one_dtype(sparse, monkeypatch):
     """As stock attention does; the kernels of a GPU take nothing else."""
     seen = set()
-    fits = shadow.fits_kernels
+    attend = ops.trace_attention
     monkeypatch.setattr(
-        shadow, "fits_kernels", lambda *tensors: seen.add(tuple(x.dtype for x in tensors[:3])) or fits(*tensors)
+        ops, "trace_attention", lambda *given: seen.add(tuple(x.dtype for x in given[:3])) or attend(*given)
     )
     sparse(replay=True, max_steps=1, bf16=True).train()
     assert seen == {(torch.bfloat16,) * 3}

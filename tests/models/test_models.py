@@ -1,11 +1,11 @@
-"""Character-level models of chosen size."""
+"""Models by name: character-level ones of any size, folders that are not there; and the encoding of prompts."""
 
 import pytest
 import torch
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.errors import SparseRLError
-from sparse_rl.models import ModelShape, load_config, load_model, weight_bytes
+from sparse_rl.models import ModelShape, encode, load_config, load_model, tiny_tokenizer, weight_bytes
 
 
 def parameters(name: str) -> int:
@@ -56,3 +56,14 @@ def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(monkeypatch):
         for load in (load_config, load_model):
             with pytest.raises(SparseRLError, match=f"there is no model in {name}; make it first"):
                 load(name)
+
+
+def test_chat_template():
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(SparseRLError, match="no chat template"):
+        encode(tokenizer, [{"role": "user", "content": "hi"}])
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "hi"}])) == "[hi]>"
+    assert tokenizer.decode(encode(tokenizer, "hi")) == "hi"

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_rl import COMPRESSORS, Engine, Sampling
-from sparse_rl.compressors import make
+from sparse_rl import Engine, Sampling
 from sparse_rl.config import METRICS, Adaptive, Target, load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.train.budget import STEP, Dial, move, start
 from sparse_rl.train.checkpoint import load_state
 from sparse_rl.train.run import plan_run, train
+from tests.helpers.compressors import EVICTING
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.runs import command, recipe, weights, write_recipe
 
@@ -41,7 +41,7 @@ def assert_same(mine: list, theirs: list) -> None:
 # engine
 
 
-EVERY = [(name, "llama") for name in COMPRESSORS if make(name).evicts_response]
+EVERY = [(name, "llama") for name in EVICTING]
 
 
 @pytest.mark.parametrize(("compressor", "architecture"), [*EVERY, ("rkv", "gemma3")])

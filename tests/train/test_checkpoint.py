@@ -49,7 +49,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     arguments = ["train", str(folder), "--resume", "--run.steps", "8"]
     done = subprocess.run([sys.executable, "-c", FULL, *arguments], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "step-000004 could not be written" in done.stderr and "goes on with --resume" in done.stderr
+    assert "step-000004 could not be written" in done.stderr and "continues with --resume" in done.stderr
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
     assert not list((folder / "checkpoints").glob(".*"))
     train(recipe(run={"steps": 8}), folder, resume=True, show=False)
