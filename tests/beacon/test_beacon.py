@@ -359,7 +359,7 @@ def test_refusals(tmp_path):
     with pytest.raises(SparseRLError, match="is damaged"):
         load_model(str(tmp_path / "m"))
     _, (folded, *_) = generate(good, 4)
-    with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: a beacon's"):
+    with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: it is a beacon's"):
         token_logprobs(tiny("llama"), folded.tokens, folded.trace)
     with pytest.raises(
         SparseRLError, match=r"a beacon after 2 tokens was asked for \(a threshold ends chunks early\), but"
