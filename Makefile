@@ -14,8 +14,9 @@ export TOKENIZERS_PARALLELISM = false
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS  := $(VENV)/.docs
 
-.PHONY: install test demo bench lint clean
+.PHONY: install test quick slow demo bench lint types docs clean
 
 install: $(READY)
 
@@ -26,9 +27,16 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e ".[test]"
 	touch $(READY)
 
-test: install
-	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# The inner loop: equations, replay, engine, learner, one tiny run.
+quick: install
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/test_layout.py tests/learn/test_equations.py \
+	    tests/attention/test_replay.py tests/rollout/test_engine.py tests/learn/test_learner.py tests/train/test_tiny_run.py
+
+slow: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 demo: install
 	$(BIN)/sparse-rl demo
@@ -38,6 +46,20 @@ bench: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+# Needs the packages of the extra `docs` alone: the API reference is made from the sources, without importing them.
+$(DOCS): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) $$($(BIN)/python -c "import tomllib; \
+	    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $(DOCS)
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -1,15 +1,18 @@
-"""Does it learn? Methods x compressors x budgets x warm starts x seeds on the tiny model, and the table in docs/results.md.
+"""Does it learn? Methods x compressors x budgets x warm starts x seeds on the tiny model, and the table in
+docs/results.md.
 
     python benchmarks/learning_cpu.py --out runs/learning --processes 2            # all of it; run again to go on
     python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of what is there
 
-Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second one that the warm-up
-recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end, each on 128 held-out prompts x 2 samples.
+Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second
+one that the warm-up recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end,
+each on 128 held-out prompts x 2 samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -30,9 +33,32 @@ SETTINGS = {
     "snapkv 46": ("snapkv", 46),
     "snapkv 38": ("snapkv", 38),
 }
-DENSE = ("dense", "shuffled")  # on a dense cache, the second a control
-METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released", "shadow", "smd a", "smd b", "smd c")
+DENSE = ("dense", "shuffled")  # on a dense cache; the second is a control
+METHODS = (
+    "naive",
+    "none",
+    "tis",
+    "sparse-rl",
+    "sparse-rl-released",
+    "shadow",
+    "smd dense-to-shadow",
+    "smd shadow-to-dense-forward",
+    "smd shadow-to-dense-reverse",
+)
 STARTS = ("tiny-sums", "second")
+CURVES = (
+    "reward/mean",
+    "reject/trajectories/frac",
+    "gap/xi/p05",
+    "gap/alpha/p05",
+    "update/grad_norm",
+    "cache/tokens_saved/frac",
+    "rollout/truncated/frac",
+    "rollout/budget",
+    "old/entropy/mean",
+    "eval/dense/accuracy",
+    "eval/sparse/accuracy",
+)
 SECOND_SEED = 2
 
 
@@ -54,7 +80,6 @@ def overrides(job: tuple, second: Path, steps: int, more: dict) -> list[tuple[st
     keys["model.name"] = str(second) if start == "second" else start
     if setting == "dense":
         keys |= {"rollout.compressor": "dense", "rollout.compressor_options": "{}", "learn.method": "none"}
-        keys["learn.shuffle_advantages"] = str(method == "shuffled").lower()
     else:
         name, budget = SETTINGS[setting]
         preset, _, direction = method.partition(" ")
@@ -81,21 +106,40 @@ def run(args: tuple, more: dict | None = None) -> dict:
     name = "-".join(str(part).replace(" ", "") for part in (*job, *(more or {}).values()))
     shutil.rmtree(folder / name, ignore_errors=True)
     start = time.perf_counter()
-    trainer = train(recipe, folder / name, show=False)
+    with shuffled_advantages(recipe.run.seed) if job[2] == "shuffled" else contextlib.nullcontext():
+        trainer = train(recipe, folder / name, show=False)
     lines = read_lines(folder / name / "metrics.jsonl")
     row = dict(zip(("seed", "start", "method", "setting"), job)) | {
         "steps": steps,
         "seconds": time.perf_counter() - start,
     }
-    row["curves"] = {
-        key: [round(line[key], 4) for line in lines if line.get(key) is not None]
-        for key in ("reward/mean", "reject/trajectories/frac", "gap/xi/p05", "gap/alpha/p05", "update/grad_norm", "cache/tokens_saved/frac",
-                    "rollout/truncated/frac", "rollout/budget", "old/entropy/mean", "eval/dense/accuracy", "eval/sparse/accuracy")
-    }  # fmt: skip
+    row["curves"] = {key: [round(line[key], 4) for line in lines if line.get(key) is not None] for key in CURVES}
     if job[2] == "dense":
         row["under"] = {setting: under(trainer, *SETTINGS[setting]) for setting in SETTINGS}
     shutil.rmtree(folder / name)
     return row
+
+
+@contextlib.contextmanager
+def shuffled_advantages(seed: int):
+    """A control: every trajectory gets another one's advantage, so that nothing can be learned."""
+    import torch
+
+    from sparse_rl.streams import stream_key
+    from sparse_rl.train.loop import Trainer
+
+    plain = Trainer.advantages
+
+    def shuffled(self, rollout, accepted):
+        values, metrics = plain(self, rollout, accepted)
+        generator = torch.Generator().manual_seed(stream_key(seed, [self.steps_done, -1]) % 2**63)
+        return values[torch.randperm(len(values), generator=generator)], metrics
+
+    Trainer.advantages = shuffled
+    try:
+        yield
+    finally:
+        Trainer.advantages = plain
 
 
 def under(trainer, compressor: str, budget: int) -> float:
@@ -106,7 +150,8 @@ def under(trainer, compressor: str, budget: int) -> float:
 
     engine = Engine(trainer.model, make(compressor, protect_prompt=True), budget=budget, interval=4, rows=128)
     prompts = trainer.held_out.sample(0, 128)
-    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampling, seed=0)["accuracy"]
+    sampling = trainer.sampler.sampling
+    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, sampling, seed=0)["accuracy"]
 
 
 def interval(values: list[float]) -> str:
@@ -130,7 +175,8 @@ def table(rows: list[dict]) -> str:
     for start in STARTS:
         here = [r for r in rows if r["start"] == start]
         lines.append(
-            f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start | | | | | |"
+            f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start "
+            "| | | | | |"
         )
         dense = [r for r in here if r["method"] == "dense"]
         shown = "; ".join(f"{s} {interval([r['under'][s] for r in dense])}" for s in SETTINGS) if dense else ""
@@ -140,7 +186,8 @@ def table(rows: list[dict]) -> str:
                 values = [final(r, "dense") for r in group]
                 sparse = shown if method == "dense" else ""
                 lines.append(
-                    f"| none (dense) | {method} | {len(group)} | {interval(values)} | {sparse} | {min(values):.2f} | | | |"
+                    f"| none (dense) | {method} | {len(group)} | {interval(values)} | {sparse} | {min(values):.2f} | | "
+                    "| |"
                 )
         for setting in SETTINGS:
             for method in METHODS:
@@ -151,8 +198,9 @@ def table(rows: list[dict]) -> str:
                          for k in ("reject/trajectories/frac", "gap/alpha/p05", "cache/tokens_saved/frac")}  # fmt: skip
                 values, sparse = ([final(r, view) for r in group] for view in ("dense", "sparse"))
                 lines.append(
-                    f"| {setting} | {method} | {len(group)} | {interval(values)} | {interval(sparse)} | {min(values):.2f} | "
-                    f"{means['reject/trajectories/frac']:.0%} | {means['gap/alpha/p05']:.2f} | {means['cache/tokens_saved/frac']:.0%} |"
+                    f"| {setting} | {method} | {len(group)} | {interval(values)} | {interval(sparse)} | "
+                    f"{min(values):.2f} | {means['reject/trajectories/frac']:.0%} | {means['gap/alpha/p05']:.2f} | "
+                    f"{means['cache/tokens_saved/frac']:.0%} |"
                 )
     return "\n".join(lines)
 
@@ -190,8 +238,9 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 rows.append(row)
-                print(f"{len(rows)}: {row['seed']} {row['start']} {row['method']} {row['setting']}: dense {final(row, 'dense'):.2f}, "
-                      f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+                job = f"{row['seed']} {row['start']} {row['method']} {row['setting']}"
+                said = f"{len(rows)}: {job}: dense {final(row, 'dense'):.2f}, {row['seconds']:.0f} s"
+                print(said, file=sys.stderr, flush=True)
     print(table(rows))
 
 

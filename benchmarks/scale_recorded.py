@@ -44,9 +44,14 @@ def numbers(cell: str) -> float:
     return float(re.sub(r"[^0-9.]", "", cell.split("(")[0]))
 
 
+def recorded() -> str:
+    """All pages of docs/results/."""
+    return "\n".join(page.read_text() for page in sorted(RESULTS.with_suffix("").glob("*.md")))
+
+
 def rows_of(first: str) -> list[list[str]]:
-    """The cells of the table in docs/results.md whose first column is headed so."""
-    lines = RESULTS.read_text().splitlines()
+    """The cells of the table in docs/results/ whose first column is headed so."""
+    lines = recorded().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
     found = []
     for line in lines[start + 2 :]:
@@ -111,7 +116,7 @@ def rollouts() -> list[tuple[str, str, float, float]]:
 def passes() -> list[tuple[str, str, float, float]]:
     """Forward and backward of the whole model, (row, fitted or held out, predicted ms, measured ms)"""
     found = []
-    head = next(line for line in RESULTS.read_text().splitlines() if line.startswith("| whole model: ms"))
+    head = next(line for line in recorded().splitlines() if line.startswith("| whole model: ms"))
     sizes = [tuple(int(numbers(part)) for part in cell.split(" x ")) for cell in head.strip("|").split("|")[1:]]
     for cells in rows_of("whole model: ms (GB), against dense")[:2]:
         for (count, length), cell in zip(sizes, cells[1:]):
@@ -130,7 +135,7 @@ def training_steps() -> list[tuple[str, str, float, float]]:
         work("qwen2.5-1.5b", 256, 4096, round(np.mean(PROMPTS)), **more), H200, Links(), 1, np.full((32, 8), 4096)
     )
     ours = {"rollout": step.rollout, "score": step.sample - step.rollout, "update": step.update, "step": step.step}
-    lines = [line for line in RESULTS.read_text().splitlines() if re.match(r"\| [12](, resumed)? \| .* s \(", line)]
+    lines = [line for line in recorded().splitlines() if re.match(r"\| [12](, resumed)? \| .* s \(", line)]
     found = []
     for line, name in zip(
         lines, ("eager, busy host, step 1", "eager, busy host, step 2", "captured modules, fresh"), strict=True

@@ -1,16 +1,17 @@
-"""Why corrections fail where the budget hurts: which token ruined a rollout, what its xi was, and what other weights would do.
+"""Why corrections fail where the budget hurts: which token ruined a rollout, what its xi was, and what other weights
+would do.
 
-    python benchmarks/why_correction_fails.py --out runs/why --culprits          # the first wrong token of failed rollouts
-    python benchmarks/why_correction_fails.py --out runs/why --processes 2       # train with other weights, R-KV 32
+    python benchmarks/why_correction_fails.py --out runs/why --culprits          # the first wrong token of failed
+    rollouts python benchmarks/why_correction_fails.py --out runs/why --processes 2       # train with other weights,
+    R-KV 32
 
-On running sums the first character that differs from the worked solution is the culprit. The variants change the weights and the mask of
-the batch that `make_batches` made, by the sign of the advantage A and by xi:
+On running sums the first character that differs from the worked solution is the culprit. The variants change the
+weights and the mask of the batch that `make_batches` made, by the sign of the advantage A and by xi:
 
-    tis               w = min(xi, 2) for all
-    reward-only       as tis where A > 0; trajectories with A < 0 are dropped
-    punish-plain      as tis where A > 0; w = 1 where A < 0, so that the culprit is punished in full
-    culprit-only      as tis where A > 0; where A < 0 only tokens with xi < 0.5 count, with w = 1
-    before-culprit    as tis, but nothing from the first token with xi < 1e-4 on counts (prefix-wise acceptance instead of rejection)
+    tis               w = min(xi, 2) for all reward-only       as tis where A > 0; trajectories with A < 0 are dropped
+    punish-plain      as tis where A > 0; w = 1 where A < 0, so that the culprit is punished in full culprit-only
+    as tis where A > 0; where A < 0 only tokens with xi < 0.5 count, with w = 1 before-culprit    as tis, but nothing
+    from the first token with xi < 1e-4 on counts (prefix-wise acceptance instead of rejection)
 
 and three keep sparse-rl as it is, with less noise in the updates or with other samples:
 
@@ -45,8 +46,8 @@ KEYS = {
 }  # of sparse-rl
 
 
-def change(batch, how, variant: str):
-    """The batch of an optimizer step with other weights. All tensors [N, T]; `how` is the loss."""
+def change(batch, loss, variant: str):
+    """The batch of an optimizer step with other weights. All tensors are [N, T]."""
     from sparse_rl.learn.loss import token_scale
 
     gap = batch.old_logprobs - batch.sampler_logprobs
@@ -61,7 +62,7 @@ def change(batch, how, variant: str):
         weights = torch.where(bad, 1.0, weights)
     elif variant == "before-culprit":
         mask &= ((xi < 1e-4) & response).cumsum(1) == 0
-    scale = token_scale(mask, torch.ones(len(mask), dtype=torch.bool), how)
+    scale = token_scale(mask, torch.ones(len(mask), dtype=torch.bool), loss)
     return dataclasses.replace(batch.batch, mask=mask, weights=weights, scale=scale)
 
 
@@ -86,8 +87,8 @@ def run(args: tuple) -> dict:
         return run_plain(((seed, start, "sparse-rl", setting), *rest), KEYS[variant]) | {"method": variant}
     plain = sparse_rl.train.loop.make_batches
 
-    def other(scored, advantages, how, loss, minibatches):
-        batches = plain(scored, advantages, how, loss, minibatches)
+    def other(scored, corrected, advantages, correction, loss, minibatches):
+        batches = plain(scored, corrected, advantages, correction, loss, minibatches)
         parts = torch.arange(len(advantages)).tensor_split(minibatches)
         sampled = scored.sampled
         return [
@@ -116,13 +117,14 @@ def culprits(second: Path) -> None:
     prompts = task.sample(0, 128)
     quantiles = torch.tensor([0.05, 0.25, 0.5], dtype=torch.float64)
     print(
-        "| warm start | compressor | failed | first wrong token: xi p05 / p25 / p50 | xi < 0.1 | xi < 1e-4 | all tokens: xi < 0.1 | |"
+        "| warm start | compressor | failed | first wrong token: xi p05 / p25 / p50 | xi < 0.1 | xi < 1e-4 | all "
+        "tokens: xi < 0.1 | |"
     )
     for name in ("tiny-sums", str(second)):
         model, tokenizer = load_model(name)
         for setting, (compressor, budget) in {"dense": ("dense", 80), **SETTINGS}.items():
-            how = make(compressor) if compressor == "dense" else make(compressor, protect_prompt=True)
-            engine = Engine(model, how, budget=budget, interval=4, rows=128)
+            chosen = make(compressor) if compressor == "dense" else make(compressor, protect_prompt=True)
+            engine = Engine(model, chosen, budget=budget, interval=4, rows=128)
             done = engine.generate([encode(tokenizer, p.text) for p in prompts], 4, Sampling(72), seed=7)
             scored = score(model, collate(done), 16384)
             texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
@@ -139,8 +141,8 @@ def culprits(second: Path) -> None:
                     wrong.append(scored.gap[i, t.num_prompt_tokens + first].item())
             xi = torch.tensor(wrong, dtype=torch.float64).exp()
             spread = " / ".join(f"{v:.1e}" for v in percentiles(xi, quantiles).tolist())
-            cells = [f"{len(wrong) / len(done):.0%}", spread, f"{(xi < 0.1).double().mean():.0%}", f"{(xi < 1e-4).double().mean():.0%}",
-                     f"{(all_xi < 0.1).double().mean():.2%}"]  # fmt: skip
+            below = [f"{(xi < bound).double().mean():.0%}" for bound in (0.1, 1e-4)]
+            cells = [f"{len(wrong) / len(done):.0%}", spread, *below, f"{(all_xi < 0.1).double().mean():.2%}"]
             print(f"| {Path(name).name} | {setting} | {' | '.join(cells)} |")
 
 

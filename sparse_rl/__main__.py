@@ -1,4 +1,4 @@
-"""`python -m sparse_rl` is `sparse-rl`; launchers start processes with it: accelerate launch -m sparse_rl train RECIPE."""
+"""`python -m sparse_rl` is `sparse-rl`, for launchers of modules: accelerate launch -m sparse_rl train RECIPE."""
 
 from .cli.main import main
 

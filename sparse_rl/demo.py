@@ -1,9 +1,10 @@
-"""`make demo`: the built-in model learns running sums on a compressed cache, three ways side by side.
+"""`make demo`: the built-in model learns running sums on a compressed cache, with three methods side by side.
 
     sparse-rl demo --out runs/demo          # about two minutes on one CPU core
 
-naive takes the sampler's log-probs for the learner's own, none recomputes them and corrects nothing, sparse-rl rejects and reweights. The
-row of the dense cache was measured once with the same settings (`python -m sparse_rl.demo` measures it anew).
+`naive` uses the sampler's log-probs as if they were the learner's, `none` recomputes them and corrects nothing, and
+`sparse-rl` rejects and reweights. The row of the dense cache was measured once with the same settings;
+`python -m sparse_rl.demo` measures it again.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ REFERENCE = Path(__file__).parent / "assets" / "demo-dense.json"
 
 
 def recipe(method: str) -> Recipe:
-    """25 steps of the recipe tiny-sums with a correction preset, or with the dense cache."""
-    other = (
-        [("method", method)]
-        if method != "dense"
-        else [("compressor", "dense"), ("compressor_options", "{}"), ("method", "none")]
-    )
-    return load_recipe(RECIPES / "tiny-sums.yaml", [("steps", "25"), *other])
+    """25 steps of the recipe tiny-sums with a correction preset; `dense`: on the dense cache."""
+    changes = [("method", method)]
+    if method == "dense":
+        changes = [("compressor", "dense"), ("compressor_options", "{}"), ("method", "none")]
+    return load_recipe(RECIPES / "tiny-sums.yaml", [("steps", "25"), *changes])
 
 
 def run(out: Path) -> None:
+    """Train with every method, print the table, draw the picture and write the report."""
     console, start = Console(), time.perf_counter()
     if out.exists() and not (out / "naive" / "recipe.yaml").exists() and any(out.iterdir()):
         raise SparseRLError(f"{out} holds something that is not a demo; choose another folder with --out.")
     console.print(
-        "A character-level model of 0.3 M parameters learns running sums by GRPO: 25 steps of 16 prompts x 8 completions, sampled on an "
-        "R-KV cache of 38 + 4 slots where a prompt and its completion have about 70 tokens.\n"
+        "A character-level model of 0.3 M parameters learns running sums by GRPO: "
+        "25 steps of 16 prompts x 8 completions, "
+        "sampled on an R-KV cache of 38 + 4 slots where a prompt and its completion have about 70 tokens.\n"
     )
     rows = {}
     for method in METHODS:
@@ -55,8 +56,8 @@ def run(out: Path) -> None:
     rows["dense*"] = json.loads(REFERENCE.read_text())
     console.print(table(rows))
     console.print(
-        "dense, sparse: share of 128 held-out sums that are right, sampled on the whole cache and on 38 + 4 slots; after: the mean of the "
-        "last two evaluations. KV cache, rejected, tokens per s: of the training rollouts.\n"
+        "dense, sparse: share of 128 held-out sums that are right, sampled on the whole cache and on 38 + 4 slots; "
+        "after: the mean of the last two evaluations. KV cache, rejected, tokens per s: of the training rollouts.\n"
         f"* rollouts on a dense cache, as reference; measured once ({rows['dense*']['measured']})."
     )
     try:
@@ -70,7 +71,7 @@ def run(out: Path) -> None:
 
 
 def summary(folder: Path) -> dict:
-    """What the table and the picture need of a run."""
+    """The numbers of a run that the table and the picture show."""
     metrics, timing = read_lines(folder / "metrics.jsonl"), read_lines(folder / "timing.jsonl")
 
     def values(lines: list[dict], key: str) -> list[tuple[int, float]]:
@@ -89,17 +90,10 @@ def summary(folder: Path) -> dict:
 
 
 def table(rows: dict[str, dict]) -> Table:
+    """One row per method: accuracy before and after, on both caches, and what the rollouts took."""
     result = Table()
-    for heading in (
-        "",
-        "dense\nbefore",
-        "dense\nafter",
-        "sparse\nbefore",
-        "sparse\nafter",
-        "KV\ncache",
-        "re-\njected",
-        "tokens\nper s",
-    ):
+    accuracies = ("dense\nbefore", "dense\nafter", "sparse\nbefore", "sparse\nafter")
+    for heading in ("", *accuracies, "KV\ncache", "re-\njected", "tokens\nper s"):
         result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, row in rows.items():
         cells = []
@@ -107,14 +101,14 @@ def table(rows: dict[str, dict]) -> Table:
             curve = row["curves"][view]
             start = f"{curve[0][1]:.2f}" if len(curve) > 1 else ""
             cells += [start, f"{statistics.mean(v for _, v in curve[-2:]):.2f}"]
-        speed = (
-            "" if "measured" in row else f"{row['tokens_per_s']:,.0f}"
-        )  # of another moment, perhaps another machine: not comparable
+        # the reference was measured at another time, perhaps on another machine: its speed is not comparable
+        speed = "" if "measured" in row else f"{row['tokens_per_s']:,.0f}"
         result.add_row(name, *cells, size(row["kv_bytes"]), f"{row['rejected']:.0%}", speed)
     return result
 
 
 def draw(rows: dict[str, dict], path: Path) -> Path:
+    """Accuracies and rewards over the steps, as a picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -139,25 +133,22 @@ def draw(rows: dict[str, dict], path: Path) -> Path:
     return path
 
 
-def measure_reference(out: Path, how: str) -> None:
-    """The dense row, to be shipped: same settings, nothing evicted."""
+def measure_reference(out: Path, measured: str) -> None:
+    """Write the dense row that is shipped: the same settings, nothing evicted. `measured` says when and on what."""
     from .compressors import make
     from .rollout import Engine
     from .train.held_out import accuracy
 
     shutil.rmtree(out, ignore_errors=True)
     trainer, rollout = train(recipe("dense"), out), recipe("naive").rollout
-    engine = Engine(
-        trainer.model,
-        make(rollout.compressor, **rollout.compressor_options),
-        rollout.budget,
-        rollout.interval,
-        rollout.rows,
-    )
+    assert trainer.held_out is not None
+    compressor = make(rollout.compressor, **rollout.compressor_options)
+    engine = Engine(trainer.model, compressor, rollout.max_budget, rollout.interval, rollout.rows)
     prompts = trainer.held_out.sample(0, trainer.recipe.eval.prompts)
-    found = accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampling, seed=0)
-    result = summary(out) | {"measured": how}
-    result["curves"]["sparse"] = [(trainer.step, found["accuracy"])]
+    found = accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampler.sampling, seed=0)
+    result = summary(out)
+    result["measured"] = measured
+    result["curves"]["sparse"] = [(trainer.steps_done, found["accuracy"])]
     REFERENCE.write_text(json.dumps(result) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""What users can get wrong, said in one sentence with the numbers and the remedy.
+"""Errors that users can fix: one sentence with the numbers and the remedy.
 
-Every error raised on purpose is a `SparseRLError`; broken invariants are asserts, everything else propagates.
+Every error raised on purpose is a `SparseRLError`; a broken invariant fails an assert; everything else propagates.
 """
 
 import difflib
@@ -9,33 +9,33 @@ from numbers import Integral
 
 
 class SparseRLError(ValueError):
-    """A mistake the user can mend; the message says how."""
+    """A mistake that the user can fix; the message says how."""
 
 
 class NonFiniteLogits(SparseRLError):
-    """The model produced NaN or infinite logits; the message says for which row and step.
+    """The model produced NaN or infinite logits; the message names the row and the step.
 
-    The trajectories that were finished by then are in `trajectories`.
+    `trajectories` holds the trajectories that had finished by then.
     """
 
     trajectories: list = []  # noqa: RUF012 (replaced, never mutated)
 
 
 class OutOfMemory(SparseRLError):
-    """Memory ran out; the message is the memory plan and the largest setting that fits.
+    """Memory ran out; the message shows the memory plan and the largest setting that fits.
 
-    The trajectories that were finished by then are in `trajectories`.
+    `trajectories` holds the trajectories that had finished by then.
     """
 
     trajectories: list = []  # noqa: RUF012 (replaced, never mutated)
 
 
 class CannotWrite(SparseRLError):
-    """A file could not be written; what was there before still is."""
+    """A file could not be written; its previous content is untouched."""
 
 
 class RolloutInterrupted(KeyboardInterrupt):
-    """Ctrl-C during `Engine.generate`. The trajectories that were finished by then are in `trajectories`."""
+    """Ctrl-C during `Engine.generate`; `trajectories` holds the trajectories that had finished by then."""
 
     def __init__(self, trajectories: list):
         super().__init__(f"interrupted; {len(trajectories)} finished trajectories are in `.trajectories`")
@@ -43,14 +43,17 @@ class RolloutInterrupted(KeyboardInterrupt):
 
 
 def require_int(at_least: int = 1, **numbers: int) -> None:
-    """Check that named settings are whole numbers and large enough."""
+    """Check that the named settings are whole numbers of at least `at_least`."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
             raise SparseRLError(f"{name} is {value!r}; it must be a whole number of at least {at_least}.")
 
 
 def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
-    """The remedy for a misspelt name: the closest known one (`by_last`: of section.key compared by the key), and all of them."""
+    """The remedy for a misspelt name: the closest known name, and the list of all known names.
+
+    `by_last` compares only the last part of dotted names, the key of section.key.
+    """
     known = list(known)
     compared = {full.rpartition(".")[2] if by_last else full: full for full in reversed(known)}
     close = difflib.get_close_matches(name, compared, n=1, cutoff=0.4)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, lines of JSON, and the sentence that a failed write gets."""
+"""Files written whole or not at all, files of JSON lines, and one sentence for a failed write."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from safetensors import SafetensorError
 
 from .errors import CannotWrite, SparseRLError
 
-STATE = "training.pt"  # beside a checkpoint's model: what training needs to go on
+STATE = "training.pt"  # beside a checkpoint's model: the state that --resume loads
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A failed write of `path` in one sentence."""
+    """Turn a failed write of `path` into a `CannotWrite` of one sentence."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not re.search(
             "PytorchStreamWriter|inline_container|No space|unexpected pos", str(error)
         ):
-            raise  # torch reports a failed write as RuntimeError, and much else
+            raise  # torch reports failed writes as RuntimeError, but many other failures as well
         there = next(folder for folder in path.parents if folder.exists())
+        free = shutil.disk_usage(there).free / 2**20
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         why = "the disk is full" if full else first_line(error)
         raise CannotWrite(
-            f"{path} could not be written ({why}; {shutil.disk_usage(there).free / 2**20:,.0f} MiB free); nothing half-written was left "
-            "there. Free some space or choose another place, and give the command again; a run goes on with --resume."
+            f"{path} could not be written ({why}; {free:,.0f} MiB free); nothing half-written was left there. "
+            "Free some space or choose another place, and repeat the command; a run continues with --resume."
         ) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write or replace a file, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:
@@ -52,17 +53,24 @@ def replace_file(path: Path, content: bytes) -> None:
             raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a text file, whole or not at all."""
+    replace_file(path, text.encode())
+
+
 def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if it has no message."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def append_line(path: Path, values: Mapping) -> None:
+    """Append one line of JSON."""
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(line_of(values))
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a file of metrics; none where there is no file."""
+    """The complete lines of a file of JSON lines; an empty list if there is no file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as lines:
@@ -75,13 +83,8 @@ def read_lines(path: Path) -> list[dict]:
         ) from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    replace_file(path, text.encode())
-
-
 def line_of(values: Mapping) -> str:
-    """JSON has no NaN and no infinity: they become null."""
+    """One line of JSON. JSON has no NaN and no infinity: they become null."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return json.dumps(plain) + "\n"
 

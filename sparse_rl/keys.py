@@ -1,4 +1,4 @@
-"""A setting of a recipe: a dataclass field with its default and one line of help, so that the table of all keys writes itself."""
+"""A key of a recipe: a dataclass field with a default and one line of help; the table of keys is made from these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def key(help: str, default: Any = MISSING) -> Any:
-    """`default` left out: the recipe must say it."""
+    """A dataclass field with its help; a key without a default must be in every recipe."""
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})

@@ -1,6 +1,6 @@
-"""The records on the arrows between stages, and how trajectories are written to disk and read back.
+"""The record of one sampled completion (`Trajectory`), and how trajectories are written to disk and read back.
 
-T tokens of a trajectory (prompt + response), L layers, H KV heads. All tensors live on the CPU.
+Shapes: T tokens of a trajectory (prompt + response), L layers, H KV heads. All tensors live on the CPU.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Trajectory:
 
     tokens: Tensor  # int64 [T]: prompt, then response (its stop token included)
     num_prompt_tokens: int
-    sampler_logprobs: Tensor  # fp32 [T]: of the distribution sampled from; 0 on the prompt
+    sampler_logprobs: Tensor  # fp32 [T]: under the distribution that was sampled from; 0 on the prompt
     trace: Trace  # what every query could see; evicted_at [L, H, T]
-    finish_reason: str  # "stop": a stop token was sampled; "length": max_new_tokens were
+    finish_reason: str  # "stop": a stop token was sampled; "length": max_new_tokens were sampled
     prompt_index: int  # which prompt of the call
     sample_index: int  # which member of its group
-    version: int = 0  # optimizer steps behind the weights that sampled it
-    beacon_id: int | None = None  # what stands in `tokens` where a beacon was fed; its log-prob is 0
-    positions: Tensor | None = None  # int64 [T]: for RoPE, where they are not the feed indices
+    version: int = 0  # optimizer steps that had led to the weights that sampled it
+    beacon_id: int | None = None  # the id that stands in `tokens` where a beacon was fed; its log-prob is 0
+    positions: Tensor | None = None  # int64 [T]: RoPE positions, if they differ from the feed indices
 
     @property
     def prompt_tokens(self) -> Tensor:
@@ -39,49 +39,46 @@ class Trajectory:
 
     @property
     def response_tokens(self) -> Tensor:
-        """What was sampled: beacons are not."""
+        """The sampled tokens; beacons are not sampled."""
         return self.tokens[self.response_mask]
 
     @property
     def response_mask(self) -> Tensor:
-        """bool [T]"""
+        """bool [T]: the sampled tokens."""
         response = torch.arange(len(self.tokens)) >= self.num_prompt_tokens
         return response if self.beacon_id is None else response & (self.tokens != self.beacon_id)
 
 
 def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
-    """1 - slots in use at the end / tokens, over all trajectories: the counting of the Sparse-RL paper."""
+    """1 - slots in use at the end / tokens, over all trajectories; the Sparse-RL paper counts this way."""
     slots = sum(t.trace.slots_in_use().double().mean().item() for t in trajectories)
     return 1 - slots / sum(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
 
 
 def entries(trajectory: Trajectory) -> Tensor:
-    """Entries that each query of the response found in its row, its own included; the mean over layers and KV heads. -> fp64 [Q]
+    """Cache entries that each query of the response saw, its own included: the mean over layers and KV heads. fp64 [Q]
 
-    Queries are what was fed after the prompt, beacons included; the last token never is. Where nothing was: the prompt's tokens.
+    The Q queries are the tokens fed after the prompt, beacons included; the last token is never fed. If nothing was fed
+    after the prompt, the result is the number of prompt tokens.
     """
-    first, last = (
-        trajectory.num_prompt_tokens,
-        len(trajectory.tokens) - 1,
-    )  # feed indices of the queries: first .. last - 1
+    first, last = trajectory.num_prompt_tokens, len(trajectory.tokens) - 1  # feed indices of queries: first .. last - 1
     if last <= first:
         return torch.tensor([first], dtype=torch.float64)
     evicted_at = trajectory.trace.evicted_at.long()[..., :last]  # [L, H, T - 1]
-    gone = (
-        (evicted_at.clamp(first, last) - first).flatten().bincount(minlength=last - first + 1)[:-1]
-    )  # as query q comes
-    lists = evicted_at[..., 0].numel()
-    return torch.arange(first + 1, last + 1) - gone.cumsum(0).double() / lists
+    moments = (evicted_at.clamp(first, last) - first).flatten()
+    newly_evicted = moments.bincount(minlength=last - first + 1)[:-1]  # [Q], summed over layers and KV heads
+    return torch.arange(first + 1, last + 1) - newly_evicted.cumsum(0).double() / evicted_at[..., 0].numel()
 
 
 def mean_entries(trajectory: Trajectory) -> float:
+    """The mean of `entries` over the queries."""
     return entries(trajectory).mean().item()
 
 
 class TrajectoryWriter:
-    """Writes trajectories as they finish: one readable JSON line each, and its trace beside it.
+    """Writes trajectories as they finish: one readable JSON line each, with the trace in a file beside it.
 
-    The line is written after the trace and names it, so whatever line is there is complete; an interrupt loses nothing finished.
+    A line is written after its trace and names it, so every line is complete, and an interrupt loses nothing finished.
     """
 
     def __init__(self, folder: str | os.PathLike):
@@ -91,15 +88,19 @@ class TrajectoryWriter:
             raise SparseRLError(f"{self.lines} exists already; choose another folder or remove it first.")
         if self.folder.exists() and not self.folder.is_dir():
             raise SparseRLError(f"{self.folder} is a file; trajectories need a folder.")
-        self._file = None  # opened with the first trajectory, so that a call refused before leaves nothing behind
+        self._file = None  # opened with the first trajectory, so that a refused call leaves no files behind
 
     def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None, **more) -> None:
-        """`prompt`, `text` and `more` are for the reader; the record is complete without them."""
+        """`prompt`, `text` and `more` are for human readers; the record is complete without them."""
         if self._file is None:
             (self.folder / "traces").mkdir(parents=True, exist_ok=True)
             self._file = self.lines.open("a", encoding="utf-8")
         trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
         trajectory.trace.save(self.folder / trace)
+        beacons = {}
+        if trajectory.beacon_id is not None:
+            assert trajectory.positions is not None
+            beacons = {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}
         line = {
             "prompt_index": trajectory.prompt_index,
             "sample_index": trajectory.sample_index,
@@ -112,11 +113,7 @@ class TrajectoryWriter:
             "tokens": trajectory.tokens.tolist(),
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
             "trace": trace,
-            **(
-                {}
-                if trajectory.beacon_id is None
-                else {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}
-            ),
+            **beacons,
         }
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
@@ -132,8 +129,12 @@ class TrajectoryWriter:
         self.close()
 
 
+# ValueError includes SparseRLError and the errors of JSON and UTF-8
+_INVALID = (ValueError, KeyError, TypeError, RecursionError, OSError)
+
+
 def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
-    """The trajectories a `TrajectoryWriter` wrote, in the order they finished. A last line cut off by a crash is left out."""
+    """The trajectories that a `TrajectoryWriter` wrote, in the order they finished; omits a line cut off by a crash."""
     path = Path(folder) / "trajectories.jsonl"
     if not path.is_file():
         raise SparseRLError(f"there is no {path}; give a folder that `sparse-rl rollout` or a run's samples/ wrote.")
@@ -141,13 +142,7 @@ def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
         for number, text in enumerate((text for text in lines if text.endswith(b"\n")), 1):
             try:
                 trajectory = _trajectory(json.loads(text), Path(folder))
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-                RecursionError,
-                OSError,
-            ) as error:  # SparseRLError, JSON and UTF-8 errors among them
+            except _INVALID as error:
                 why = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
                 raise SparseRLError(f"{path}, line {number} is not a trajectory ({why}).") from error
             yield trajectory
@@ -156,9 +151,12 @@ def read_trajectories(folder: str | os.PathLike) -> Iterator[Trajectory]:
 def _trajectory(line: dict, folder: Path) -> Trajectory:
     if not isinstance(line, dict):
         raise SparseRLError(f"it holds {type(line).__name__}, not keys")
-    wrong = _wrong_in(line)
-    if wrong is not None:
-        raise SparseRLError(wrong)
+    why = _why_invalid(line)
+    if why is not None:
+        raise SparseRLError(why)
+    beacons = {}
+    if "beacon_id" in line:
+        beacons = {"beacon_id": line["beacon_id"], "positions": torch.tensor(line["positions"])}
     trajectory = Trajectory(
         tokens=torch.tensor(line["tokens"], dtype=torch.int64),
         num_prompt_tokens=line["num_prompt_tokens"],
@@ -168,11 +166,7 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         prompt_index=line["prompt_index"],
         sample_index=line["sample_index"],
         version=line["version"],
-        **(
-            {"beacon_id": line["beacon_id"], "positions": torch.tensor(line["positions"])}
-            if "beacon_id" in line
-            else {}
-        ),
+        **beacons,
     )
     lengths = {
         "tokens": len(trajectory.tokens),
@@ -180,14 +174,13 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         "trace": trajectory.trace.num_tokens,
     }
     if len(set(lengths.values())) > 1:
-        raise SparseRLError(
-            f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}; trace file {line['trace']}"
-        )
+        found = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        raise SparseRLError(f"lengths differ: {found}; trace file {line['trace']}")
     return trajectory
 
 
-def _wrong_in(line: dict) -> str | None:
-    """What about a line's values no rollout writes."""
+def _why_invalid(line: dict) -> str | None:
+    """Why the record is invalid, or None."""
     for name in ("num_prompt_tokens", "prompt_index", "sample_index", "version"):
         if not _is_count(line[name]):
             return f"{name} is {line[name]!r}, not a whole number from 0 on"
@@ -217,6 +210,5 @@ def _is_count(value) -> bool:
 
 
 def _is_logprob(value) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and -3e38 < value <= 1e-4
-    )  # rounding may lead beyond 0
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -3e38 < value <= 1e-4  # rounding may give a little more than 0

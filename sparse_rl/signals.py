@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: held back while something must happen wholly or not at all, or turned into a clean stop."""
+"""Ctrl-C and SIGTERM: held back during work that must happen wholly or not at all, or turned into a clean stop."""
 
 import signal
 import threading
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM until the block is through, so that what it does happens wholly or not at all."""
+    """Hold back Ctrl-C and SIGTERM until the block ends, so that its work happens wholly or not at all."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if None in before.values() or threading.current_thread() is not threading.main_thread():  # not ours to hold back
+    if None in before.values() or threading.current_thread() is not threading.main_thread():  # cannot be held back here
         yield
         return
     received = []
@@ -27,14 +27,14 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM, which schedulers send, stops a run as Ctrl-C does, even where Ctrl-C is ignored (jobs in the background)."""
+    """SIGTERM, which schedulers send, stops a run as Ctrl-C does, even where Ctrl-C is ignored (background jobs)."""
 
     def stop(*_):
         raise KeyboardInterrupt
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: nobody sends us signals
+    except ValueError:  # signals only reach the main thread
         yield
         return
     try:

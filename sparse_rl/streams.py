@@ -1,7 +1,7 @@
 """Random numbers that belong to a sequence, not to the batch it happens to run in.
 
-A stream is a 64-bit key; its n-th number is a hash of (key, n), so nothing is consumed and nothing depends on the order
-in which rows are served. The same few integer operations run on any device.
+A stream is a 64-bit key; its n-th number is a hash of (key, n). Reading a number changes no state, so no number depends
+on the order in which rows are served. The same few integer operations run on any device.
 """
 
 import hashlib

@@ -12,9 +12,8 @@ import torch
 from tests.helpers.models import ARCHITECTURES, tiny
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background jobs, and pytest's own workers, start with Ctrl-C ignored
+# a shell's background jobs, and pytest's own workers, start with Ctrl-C ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=ARCHITECTURES)

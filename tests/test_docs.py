@@ -11,43 +11,48 @@ from sparse_rl import COMPRESSORS, token_logprobs
 from tests.helpers.compressors import STANDALONE
 
 ROOT = Path(__file__).parent.parent
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 
 
 def python_blocks(path: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
 
 
-def test_the_readme_example_runs(capsys):
-    code, _, _ = python_blocks("README.md")
+@pytest.mark.parametrize("path", ["README.md", "docs/python.md"])
+def test_the_example_of_a_replay_runs(path, capsys):
+    code, *_ = python_blocks(path)
     names: dict = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, path, "exec"), names)
     assert len(names["trajectories"]) == 8
     gap = (names["replayed"].cpu() - names["t"].sampler_logprobs)[names["t"].num_prompt_tokens :].abs().max()
     assert gap < 1e-5
     assert "tensor(" in capsys.readouterr().out
 
 
-def test_the_readme_example_of_a_beacon_runs(tmp_path, monkeypatch, capsys):
+def test_the_example_of_a_beacon_runs(tmp_path, monkeypatch, capsys):
     from sparse_rl.beacon import add_beacon
     from sparse_rl.train.checkpoint import save_model
 
     model, tokenizer = sparse_rl.load_model("tiny-sums")
     save_model(tmp_path / "models" / "student", add_beacon(model, (16,)), tokenizer)
     monkeypatch.chdir(tmp_path)
-    _, code, _ = python_blocks("README.md")
+    _, code, _ = python_blocks("docs/python.md")
     names: dict = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "docs/python.md", "exec"), names)
     t = names["t"]
     assert int((t.tokens == t.beacon_id).sum()) == max(0, len(t.response_tokens) - 2) // 16
     assert capsys.readouterr().out.strip() == tokenizer.decode(t.response_tokens).strip()
 
 
-def test_the_readme_example_of_text_runs(capsys):
+def test_the_example_of_text_runs(capsys):
     from sparse_rl import Engine, Sampling
 
-    *_, code = python_blocks("README.md")
+    *_, code = python_blocks("docs/python.md")
     names: dict = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "docs/python.md", "exec"), names)
     model, tokenizer, sums, answers = (names[name] for name in ("model", "tokenizer", "sums", "answers"))
     engine = Engine(model, compressor="rkv", budget=40, interval=4)
     expected = engine.generate([tokenizer.encode(text) for text in sums], sampling=Sampling(80, temperature=0.0))
@@ -56,12 +61,12 @@ def test_the_readme_example_of_text_runs(capsys):
     assert capsys.readouterr().out == answers[0]
 
 
-def test_the_evaluation_on_the_recipes_page_is_printed(tmp_path, monkeypatch):
+def test_the_evaluation_on_its_page_is_printed(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from sparse_rl.cli.main import app
 
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/evaluate.md").read_text()
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^ +sparse-rl eval (.*?)(?: +#.*)?$", page, flags=re.MULTILINE)
     done = CliRunner().invoke(app, ["eval", *commands[1].split()])
@@ -97,18 +102,62 @@ def test_the_compressor_page_describes_every_field_of_the_view():
         assert f"`{field.name}`" in page, field.name
 
 
-@pytest.mark.parametrize("path", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_the_plan_on_the_page_of_commands_is_printed():
+    from typer.testing import CliRunner
+
+    from sparse_rl.cli.main import app
+
+    page = (ROOT / "docs/cli.md").read_text()
+    (command,) = re.findall(r"^ +sparse-rl plan (--model qwen.*)$", page, flags=re.MULTILINE)
+    done = CliRunner().invoke(app, ["plan", *command.split()])
+    assert done.exit_code == 0, done.exception
+    shown = page[page.index("<!-- plan -->") : page.index("<!-- /plan -->")].split("```")[1]
+    assert [line.rstrip() for line in done.stdout.strip().splitlines()] == shown.strip().splitlines()
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES)
 def test_links_lead_somewhere(path):
-    text = re.sub(r"`[^`]*`", "", (ROOT / path).read_text())
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+    text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / path).read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
         if not target.startswith("http"):
-            assert ((ROOT / path).parent / target).exists(), target
+            there = ROOT / path if not target else (ROOT / path).parent / target
+            assert there.exists(), target
+            assert not anchor or anchor in headings(there), (target, anchor)
 
 
-def test_the_readme_lists_every_compressor():
+@pytest.mark.parametrize("path", PAGES)
+def test_lines_of_prose_are_not_too_long(path):
+    """At most 120 characters, but for tables, pictures and what a command prints."""
+    text = re.sub(r"```.*?```", "", (ROOT / path).read_text(), flags=re.DOTALL)
+    for line in text.splitlines():
+        assert len(line) <= 120 or line.startswith(("|", "![")), line
+
+
+def test_the_readme_is_one_page_from_which_everything_is_near():
     text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    for target in ("sparse_rl/train/loop.py", "sparse_rl/compressors/rkv.py"):  # the algorithm box; R-KV's score
+        assert f"]({target})" in text
+    for target in ("docs/tasks.md#add-your-own-task", "docs/metrics.md#gap"):
+        assert f"]({target})" in text
+
+
+def test_the_page_of_compressors_lists_every_one():
+    text = (ROOT / "docs/compressors.md").read_text()
     for name in STANDALONE:
         assert f"| `{name}` |" in text
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    for name in sparse_rl.__all__:
+        assert re.search(rf"[.]{name}\b", page), name
 
 
 def test_public_names_exist():
@@ -118,32 +167,31 @@ def test_public_names_exist():
         sparse_rl.nonsense  # noqa: B018
 
 
-def test_the_recipes_page_lists_every_key_and_preset():
+def test_the_pages_list_every_key_and_preset():
     from sparse_rl.config import table_of_keys
     from sparse_rl.learn.method import METHODS
 
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/keys.md").read_text()
     table = page[page.index("<!-- keys -->") : page.index("<!-- /keys -->")].splitlines()[3:]
     expected = [
         "| `{}` | `{}` | {} |".format(key, default, text.replace("|", "\\|")) for key, default, text in table_of_keys()
     ]
     assert table == expected
+    page = (ROOT / "docs/methods.md").read_text()
     for preset in METHODS:
         assert f"`{preset}`" in page
 
 
-def test_the_memory_plans_on_the_recipes_page_are_those_of_the_recipes():
+def test_the_memory_plans_on_the_page_are_those_of_the_recipes():
     from sparse_rl.config import load_recipe
     from sparse_rl.planning.memory import size
     from sparse_rl.train.run import plan_run
 
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/train.md").read_text()
     recipes = sorted((ROOT / "recipes").glob("*-simplerl.yaml"))
     assert len(recipes) == 4
     for path in recipes:
         plan = plan_run(load_recipe(path), 1024)
         (line,) = (line for line in page.splitlines() if line.startswith(f"| `{path.stem}` |"))
-        assert (
-            line.endswith(f"| {size(plan.update_bytes)} | **{size(plan.total_bytes)}** |")
-            and size(plan.optimizer_bytes) in line
-        )
+        assert line.endswith(f"| {size(plan.update_bytes)} | **{size(plan.total_bytes)}** |")
+        assert size(plan.optimizer_bytes) in line

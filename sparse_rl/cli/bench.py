@@ -1,4 +1,4 @@
-"""`sparse-rl bench`: speed on this machine."""
+"""`sparse-rl bench`: measure speed on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import Budget, CompressorName, Dtype, Interval
 bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
 
-@bench.callback()  # so that `rollout` stays a word of the command, though it is the only one
+@bench.callback()  # without a callback, typer would drop the word `rollout` from the only command
 def _bench() -> None: ...
 
 
@@ -25,18 +25,18 @@ def bench_rollout(
     budget: Budget = 512,
     interval: Interval = 128,
     rows: Annotated[int, typer.Option(help="Sequences, all decoded at once.")] = 256,
-    prompt: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 256,
-    new: Annotated[int, typer.Option(help="New tokens of every sequence; none stops early.")] = 3840,
-    repeats: Annotated[int, typer.Option(help="Timed runs; the median one is told.")] = 3,
+    prompt: Annotated[int, typer.Option(help="Tokens per prompt.")] = 256,
+    new: Annotated[int, typer.Option(help="New tokens per sequence; no sequence stops early.")] = 3840,
+    repeats: Annotated[int, typer.Option(help="Timed runs; the median run is reported.")] = 3,
     peer: Annotated[
-        str | None, typer.Option(help="`transformers`: model.generate on the same prompts beside it.")
+        str | None, typer.Option(help="`transformers`: also time model.generate on the same prompts.")
     ] = None,
-    peer_new: Annotated[int, typer.Option(help="New tokens of the peer.")] = 128,
+    peer_new: Annotated[int, typer.Option(help="New tokens per sequence of the peer.")] = 128,
     dtype: Dtype = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers, for programs.")] = False,
 ) -> None:
-    """Time whole rollouts of a model with random weights: tokens/s, milliseconds per step, memory, where the time went."""
+    """Time whole rollouts of a model with random weights: tokens/s, milliseconds per step, memory, shares of time."""
     from ..bench import Setting, measure, summary
 
     setting = Setting(model_shape, compressor, budget, interval, rows, prompt, new, repeats, peer, peer_new)

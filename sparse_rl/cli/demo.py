@@ -1,4 +1,4 @@
-"""`sparse-rl demo`: the whole project in two minutes."""
+"""`sparse-rl demo`: train a tiny model with and without correction."""
 
 from __future__ import annotations
 

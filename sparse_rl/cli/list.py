@@ -1,4 +1,4 @@
-"""`sparse-rl list`: what can be named in commands and recipes, each with what is behind it."""
+"""`sparse-rl list`: the names that commands and recipes accept, each with one line about it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ def presets() -> list[tuple[str, ...]]:
     from ..learn.method import METHODS, Method
 
     def parts(method: Method) -> str:
-        how = method.correction
-        changed = {f.name: getattr(how, f.name) for f in fields(how) if getattr(how, f.name) != f.default}
-        said = [f"{name} {value}" for name, value in changed.items()]
-        said += ["the learner replays what the sampler saw"] if method.view == "shadow" else []
-        said += [f"distillation {method.distill}"] if method.distill else []
-        return ", ".join(said) or "old log-probs recomputed, nothing corrected"
+        values = {field: getattr(method.correction, field.name) for field in fields(method.correction)}
+        found = [f"{field.name} {value}" for field, value in values.items() if value != field.default]
+        found += ["the learner replays what the sampler saw"] if method.view == "shadow" else []
+        found += [f"distillation {method.distill}"] if method.distill else []
+        return ", ".join(found) or "old log-probs recomputed, nothing corrected"
 
     return [(name, parts(method)) for name, method in METHODS.items()]
 
@@ -67,7 +66,7 @@ LISTS = {
 
 
 def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, templates, presets, recipes or keys")]) -> None:
-    """List what can be named in commands and recipes."""
+    """List the names that commands and recipes accept."""
     if what not in LISTS:
         raise SparseRLError(f"there is no list of {what!r}; {nearest(what, LISTS)}")
     rows = LISTS[what]()

@@ -1,4 +1,7 @@
-"""The command line: one file per command, which parses, calls and prints. torch is imported inside the commands, so --help is fast."""
+"""The commands in one app, and `main`, which runs it.
+
+A command's file parses options, calls the package and prints. torch is imported inside the commands, so --help is fast.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,15 @@ app.command()(demo)
 
 
 def main() -> None:
+    """Run a command; a mistake of the user becomes one sentence on stderr, without a traceback."""
     try:
-        code = app(standalone_mode=False)  # a number when a command asked to exit, else what it returned
+        code = app(standalone_mode=False)  # a number if the command asked to exit, else what it returned
     except SparseRLError as error:
         sys.exit(f"sparse-rl: {error}")
     except Exception as error:
-        if not (hasattr(error, "show") and hasattr(error, "exit_code")):
+        show, exit_code = getattr(error, "show", None), getattr(error, "exit_code", None)
+        if show is None or exit_code is None:
             raise
-        error.show()  # a usage mistake, in click's own words
-        sys.exit(error.exit_code)
+        show()  # a usage mistake, in click's own words
+        sys.exit(exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and keys written as options."""
+"""Options that several commands share, and keys of recipes written as options."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ..errors import SparseRLError
 ModelName = Annotated[
     str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")
 ]
-Budget = Annotated[int, typer.Option(help="Slots a row keeps at an eviction.")]
+Budget = Annotated[int, typer.Option(help="Slots that a row keeps at an eviction.")]
 Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
 CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
 RecipePath = Annotated[
-    Path, typer.Argument(help="A YAML recipe, a run folder that holds one, or a name from `sparse-rl list recipes`.")
+    Path, typer.Argument(help="A YAML recipe, a run folder, or a name from `sparse-rl list recipes`.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 instead of the model's own.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")]
 
 
 def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> list[tuple[str, str]]:
-    """`--key value` and `--key=value`, in order."""
+    """(key, value) of `--key value` and `--key=value`, in order."""
     found, rest = [], list(arguments)
     while rest:
         name = rest.pop(0)
         if not name.startswith("--"):
-            raise SparseRLError(f"{name!r} is no key; keys are written --section.key value, such as {example}.")
+            raise SparseRLError(f"{name!r} is not a key; keys are written --section.key value, such as {example}.")
         name, equals, value = name.removeprefix("--").partition("=")
         if not equals:
             if not rest:
@@ -35,3 +35,9 @@ def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> li
             value = rest.pop(0)
         found.append((name, value))
     return found
+
+
+def options_given(context: typer.Context) -> list[str]:
+    """The options that stand on the command line, as opposed to defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -1,4 +1,4 @@
-"""`sparse-rl plan`: parse, call, print."""
+"""`sparse-rl plan`: the memory of a rollout or a training run, and time and cost of a run on many GPUs."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SparseRLError, require_int
-from .options import Budget, CompressorName, Dtype, Interval, overrides
+from .options import Budget, CompressorName, Dtype, Interval, options_given, overrides
 
 if TYPE_CHECKING:
     from ..config import Recipe
-    from ..planning.memory import TrainingPlan
+    from ..planning.training import TrainingPlan
     from ..scale.lengths import Lengths
     from ..scale.model import Forecast
 
-OF_MANY = (
-    "steps",
-    "price",
-    "mean",
-    "spread",
-    "lengths",
-    "link",
-    "network",
-    "per_node",
-    "seed",
-)  # options with a meaning for --gpus alone
+# options that only have a meaning with --gpus
+OF_MANY = ("steps", "price", "mean", "spread", "lengths", "link", "network", "per_node", "seed")
 
 
 def plan(
@@ -38,97 +29,70 @@ def plan(
         str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as tiny:4x256 or qwen2.5-1.5b.")
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="Plan a training run instead; the recipe says what is not given here.")
+        Path | None, typer.Option(help="Plan a training run instead; the other options change the recipe.")
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="Plan a training run on that many: time, memory, tokens/s, cost. Any key: --rollout.prompts 512."
+            help="Plan a training run on that many GPUs: time, memory, cost. Options can change any key of the recipe."
         ),
     ] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
     interval: Interval = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="The longest prompt; with --gpus, every prompt.")] = 512,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--new")] = 4096,
-    rows: Annotated[int, typer.Option(help="Sequences decoded at a time, by each process.")] = 64,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Tokens of the longest prompt; with --gpus, of every prompt.")
+    ] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--new", help="Tokens of the longest response.")
+    ] = 4096,
+    rows: Annotated[int, typer.Option(help="Sequences that each process decodes at a time.")] = 64,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="GiB; adds how many rows fit. With --gpus: of each, by default an H200's 139.")
+        float | None,
+        typer.Option(help="GiB; adds the number of rows that fit. With --gpus: GiB per GPU, by default 139."),
     ] = None,
     dtype: Dtype = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the run. Default: the recipe's, or 100.")] = None,
-    price: Annotated[float | None, typer.Option(help="Of a GPU hour; adds what the run costs.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run. Default: those of the recipe, or 100.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one GPU hour; adds the cost of the run.")] = None,
     mean: Annotated[
-        float | None, typer.Option(help="Tokens of a mean response. Default: a quarter of --new, an assumption.")
+        float | None, typer.Option(help="Tokens of the mean response. Default: a quarter of --new, an assumption.")
     ] = None,
     spread: Annotated[
         float | None,
-        typer.Option(
-            help="Standard deviation of lengths over mean (lognormal, cut at --new). Default: 0.75, an assumption."
-        ),
+        typer.Option(help="Standard deviation of lengths over their mean (lognormal). Default: 0.75, an assumption."),
     ] = None,
     lengths: Annotated[
-        Path | None, typer.Option(help="A run folder: response lengths as there, instead of --mean and --spread.")
+        Path | None, typer.Option(help="A run folder whose response lengths are used instead of --mean and --spread.")
     ] = None,
-    link: Annotated[float, typer.Option(help="GB/s between GPUs of a node: an assumption.")] = 300.0,
-    network: Annotated[float, typer.Option(help="GB/s of a GPU between nodes: an assumption.")] = 40.0,
-    per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the lengths that are drawn.")] = 0,
+    link: Annotated[float, typer.Option(help="GB/s between the GPUs of a node; the default is an assumption.")] = 300.0,
+    network: Annotated[float, typer.Option(help="GB/s of a GPU between nodes; the default is an assumption.")] = 40.0,
+    per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the response lengths.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes and seconds, for programs.")] = False,
 ) -> None:
-    """Say what a rollout, a training run, or a training run on many GPUs will take, from the model's config alone."""
-    from ..compressors import make
-    from ..models import ModelShape, dtype_of, load_config, weight_bytes
-    from ..planning.memory import make_plan
-
+    """Predict what a rollout, a training run, or a training run on many GPUs takes, from the model's config alone."""
     if gpu_memory is not None and not 0 < gpu_memory < math.inf:
         raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
     memory = None if gpu_memory is None else int(gpu_memory * 2**30)
     if (model is None) == (recipe is None):
         raise SparseRLError("give --model for a rollout or --recipe for a training run, and not both.")
-    given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
-    if gpus is None and (lost := [f"--{name.replace('_', '-')}" for name in OF_MANY if name in given] or context.args):
-        raise SparseRLError(f"{lost[0]} is for a run on many GPUs; give --gpus as well, or leave it away.")
-    settings = None if recipe is None and gpus is None else recipe_of(context, given)
+    given, options = options_given(context), context.params
     if gpus is not None:
-        many_gpus(settings, context, given, memory)
+        plan_many_gpus(recipe_of(context, given), options, given, memory)
         return
-    if settings is not None:
-        from ..train.run import plan_run
-
-        result = plan_run(settings, prompt_tokens)
-        numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
-        typer.echo(
-            json.dumps(numbers) if as_json else f"{settings.model.name}, {settings.learn.method}\n{result.text(memory)}"
-        )
-        return
-    config = load_config(model)
-    shape = ModelShape.of(config, dtype_of(dtype))
-    result = make_plan(
-        shape,
-        make(compressor).bind(budget, interval),
-        rows=rows,
-        prompt_tokens=prompt_tokens,
-        new_tokens=max_new_tokens,
-        weight_bytes=weight_bytes(config, shape.dtype),
-    )
-    if as_json:
-        numbers = dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes}
-        if memory is not None:
-            numbers |= {
-                "rows_that_fit": result.rows_that_fit(memory),
-                "dense_rows_that_fit": result.dense_rows_that_fit(memory),
-            }
-        typer.echo(json.dumps(numbers))
-        return
-    typer.echo(f"{model}, {str(shape.dtype).removeprefix('torch.')}")
-    typer.echo(result.text(memory))
-    if memory is not None and result.total_bytes > memory:
-        typer.echo(result.largest_that_fits(memory))
+    if lost := [f"--{name.replace('_', '-')}" for name in OF_MANY if name in given] or context.args:
+        raise SparseRLError(f"{lost[0]} is for a run on many GPUs; give --gpus as well, or omit it.")
+    if recipe is not None:
+        plan_training(recipe_of(context, given), prompt_tokens, memory, as_json)
+    else:
+        plan_rollout(options, memory)
 
 
 def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
-    """The recipe with what was given beside it; for a model alone one that trains all its weights, divided where there are several GPUs."""
+    """The recipe, with the options that were given.
+
+    Without a recipe: one that trains all weights of the model, divided among the GPUs if there are several.
+    """
     from ..config import load_recipe, make_recipe
 
     places = {"dtype": "model", "steps": "run"}
@@ -146,11 +110,51 @@ def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
     return make_recipe(plain, keys)
 
 
-def many_gpus(recipe: Recipe, context: typer.Context, given: list[str], memory: int | None) -> None:
+def plan_rollout(options: dict[str, Any], memory: int | None) -> None:
+    """Print the memory plan of a rollout."""
+    from ..compressors import make
+    from ..models import ModelShape, dtype_of, load_config, weight_bytes
+    from ..planning.memory import make_plan
+
+    config = load_config(options["model"])
+    shape = ModelShape.of(config, dtype_of(options["dtype"]))
+    result = make_plan(
+        shape,
+        make(options["compressor"]).bind(options["budget"], options["interval"]),
+        rows=options["rows"],
+        prompt_tokens=options["prompt_tokens"],
+        new_tokens=options["max_new_tokens"],
+        weight_bytes=weight_bytes(config, shape.dtype),
+    )
+    if options["as_json"]:
+        numbers = dataclasses.asdict(result) | {"cache_bytes": result.cache_bytes, "total_bytes": result.total_bytes}
+        if memory is not None:
+            numbers["rows_that_fit"] = result.rows_that_fit(memory)
+            numbers["dense_rows_that_fit"] = result.dense_rows_that_fit(memory)
+        typer.echo(json.dumps(numbers))
+        return
+    typer.echo(f"{options['model']}, {str(shape.dtype).removeprefix('torch.')}")
+    typer.echo(result.text(memory))
+    if memory is not None and result.total_bytes > memory:
+        typer.echo(result.largest_that_fits(memory))
+
+
+def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_json: bool) -> None:
+    """Print the memory plan of a training run in one process."""
+    from ..train.run import plan_run
+
+    result = plan_run(recipe, prompt_tokens)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result) | {"total_bytes": result.total_bytes}))
+    else:
+        typer.echo(f"{recipe.model.name}, {recipe.learn.method}\n{result.text(memory)}")
+
+
+def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], memory: int | None) -> None:
+    """Print time, memory and cost of a training run on many GPUs; refuse a run that does not fit."""
     from ..scale.model import H200, Links, forecast, work_of
     from ..train.run import plan_run
 
-    options = context.params
     gpus, prompt_tokens, price = options["gpus"], options["prompt_tokens"], options["price"]
     require_int(**{"--gpus": gpus})
     if price is not None and not 0 <= price < math.inf:
@@ -163,25 +167,27 @@ def many_gpus(recipe: Recipe, context: typer.Context, given: list[str], memory: 
     if not planned.fits(memory):
         raise SparseRLError(too_large(recipe, prompt_tokens, gpus, planned, memory))
     hours = gpus * found.step * recipe.run.steps / 3600
+    if not options["as_json"]:
+        typer.echo(table(recipe, found, planned, gpus, memory, hours, price))
+        return
     cost = {"gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
     rate = {"tokens_per_s": found.tokens / found.step, "gpus": gpus, "steps": recipe.run.steps}
-    if options["as_json"]:
-        memory_of_each = {"bytes_per_gpu": planned.total_bytes, "memory": memory, "plan": dataclasses.asdict(planned)}
-        typer.echo(json.dumps(dataclasses.asdict(found) | rate | cost | memory_of_each))
-        return
-    typer.echo(table(recipe, found, planned, gpus, memory, hours, price))
+    memory_of_each = {"bytes_per_gpu": planned.total_bytes, "memory": memory, "plan": dataclasses.asdict(planned)}
+    typer.echo(json.dumps(dataclasses.asdict(found) | rate | cost | memory_of_each))
 
 
-def lengths_of(options: dict, given: list[str], longest: int) -> Lengths:
+def lengths_of(options: dict[str, Any], given: list[str], longest: int) -> Lengths:
+    """Response lengths as the options say: those of a run, or drawn from --mean and --spread."""
     from ..scale.lengths import SPREAD, Lengths, lengths_of_run
 
-    if options["lengths"] is None:
-        return Lengths(
-            options["mean"] if "mean" in given else longest / 4, options["spread"] if "spread" in given else SPREAD
-        )
-    if lost := [name for name in ("mean", "spread") if name in given]:
-        raise SparseRLError(f"--{lost[0]} and --lengths both say how long responses are; give one of them.")
-    return lengths_of_run(options["lengths"])
+    chosen = [name for name in ("mean", "spread") if name in given]
+    if options["lengths"] is not None:
+        if chosen:
+            raise SparseRLError(f"--{chosen[0]} and --lengths both say how long responses are; give one of them.")
+        return lengths_of_run(options["lengths"])
+    mean = options["mean"] if "mean" in given else longest / 4
+    spread = options["spread"] if "spread" in given else SPREAD
+    return Lengths(mean, spread)
 
 
 def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPlan, memory: int) -> str:
@@ -190,7 +196,7 @@ def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPl
     from ..train.run import plan_run
 
     def fits(count: int = gpus, **keys: object) -> bool:
-        """`keys`: of the rollout, but for `shard`."""
+        """Whether the run fits on `count` GPUs with other keys: `shard`, or keys of the rollout."""
         model = dataclasses.replace(recipe.model, shard=keys.pop("shard", recipe.model.shard))
         changed = dataclasses.replace(recipe, model=model, rollout=dataclasses.replace(recipe.rollout, **keys))
         return plan_run(changed, prompt_tokens, count).fits(memory)
@@ -204,33 +210,35 @@ def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPl
         return f"{what}; use at most --rows {low}."
     if gpus > 1 and not recipe.model.shard and fits(shard=True):
         return f"{what}; divide the learner among them with --model.shard true."
-    enough = next(
-        (count for count in (2**i for i in range(1, 13)) if count > gpus and fits(count, shard=True, rows=1)), None
-    )
+    larger = [2**i for i in range(1, 13) if 2**i > gpus]
+    enough = next((count for count in larger if fits(count, shard=True, rows=1)), None)
     if enough is not None:
         return f"{what}, even with one row; use {enough} GPUs with --model.shard true."
-    return f"{what}, and no number of GPUs helps; use adapters (--lora-rank 64), a smaller --micro-batch-tokens or a smaller model."
+    return (
+        f"{what}, and no number of GPUs helps; "
+        "use adapters (--lora-rank 64), a smaller --micro-batch-tokens or a smaller model."
+    )
 
 
 def table(
     recipe: Recipe, found: Forecast, planned: TrainingPlan, gpus: int, memory: int, hours: float, price: float | None
 ) -> str:
-    """For people."""
-    from ..planning.memory import size
+    """The forecast as a table for people."""
+    from ..planning.memory import aligned, size
 
     def share(seconds: float) -> str:
         return f"{seconds:,.1f} s ({seconds / found.step:.0%})"
 
     rollout, ahead = recipe.rollout, recipe.rollout.ahead
-    how = ("shards (FSDP2)" if recipe.model.shard else "gradients summed (DDP)") if gpus > 1 else "one process"
+    division = "shards (FSDP2)" if recipe.model.shard else "gradients summed (DDP)"
+    bounds = []
     if found.step_at_best < 0.99 * found.step:
-        at_best = [("  if communication hid behind arithmetic", f"{found.step_at_best:,.1f} s")]
-    else:
-        at_best = []
+        bounds.append(("  if communication hid behind arithmetic", f"{found.step_at_best:,.1f} s"))
+    if ahead:
+        bounds.append(("  if sharing the device gained nothing", f"{found.step_at_worst:,.1f} s"))
     lines = [
         ("a step", f"{found.step:,.1f} s" + (" (sampling and learning at the same time)" if ahead else "")),
-        *at_best,
-        *([("  if sharing the device gained nothing", f"{found.step_at_worst:,.1f} s")] if ahead else []),
+        *bounds,
         ("  rollout, on the slowest", share(found.rollout)),
         ("  scoring, there", share(found.sample - found.rollout)),
         ("  exchange of records", share(found.exchange)),
@@ -245,10 +253,13 @@ def table(
         (f"{recipe.run.steps} steps", f"{found.step * recipe.run.steps / 3600:,.1f} h, {hours:,.0f} GPU hours"),
         *([] if price is None else [("cost", f"{hours * price:,.0f} at {price:g} per GPU hour")]),
     ]
-    width = max(len(label) for label, _ in lines)
     head = (
-        f"{recipe.model.name} on {gpus} GPUs, {how}: {rollout.prompts} prompts x {rollout.group_size}, up to {rollout.max_new_tokens} new "
-        f"tokens, {rollout.compressor}, {rollout.rows} rows on each"
+        f"{recipe.model.name} on {gpus} GPUs, {division if gpus > 1 else 'one process'}: "
+        f"{rollout.prompts} prompts x {rollout.group_size}, up to {rollout.max_new_tokens} new tokens, "
+        f"{rollout.compressor}, {rollout.rows} rows on each"
     )
-    note = "Measured on one H200; links, exchange and, unless --lengths is given, response lengths are assumptions: docs/scale.md."
-    return "\n".join([head, *(f"  {label:<{width}}  {value}" for label, value in lines), note])
+    note = (
+        "Measured on one H200; links, exchange and, unless --lengths is given, response lengths are assumptions: "
+        "docs/scale.md."
+    )
+    return "\n".join([head, aligned(lines), note])

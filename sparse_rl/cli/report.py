@@ -13,17 +13,17 @@ from ..errors import SparseRLError, nearest
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold runs.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file. Default: report.html, .png or .md.")
+        Path | None, typer.Option("--out", "-o", help="The file to write. Default: report.html, .png or .md.")
     ] = None,
     kind: Annotated[
         str, typer.Option("--format", help="html: the page; png: its main figures; md: a summary.")
     ] = "html",
     live: Annotated[
-        bool, typer.Option("--live", help="Serve the page on this machine while the runs write, until Ctrl-C.")
+        bool, typer.Option("--live", help="Serve the page on this machine while the runs go on, until Ctrl-C.")
     ] = False,
-    port: Annotated[int, typer.Option(help="With --live; 0 is any that is free.")] = 0,
+    port: Annotated[int, typer.Option(help="The port of --live; 0: any free port.")] = 0,
 ) -> None:
-    """Show runs: curves, what is wrong with them, completions token by token, and what every head still saw."""
+    """Show runs: curves, warnings, completions token by token, and what every head still saw."""
     from ..report import FORMATS, write
     from ..report.serve import serve
 

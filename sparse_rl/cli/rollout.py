@@ -1,9 +1,10 @@
-"""`sparse-rl rollout`: sample completions of prompts in a file."""
+"""`sparse-rl rollout`: sample completions of the prompts in a file."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from .options import Budget, CompressorName, Dtype, Interval, ModelName
 def rollout(
     model: ModelName,
     prompts: Annotated[
-        Path, typer.Option(help="JSONL: each line has the prompt as `prompt` (text) or `tokens` (ids).")
+        Path, typer.Option(help="JSONL file; each line has a prompt as `prompt` (text) or `tokens` (ids).")
     ],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and traces/.")] = Path("rollouts"),
     compressor: CompressorName = "rkv",
@@ -24,39 +25,41 @@ def rollout(
     interval: Interval = 128,
     rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 8,
     group_size: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option()] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     stop_id: Annotated[
-        list[int] | None, typer.Option(help="Token id that ends a response; repeatable. Default: the model's own.")
+        list[int] | None, typer.Option(help="A token id that ends a response; repeatable. Default: the model's own.")
     ] = None,
     field: Annotated[str, typer.Option(help="The field of a line that holds the prompt's text.")] = "prompt",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap each text as a user's turn in the model's chat template.")
+        bool, typer.Option("--chat", help="Format each text as a user's turn in the model's chat template.")
     ] = False,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of random weights.")] = 0,
     dtype: Dtype = None,
 ) -> None:
     """Sample completions on a compressed cache; write text, log-probs and traces."""
-    from ..models import encode, load_model
-    from ..records import TrajectoryWriter, kv_tokens_saved
+    from ..models import encode, load_model, stop_ids
+    from ..records import Trajectory, TrajectoryWriter, kv_tokens_saved
     from ..rollout import Engine, Sampling
 
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id) if stop_id else None)
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id or ()))
     lines = read_prompts(prompts, field)
     lm, tokenizer = load_model(model, dtype, seed=seed)
+    sampling = sampling if stop_id else replace(sampling, stop_ids=stop_ids(lm, tokenizer))
     if chat and tokenizer.chat_template is None:
-        raise SparseRLError("this tokenizer has no chat template; leave --chat away.")
+        raise SparseRLError("this tokenizer has no chat template; omit --chat.")
     texts = [[{"role": "user", "content": line["text"]}] if chat else line["text"] for line in lines if "text" in line]
     encoded = iter([encode(tokenizer, text) for text in texts])
     ids = [line["tokens"] if "tokens" in line else next(encoded) for line in lines]
     engine = Engine(lm, compressor=compressor, budget=budget, interval=interval, rows=rows)
     with TrajectoryWriter(out) as writer:
 
-        def save(trajectory):
+        def save(trajectory: Trajectory) -> None:
             prompt = tokenizer.decode(trajectory.prompt_tokens)
-            writer.write(trajectory, prompt, tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True))
+            text = tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True)
+            writer.write(trajectory, str(prompt), str(text))
 
         try:
             done = engine.generate(ids, group_size, sampling, seed, progress=sys.stderr.isatty(), on_finish=save)
@@ -66,42 +69,41 @@ def rollout(
                 err=True,
             )
             raise typer.Exit(130) from None
+    tokens = sum(len(t.response_tokens) for t in done)
     typer.echo(
-        f"{len(done)} trajectories, {sum(len(t.response_tokens) for t in done):,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
+        f"{len(done)} trajectories, {tokens:,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
         f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
     )
 
 
 def read_prompts(path: Path, field: str) -> list[dict]:
-    """The prompts of a JSONL file: each {"tokens": ids} if the line has them, else {"text": what its `field` says}."""
+    """The prompts of a JSONL file: {"tokens": ids} of a line that has them, else {"text": the value of `field`}."""
     if not path.is_file():
         raise SparseRLError(f"there is no file {path}; give a JSONL file with one prompt per line.")
     try:
         texts = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise SparseRLError(f"{path} is not UTF-8 text ({error}).") from error
-    lines = []
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SparseRLError(f"{path}, line {number} is not JSON ({error}).") from error
-        if not isinstance(line, dict):
-            raise SparseRLError(
-                f"{path}, line {number} is not an object but {type(line).__name__}; give one object per line."
-            )
-        tokens = line.get("tokens")
-        if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
-            lines.append({"tokens": tokens})
-        elif isinstance(line.get(field), str):
-            lines.append({"text": line[field]})
-        else:
-            raise SparseRLError(
-                f"{path}, line {number} has no text {field!r} and no list of token ids `tokens` (it has: {', '.join(line)}); "
-                "name its field with --field."
-            )
+    lines = [parse_prompt(text, field, f"{path}, line {i}") for i, text in enumerate(texts, 1) if text.strip()]
     if not lines:
         raise SparseRLError(f"{path} holds no prompts.")
     return lines
+
+
+def parse_prompt(text: str, field: str, where: str) -> dict:
+    """One line of a file of prompts."""
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SparseRLError(f"{where} is not JSON ({error}).") from error
+    if not isinstance(line, dict):
+        raise SparseRLError(f"{where} is not an object but {type(line).__name__}; give one object per line.")
+    tokens = line.get("tokens")
+    if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+        return {"tokens": tokens}
+    if isinstance(line.get(field), str):
+        return {"text": line[field]}
+    raise SparseRLError(
+        f"{where} has no text {field!r} and no list of token ids `tokens` (it has: {', '.join(line)}); "
+        "name its field with --field."
+    )

@@ -14,10 +14,10 @@ def train(
     context: typer.Context,
     recipe: RecipePath,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/ and the recipe's name.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
-    num_processes: Annotated[int, typer.Option(help="Processes on this machine, one for each GPU.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in that folder.")] = False,
+    num_processes: Annotated[int, typer.Option(help="Processes on this machine, one per GPU.")] = 1,
 ) -> None:
-    """Train by reinforcement learning. Any key of the recipe can be changed: --rollout.budget 256 --lr 1e-5."""
+    """Train by reinforcement learning. Options can change any key of the recipe: --rollout.budget 256 --lr 1e-5."""
     from ..config import load_recipe
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
@@ -37,7 +37,7 @@ def train(
     except PeerFailed:
         if world.first:
             raise
-        raise typer.Exit(1) from None  # said by the one that failed, and by the first
+        raise typer.Exit(1) from None  # the process that failed and the first process have said why
     except KeyboardInterrupt:
         begun = (folder / "recipe.yaml").exists()
         several = f" --num-processes {world.size}" if world.size > 1 else ""
@@ -48,5 +48,5 @@ def train(
     finally:
         leave_world(world, failed=not done)
     if world.first:
-        model = f"{folder}/checkpoints/step-{trainer.step:06d}"
-        typer.echo(f"{trainer.step} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")
+        model = f"{folder}/checkpoints/step-{trainer.steps_done:06d}"
+        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")

@@ -17,7 +17,7 @@ def warmup(
         Path | None, typer.Option(help="Folder for the model. Default: models/ and the recipe's name.")
     ] = None,
 ) -> None:
-    """Train on a task's worked solutions, to make a model that reinforcement learning can improve."""
+    """Train a model on a task's worked solutions, so that reinforcement learning can improve it."""
     from ..config import load_recipe
     from ..train.warmup import warmup as start
 

@@ -1,4 +1,7 @@
+"""Recipes: their sections and keys, and how they are read from YAML and the command line."""
+
 from .budget import METRICS, Adaptive, Target
+from .migrate import migrate
 from .parse import load_recipe, make_recipe, parse_value, table_of_keys
 from .recipe import (
     RECIPES,
@@ -14,21 +17,22 @@ from .recipe import (
 )
 
 __all__ = [
+    "METRICS",
+    "RECIPES",
+    "SECTIONS",
     "Adaptive",
     "EvalSettings",
     "LearnSettings",
-    "METRICS",
     "ModelSettings",
-    "RECIPES",
     "Recipe",
     "RolloutSettings",
     "RunSettings",
-    "SECTIONS",
     "Target",
     "TaskSettings",
     "WarmupSettings",
     "load_recipe",
     "make_recipe",
+    "migrate",
     "parse_value",
     "table_of_keys",
 ]

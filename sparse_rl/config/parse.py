@@ -1,4 +1,9 @@
-"""Reading recipes: YAML files, closed keys, dotted overrides."""
+"""Reading recipes: YAML files, run folders and recipes by name, with overrides from the command line.
+
+    sparse-rl train recipe.yaml --rollout.budget 44 --lr 1e-4
+
+The last part of a key is enough where only one section has it. An unknown key is refused with the nearest known one.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, nearest
+from .migrate import migrate, refuse_old_names
 from .recipe import RECIPES, SECTIONS, Recipe
 from .values import names_of, plain, settings_of, types_of
 
 
 def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
-    """A recipe from a YAML file, a run folder that holds one, or by the name of one we ship; with `(dotted key, value)` overrides."""
+    """A recipe from a YAML file, from a run folder, or by the name of one that is shipped.
+
+    `overrides` are pairs of a dotted key and its value as text.
+    """
     import yaml
 
     path = Path(path)
@@ -22,30 +31,33 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         path = shipped[str(path)]
     if path.is_dir():
         path = path / "recipe.yaml"
+    in_run_folder = path.name == "recipe.yaml" and any((path.parent / f).exists() for f in ("metrics.jsonl", ".lock"))
     if not path.is_file():
-        raise SparseRLError(
-            f"there is no recipe {path}; give a YAML file, a run folder or a name. {nearest(path.stem, sorted(shipped))}"
-        )
+        known = nearest(path.stem, sorted(shipped))
+        raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {known}")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
+    if in_run_folder and isinstance(data, Mapping):
+        data, _ = migrate(data)  # train/run.py says what was translated
     return make_recipe(data or {}, overrides, where=str(path))
 
 
 def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where: str = "the recipe") -> Recipe:
+    """A recipe from the content of a YAML file; `where` names its source in error messages."""
     if not isinstance(data, Mapping):
         raise SparseRLError(
-            f"{where} holds {type(data).__name__}; a recipe is sections with keys, such as `model: {{name: tiny-sums}}`."
+            f"{where} holds {type(data).__name__}; a recipe is sections with keys, "
+            "such as `model: {name: tiny-sums}`."
         )
     sections: dict[str, dict] = {}
     for name, content in data.items():
         if name not in SECTIONS:
             raise SparseRLError(f"{where} has a section {name!r}; {nearest(str(name), SECTIONS)}")
         if not isinstance(content, Mapping):
-            raise SparseRLError(
-                f"{where}: section {name!r} holds {content!r}; it must hold keys, such as {{{names_of(SECTIONS[name])[0]}: ...}}."
-            )
+            example = f"{{{names_of(SECTIONS[name])[0]}: ...}}"
+            raise SparseRLError(f"{where}: section {name!r} holds {content!r}; it must hold keys, such as {example}.")
         sections[name] = dict(content)
     for dotted, value in overrides:
         section, path = _find(dotted)
@@ -60,6 +72,7 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
             target[part] = dict(inner)
             target = target[part]
         target[path[-1]] = parse_value(value)
+    refuse_old_names(sections)
     missing = [name for name in ("model", "task") if name not in sections]
     if missing:
         raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
@@ -67,14 +80,16 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
 
 
 def _section(name: str, content: dict):
-    if name == "task":  # whatever is not `name` belongs to the task
+    if name == "task":  # every key but `name` is an option of the task
         content = {"name": content.get("name"), "options": {k: v for k, v in content.items() if k != "name"}}
     return settings_of(SECTIONS[name], content, name)
 
 
 def _find(dotted: str) -> tuple[str, list[str]]:
-    """The section and the path inside it that an override names; the last part alone is enough where it is unique outside
-    `student` and `warmup`."""
+    """The section that an override names, and the path inside it.
+
+    The last part alone is enough if only one section has it; the sections `student` and `warmup` do not count.
+    """
     first, *rest = dotted.replace("-", "_").split(".")
     if rest:
         if first not in SECTIONS:
@@ -82,17 +97,16 @@ def _find(dotted: str) -> tuple[str, list[str]]:
         return first, rest
     holders = [name for name, kind in SECTIONS.items() if first in names_of(kind) and name not in ("student", "warmup")]
     if len(holders) != 1:
+        if holders:
+            full_names = " or ".join(f"--{section}.{first}" for section in holders)
+            raise SparseRLError(f"--{dotted} names several keys; write {full_names}.")
         every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in names_of(kind)]
-        hint = (
-            f"write --{' or --'.join(f'{h}.{first}' for h in holders)}"
-            if holders
-            else nearest(first, every, by_last=True)
-        )
-        raise SparseRLError(f"--{dotted} names {'several keys' if holders else 'no key'}; {hint}")
+        raise SparseRLError(f"--{dotted} is not a key; {nearest(first, every, by_last=True)}")
     return holders[0], [first]
 
 
 def parse_value(text: str) -> Any:
+    """A value on the command line, read as YAML."""
     import yaml
 
     try:
@@ -107,14 +121,14 @@ def table_of_keys() -> list[tuple[str, str, str]]:
     for name, kind in SECTIONS.items():
         for field in dataclasses.fields(kind):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            shown = (
-                "required"
-                if default is dataclasses.MISSING
-                else "null"
-                if default is None
-                else str(plain(default)).lower()
-                if isinstance(default, bool)
-                else str(plain(default))
-            )
-            rows.append((f"{name}.{field.name}", shown, field.metadata["help"]))
+            rows.append((f"{name}.{field.name}", _shown(default), field.metadata["help"]))
     return rows
+
+
+def _shown(default: Any) -> str:
+    """A default as YAML writes it."""
+    if default is dataclasses.MISSING:
+        return "required"
+    if default is None:
+        return "null"
+    return str(default).lower() if isinstance(default, bool) else str(plain(default))

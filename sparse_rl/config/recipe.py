@@ -1,13 +1,12 @@
-"""Recipes: the YAML that defines a result. Closed keys, typed values, dotted overrides.
+"""The recipe, which defines a result: one frozen dataclass per section, with typed keys, their defaults and their help.
 
     model: {name: tiny-sums}
     task: {name: sums, count: 8}                    # keys beside `name` are the task's own options
     rollout: {compressor: rkv, budget: 38, interval: 4}
     learn: {method: sparse-rl}
 
-    sparse-rl train recipe.yaml --rollout.budget 44 --lr 1e-4     # a key's last part is enough where only one section has it
-
-Every section is a frozen dataclass; a misspelling names the nearest key; `1e-4` is a float although YAML reads it as text.
+A section checks its own values when it is made; `Recipe` checks what one section requires of another. parse.py reads
+recipes from YAML and the command line, values.py converts their values.
 """
 
 from __future__ import annotations
@@ -23,12 +22,16 @@ from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
 from ..learn.advantage import ESTIMATORS
 from ..learn.correct import Correction, changed
+from ..learn.distill import DISTILL_WEIGHT
 from ..learn.loss import Loss
 from ..learn.method import Method, method
 from ..learn.optimizer import OptimizerSettings
 from ..learn.student import StudentSettings
+from ..models.logits import check_logits
 from .budget import Adaptive
 from .values import convert, plain, types_of
+
+RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,19 @@ class ModelSettings:
         "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
     )
     dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    logits: str = key("float32, whatever the weights' dtype; model: rounded to that dtype, which is noise", "float32")
     gradient_checkpointing: bool = key(
         "keep one activation per layer and recompute the rest: less memory, a third more time", False
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
     shard: bool = key(
-        "with several processes, divide weights, gradients and moments of the learner among them (FSDP2)", False
+        "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
     )
 
     def __post_init__(self):
         require_int(at_least=0, **{"model.lora_rank": self.lora_rank})
+        check_logits(self.logits, "model.logits")
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,16 @@ class TaskSettings:
 class RolloutSettings:
     compressor: str = key("a name from `sparse-rl list compressors`, or prompt-only:NAME", "rkv")
     budget: int | Adaptive = key(
-        "slots a row keeps at an eviction; moved between steps by {min: 32, max: 64, target: {alpha_5: 0.9}}", 512
+        "slots that a row keeps at an eviction; {min: 32, max: 64, target: {alpha_5: 0.9}}: moves between steps", 512
     )
-    interval: int = key("tokens between evictions; no meaning under prompt-only", 128)
+    interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
     rows: int = key("sequences decoded at a time, by each process", 64)
-    ahead: int = key("steps sampled ahead while the learner works: 0, or 1 (asynchronous; a copy of the weights)", 0)
-    prompts: int = key("prompts of a step, of all processes together", 128)
-    group_size: int = key("completions of each prompt", 8)
-    max_new_tokens: int = key("the longest response", 4096)
-    temperature: float = key("of the sampler, and so of every log-prob", 1.0)
+    ahead: int = key("steps that the sampler is ahead of the learner: 0, or 1 (asynchronous; copies the weights)", 0)
+    prompts: int = key("prompts per step, over all processes", 128)
+    group_size: int = key("completions per prompt", 8)
+    max_new_tokens: int = key("tokens of the longest response", 4096)
+    temperature: float = key("the sampler's temperature, which every log-prob uses", 1.0)
     stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
 
     def __post_init__(self):
@@ -94,7 +99,7 @@ class RolloutSettings:
 
     @property
     def max_budget(self) -> int:
-        """What rows are made for."""
+        """The budget that rows are made for."""
         return self.budget.max if isinstance(self.budget, Adaptive) else self.budget
 
 
@@ -107,8 +112,14 @@ class LearnSettings:
     view: str | None = key(
         "how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None
     )
-    distill: str | None = key("with the shadow view, distillation: a, b or c; null: the method's (smd: a)", None)
-    distill_weight: float | None = key("lambda, what distillation is multiplied with; null: 0.1", None)
+    distill: str | None = key(
+        "with the shadow view, pull one view to the other: dense-to-shadow, shadow-to-dense-forward or "
+        "shadow-to-dense-reverse (forward or reverse KL); null: the method's (smd: dense-to-shadow)",
+        None,
+    )
+    distill_weight: float | None = key(
+        f"the factor (lambda) of the distillation loss; null: the method's ({DISTILL_WEIGHT})", None
+    )
     correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
     advantage: str = key("grpo, dr-grpo or rloo", "grpo")
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
@@ -116,9 +127,6 @@ class LearnSettings:
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
     minibatches: int = key("optimizer steps per rollout", 4)
     micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
-    shuffle_advantages: bool = key(
-        "a control: give each trajectory another's advantage, so that nothing can be learned", False
-    )
 
     def __post_init__(self):
         require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
@@ -131,17 +139,20 @@ class LearnSettings:
             raise SparseRLError(
                 f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none)."
             )
-        if self.distill_weight is not None and self.how().distill is None:
+        if self.distill_weight is not None and self.resolve_method().distill is None:
             raise SparseRLError(
-                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
+                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or "
+                "learn.distill."
             )
-        self.how()
+        self.resolve_method()
 
-    def how(self) -> Method:
+    def resolve_method(self) -> Method:
+        """The method with the parts that the recipe changes."""
         parts = {
             n: convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()
         }
-        chosen = {name: value for name in ("view", "distill") if (value := getattr(self, name)) is not None}
+        names = ("view", "distill", "distill_weight")
+        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         preset = method(self.method)
         return method(self.method, correction=changed(preset.correction, **parts), **chosen)
 
@@ -150,8 +161,8 @@ class LearnSettings:
 class EvalSettings:
     every: int = key("steps between evaluations on held-out prompts; 0: never", 10)
     prompts: int = key("held-out prompts", 64)
-    samples: int = key("completions of each", 1)
-    temperature: float = key("0 is greedy", 1.0)
+    samples: int = key("completions per held-out prompt", 1)
+    temperature: float = key("the temperature of evaluations; 0 is greedy", 1.0)
     options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
 
     def __post_init__(self):
@@ -161,19 +172,19 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    steps: int = key("rollouts to learn from", 100)
-    seed: int = key("of sampling and of random weights; a task's prompts follow its own `seed`", 0)
+    steps: int = key("steps of the run; each learns from one rollout", 100)
+    seed: int = key("seed of sampling and of random weights; the task's prompts follow task.seed", 0)
     checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
-    keep: int = key("checkpoints kept", 2)
-    samples: int = key("completions written out for reading at every evaluation and every 10 steps", 8)
+    keep: int = key("number of checkpoints that are kept", 2)
+    samples: int = key("completions written to samples/ at every evaluation and every 10 steps", 8)
     diagnose: int = key(
         "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
     )
     max_skipped: int = key(
         "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
     )
-    trackers: list[str] = key("tensorboard, trackio, wandb: through accelerate", [])
-    project: str = key("the name trackers file the run under", "sparse-rl")
+    trackers: list[str] = key("tensorboard, trackio or wandb, through accelerate", [])
+    project: str = key("the project under which trackers file the run", "sparse-rl")
 
     def __post_init__(self):
         require_int(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
@@ -185,9 +196,9 @@ class RunSettings:
 @dataclass(frozen=True)
 class WarmupSettings:
     steps: int = key("optimizer steps on worked solutions", 300)
-    batch: int = key("solutions of a step", 64)
+    batch: int = key("solutions per step", 64)
     lr: float = key("learning rate, constant after 20 steps", 2e-3)
-    workers: int = key("processes that make batches ahead; 0: they are made between steps", 0)
+    workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
 
     def __post_init__(self):
         require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
@@ -208,53 +219,73 @@ class Recipe:
     warmup: WarmupSettings = dataclasses.field(default_factory=WarmupSettings)
 
     def __post_init__(self):
-        trajectories = self.rollout.prompts * self.rollout.group_size
+        """Check what one section requires of another."""
+        self._check_groups()
+        self._check_rejection()
+        self._check_beacons()
+        self._check_students()
+        if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
+            why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
+            raise SparseRLError(
+                f"rollout.ahead is 1, so the sampler is a step ahead, but {why}; set rollout.ahead to 0."
+            )
+        if self.loss.renormalise and self.loss.mean == "token-mean":
+            raise SparseRLError(
+                "loss.renormalise divides by trajectories, but loss.mean is token-mean, "
+                "which counts only accepted tokens; set loss.renormalise to false."
+            )
+
+    def _check_groups(self) -> None:
+        prompts, group_size = self.rollout.prompts, self.rollout.group_size
+        trajectories = prompts * group_size
         if trajectories < self.learn.minibatches:
             raise SparseRLError(
                 f"learn.minibatches is {self.learn.minibatches} but a step has {trajectories} trajectories "
-                f"({self.rollout.prompts} prompts x {self.rollout.group_size}); use at most {trajectories}."
+                f"({prompts} prompts x {group_size}); use at most {trajectories}."
             )
-        if self.rollout.group_size < 2:
+        if group_size < 2:
             raise SparseRLError(
                 "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
             )
-        how = self.learn.how()
-        if self.learn.refill and not how.correction.rejects:
+
+    def _check_rejection(self) -> None:
+        chosen = self.learn.resolve_method()
+        if self.learn.refill and not chosen.correction.rejects:
             raise SparseRLError(
                 f"learn.refill is {self.learn.refill} but {self.learn.method} rejects no trajectories; set it to 0."
             )
         if isinstance(self.rollout.budget, Adaptive):
-            self.rollout.budget.check(self.learn.method, how.view, how.correction.rejects, self.run.diagnose)
-        folds = self.rollout.compressor.partition(":")[0] == "beacon"
-        if folds and how.view != "shadow":
+            self.rollout.budget.check(self.learn.method, chosen.view, chosen.correction.rejects, self.run.diagnose)
+
+    def _check_beacons(self) -> None:
+        if not self._folds:
+            return
+        name, chosen = self.learn.method, self.learn.resolve_method()
+        if chosen.view != "shadow":
             raise SparseRLError(
-                f"rollouts with beacons are learned from as they were fed, which {self.learn.method} (view: {how.view}) does not do; "
+                f"rollouts with beacons need the shadow view, but {name} has the view {chosen.view}; "
                 "use learn.method: shadow."
             )
-        if folds and how.distill is not None:
+        if chosen.distill is not None:
             raise SparseRLError(
-                f"{self.learn.method} distills between the dense and the sparse view, but rollouts with beacons have no dense one; "
+                f"{name} distills between the dense and the shadow view, but rollouts with beacons have no dense view; "
                 "use learn.method: shadow."
-            )
-        if self.student.chunks and (folds or self.model.lora_rank):
-            raise SparseRLError(
-                "a run with students has an ordinary model for their teacher: set rollout.compressor to another than beacon, and "
-                f"model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students adapters."
-            )
-        if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
-            what = (
-                "students learn from it" if self.student.chunks else "its budget is to move with what a step measured"
-            )
-            raise SparseRLError(
-                f"rollout.ahead is 1, so the sampler is a step ahead, but {what}; set rollout.ahead to 0."
-            )
-        if self.loss.renormalise and self.loss.mean == "token-mean":
-            raise SparseRLError(
-                "loss.renormalise divides by trajectories, but loss.mean is token-mean, which counts accepted tokens only."
             )
 
+    def _check_students(self) -> None:
+        if self.student.chunks and (self._folds or self.model.lora_rank):
+            raise SparseRLError(
+                "a run with students has an ordinary model for their teacher: set rollout.compressor to one other than "
+                f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students "
+                "adapters."
+            )
+
+    @property
+    def _folds(self) -> bool:
+        return self.rollout.compressor.partition(":")[0] == "beacon"
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values, as a recipe holds them."""
+        """Plain values, as a YAML recipe holds them."""
         values = {name: {k: plain(v) for k, v in vars(section).items()} for name, section in vars(self).items()}
         values["task"] |= values["task"].pop("options")
         return values
@@ -265,7 +296,4 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
-RECIPES = Path(__file__).parent.parent / "recipes"  # those we ship
-
-
-SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items()}
+SECTIONS: dict[str, type] = typing.get_type_hints(Recipe)

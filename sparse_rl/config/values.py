@@ -1,4 +1,4 @@
-"""YAML values as the types that keys have, and back."""
+"""Values between YAML and the types of keys: `convert` and `settings_of` check and convert, `plain` converts back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..errors import SparseRLError, nearest
 
 
 def settings_of(kind: type, content: Mapping, name: str):
+    """The dataclass `kind` from the keys of a section; `name` is the section's name in error messages."""
     known, hints = names_of(kind), types_of(kind)
     for k in content:
         if k not in known:
@@ -25,7 +26,7 @@ def settings_of(kind: type, content: Mapping, name: str):
 
 
 def convert(value: Any, kind: Any, where: str) -> Any:
-    """A YAML value as the type a key has, or a sentence."""
+    """A YAML value as the type of the key `where`. YAML reads 1e-4 as text; here it is a float."""
     if kind is Any:
         return value
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -35,7 +36,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         kinds = [a for a in args if a is not type(None)]
         with_keys = [a for a in kinds if dataclasses.is_dataclass(a)] if isinstance(value, Mapping) else []
         return convert(value, (with_keys or kinds)[0], where)
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return settings_of(kind, value, where)
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
         return tuple(convert(v, a, where) for v, a in zip(value, args))
@@ -47,31 +48,44 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if kind is float and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        number = _float(value)
         if not math.isnan(number):
             return number
     if kind is str and isinstance(value, str):
         return value
     if kind is dict and isinstance(value, Mapping):
         return dict(value)
-    shape = "dict" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", str(kind))
-    shape = f"a list of {len(args)} numbers" if origin is tuple else shape
-    expected = {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "bool": "true or false",
-        "dict": "keys",
-        "list": "a list",
+    raise SparseRLError(f"{where} is {value!r}; it must be {_expected(kind)}.")
+
+
+def _float(value: float | str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def _expected(kind: Any) -> str:
+    """A type in words."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return f"a list of {len(args)} numbers"
+    if dataclasses.is_dataclass(kind):
+        return "keys"
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        dict: "keys",
+        list: "a list",
     }
-    raise SparseRLError(f"{where} is {value!r}; it must be {expected.get(shape, shape)}.")
+    return words.get(origin or kind, str(kind))
 
 
 def plain(value: Any) -> Any:
+    """A key's value as YAML holds it."""
     if isinstance(value, tuple):
         return list(value)
     if dataclasses.is_dataclass(value):
@@ -80,8 +94,10 @@ def plain(value: Any) -> Any:
 
 
 def names_of(kind: type) -> list[str]:
+    """The keys of a section."""
     return [field.name for field in dataclasses.fields(kind)]
 
 
 def types_of(kind: type) -> dict[str, Any]:
+    """The types of a section's keys."""
     return typing.get_type_hints(kind)

@@ -1,5 +1,6 @@
+"""Models: their shape, what is refused and why, loading by name, logits, stop ids, and tiny character-level models."""
+
 from .load import (
-    BUILT_IN,
     TEMPLATE_FILE,
     check_folder,
     encode,
@@ -9,31 +10,33 @@ from .load import (
     no_progress_bar,
     with_lora,
 )
-from .shape import DTYPES, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
-from .support import check_model, check_sliding_windows, check_supported
-from .tiny import TINY_HEAD, is_tiny, tiny_config, tiny_size, tiny_tokenizer
+from .logits import Float32Head, check_logits, set_logits
+from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .stops import end_token, ends_of, own_stop_ids, stop_ids
+from .support import check_model, check_sliding_windows
+from .tiny import tiny_tokenizer
 
 __all__ = [
-    "BUILT_IN",
-    "DTYPES",
-    "ModelShape",
     "TEMPLATE_FILE",
-    "TINY_HEAD",
+    "Float32Head",
+    "ModelShape",
     "check_folder",
+    "check_logits",
     "check_model",
     "check_sliding_windows",
-    "check_supported",
     "dtype_of",
     "encode",
+    "end_token",
+    "ends_of",
     "evaluating",
     "head_chunk",
-    "is_tiny",
     "load_config",
     "load_model",
     "no_progress_bar",
+    "own_stop_ids",
+    "set_logits",
     "shape_config",
-    "tiny_config",
-    "tiny_size",
+    "stop_ids",
     "tiny_tokenizer",
     "weight_bytes",
     "with_lora",

@@ -1,7 +1,5 @@
-"""Models: from a hub id, a folder, a GGUF file, a named shape with random weights, or a character-level one of any size.
-
-Also what the engine must know of a model before it runs (`ModelShape`), read from its config alone, and the refusal of
-architectures whose attention a slot cache cannot stand in for.
+"""Configs, models and tokenizers by name: a hub id, a folder, a GGUF file, the built-in model, a character-level model
+of any size, or a public architecture with random weights. Also adapters, evaluation mode and the encoding of prompts.
 """
 
 from __future__ import annotations
@@ -10,29 +8,27 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..beacon import beacon_of, load_beacon
 from ..errors import SparseRLError, nearest
+from .logits import check_logits, set_logits
 from .shape import SHAPES, dtype_of, shape_config
+from .stops import repair
 from .tiny import is_tiny, tiny_config, tiny_size, tiny_tokenizer
 
-TEMPLATE_FILE = "sparse_rl.json"  # beside adapters, which have no config to say in which template they were trained
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-
-def check_folder(name: str) -> None:
-    """Refuse at once, without asking the hub, a name that can only be a folder or file of ours and is not there."""
-    first, *rest = name.split("/")
-    if rest and first in ("", ".", "..", "~", "models", "runs") and not Path(name).exists():
-        raise SparseRLError(
-            f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
-        )
+BUILT_IN = {"tiny-sums": Path(__file__).parent.parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
+TEMPLATE_FILE = "sparse_rl.json"  # names the template of training, beside adapters, which have no config that could
 
 
 def load_config(name: str):
-    """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b or tiny:4x256. Weights are not touched."""
+    """The config of a hub id, a folder, a config file, or a named shape such as qwen2.5-1.5b; reads no weights."""
     from transformers import AutoConfig
 
     if is_tiny(name):
@@ -48,91 +44,44 @@ def load_config(name: str):
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
-        raise SparseRLError(f"no model {name!r} on disk or hub ({why}); {nearest(name, ['tiny', *SHAPES])}") from error
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """transformers reads and writes without drawing."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def encode(tokenizer, text: str | list[dict]) -> list[int]:
-    """Token ids of a prompt: text as it is, or chat messages through the tokenizer's template."""
-    if isinstance(text, str):
-        return tokenizer.encode(text)
-    if tokenizer.chat_template is None:
         raise SparseRLError(
-            "the prompts are chat messages but this tokenizer has no chat template; use prompts that are plain text."
-        )
-    return tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+            f"there is no model {name!r} on disk or hub ({why}); {nearest(name, ['tiny', *SHAPES])}"
+        ) from error
 
 
-def with_lora(model: nn.Module, rank: int, alpha: int, key: str = "model.lora_rank") -> nn.Module:
-    """The model with low-rank adapters in all its linear layers; only these, and a beacon, are trained."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise SparseRLError(f"{key} is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
-    adapted = get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    if (beacon := beacon_of(adapted)) is not None:
-        beacon.beacon.requires_grad_(True)
-    return adapted
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode (no dropout, no gradient checkpointing), given back afterwards module by module."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-BUILT_IN = {"tiny-sums": Path(__file__).parent.parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
-
-
-def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0):
+def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str = "float32"):
     """(model in eval mode, tokenizer).
 
-    `tiny-sums` is built in and can add a little; `tiny` is the same with random weights made from `seed`, `tiny:4x256` one of another
-    size (layers x width), and `random:SHAPE` a public architecture with random weights and the tiny tokenizer, to measure speed and memory.
+    `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;
+    `tiny:4x256` has another size (layers x width); `random:SHAPE` is a public architecture with random weights and the
+    tiny tokenizer, to measure speed and memory. `logits`: `float32`, whatever the dtype of the weights, or
+    `model`, in that dtype.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = dtype_of(dtype)
+    check_logits(logits)
     if is_tiny(name) or name.startswith("random:"):
         config = load_config(name.removeprefix("random:"))
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=chosen or config.dtype)
-        return model.eval(), tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
+        if model.generation_config.eos_token_id is not None:  # a shape's own default is an id of another tokenizer
+            model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        return set_logits(model.eval(), logits), tokenizer
     if name.lower() in SHAPES:
         raise SparseRLError(
-            f"{name} names a shape without weights (good for `sparse-rl plan`); give a hub id or a folder, or random:{name}."
+            f"{name} names a shape without weights, for `sparse-rl plan`; give a hub id or a folder, or random:{name}."
         )
     name = str(BUILT_IN[name]) if name in BUILT_IN else name
     check_folder(name)
     source, options = name, {}
     if name.endswith(".gguf"):
         source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
-        unpacked = getattr(transformers, "GgufConfig", None)  # where there is none, weights are always unpacked
+        unpacked = getattr(transformers, "GgufConfig", None)  # a transformers without it always unpacks the weights
         options |= {"quantization_config": unpacked(dequantize=True)} if unpacked else {}
     try:
         with no_progress_bar():
@@ -147,12 +96,77 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         _forget_quantisation(model)
     if (about := Path(source) / TEMPLATE_FILE).is_file():
         model.config.sparse_rl_template = json.loads(about.read_text())["template"]
-    return load_beacon(source, model).to(device).eval(), tokenizer
+    repair(model, tokenizer)
+    return set_logits(load_beacon(source, model).to(device).eval(), logits), tokenizer
 
 
-def _forget_quantisation(model: nn.Module) -> None:
-    """A GGUF file's weights are ordinary once they are loaded; without this, transformers would refuse to save them."""
-    model.hf_quantizer = None
-    model.is_quantized = False
+def _forget_quantisation(model: PreTrainedModel) -> None:
+    """The unpacked weights of a GGUF file are ordinary; without this, transformers would refuse to save them."""
+    model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
+    model.is_quantized = False  # pyright: ignore[reportArgumentType]
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        delattr(model.config, "quantization_config")
+
+
+def check_folder(name: str) -> None:
+    """Refuse a name that can only be a local folder or file if there is none, without asking the hub."""
+    first, *rest = name.split("/")
+    if rest and first in ("", ".", "..", "~", "models", "runs") and not Path(name).exists():
+        raise SparseRLError(
+            f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
+        )
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """transformers reads and writes files without a progress bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def with_lora(model: nn.Module, rank: int, alpha: int, key: str = "model.lora_rank") -> nn.Module:
+    """The model with low-rank adapters in all its linear layers; only these, and a beacon if there is one, are trained.
+
+    `key` names the setting in the error message.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise SparseRLError(f"{key} is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
+    adapted = get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    if (beacon := beacon_of(adapted)) is not None:
+        beacon.beacon.requires_grad_(True)
+    return adapted
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout, no gradient checkpointing); afterwards every module returns to the mode it had."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def encode(tokenizer, text: str | list[dict]) -> list[int]:
+    """Token ids of a prompt: text as it is, or chat messages through the tokenizer's template."""
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    if tokenizer.chat_template is None:
+        raise SparseRLError(
+            "the prompts are chat messages, but this tokenizer has no chat template; use prompts of plain text."
+        )
+    return tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]

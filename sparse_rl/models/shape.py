@@ -1,4 +1,6 @@
-"""What the engine must know of a model before it runs, read from its config alone; and public shapes by name."""
+"""`ModelShape`: what the engine must know about a model before it runs, read from its config alone. Also public
+architectures by name, the bytes of a model's weights, and dtypes by name.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from ..cache import CacheShape
 from ..errors import SparseRLError, nearest
 from .support import check_supported
 
-# Public architectures by size: enough to plan memory or to measure speed with random weights, without a download.
-# (hidden, feed-forward, layers, query heads, KV heads, head dim, vocabulary, tied embeddings, context)
+# Public architectures: enough to plan memory, or to measure speed with random weights, without a download.
+# (model type, hidden, feed-forward, layers, query heads, KV heads, head dim, vocabulary, tied embeddings, context)
 SHAPES = {
     "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 64, 151936, True, 32768),
     "qwen2.5-1.5b": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, True, 131072),
@@ -24,11 +26,6 @@ SHAPES = {
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
     "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128, 128256, True, 131072),
 }
-
-
-def head_chunk(vocabulary: int) -> int:
-    """Tokens whose logits exist at a time while learning: a thousand, or 16 MiB of fp32 where the vocabulary is small."""
-    return max(1024, 2**22 // vocabulary)
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ class ModelShape:
     hidden: int
     intermediate: int
     context: int  # positions the model was made for
-    hard_context: (
-        int | None
-    )  # positions that must not be exceeded: RoPE that rescales with length, or a table of learned positions
+    hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, or a table of learned positions
     dtype: torch.dtype
 
     @classmethod
@@ -86,12 +81,12 @@ def _rope_parameters(config) -> list[dict]:
 
 
 def _rescales(rope: dict) -> bool:
-    """Whether this RoPE turns all keys differently once the sequence is long: those already cached would then be wrong."""
+    """Whether this RoPE changes with the length of the sequence, which would falsify keys that are already cached."""
     return rope.get("rope_type") in ("dynamic", "longrope")
 
 
 def shape_config(name: str):
-    """A public architecture's config, bf16."""
+    """The config of a public architecture, in bf16."""
     from transformers import AutoConfig
 
     kind, hidden, intermediate, layers, query_heads, heads, head_dim, vocabulary, tied, context = SHAPES[name]
@@ -111,19 +106,24 @@ def shape_config(name: str):
 
 
 def weight_bytes(config, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a model's parameters, counted on a skeleton without storage."""
+    """Bytes of a model's parameters, counted on a model without storage."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in skeleton.parameters()) * (dtype or config.dtype or torch.float32).itemsize
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters()) * (dtype or config.dtype or torch.float32).itemsize
+
+
+def head_chunk(vocabulary: int) -> int:
+    """Tokens whose logits exist at a time while learning: at least 1,024, or 16 MiB of fp32 for a small vocabulary."""
+    return max(1024, 2**22 // vocabulary)
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """A dtype by name; None for the model's own."""
+    """A dtype by name; None stands for the model's own dtype."""
     if name is not None and name not in DTYPES:
         raise SparseRLError(f"there is no dtype {name!r}; {nearest(name, DTYPES)}")
     return DTYPES[name] if name else None

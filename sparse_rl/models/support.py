@@ -1,4 +1,4 @@
-"""Which models are refused, and why: architectures whose attention a slot cache cannot stand in for."""
+"""Which models are refused, and why: architectures whose own cache a slot cache cannot replace."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from torch import nn
 
 from ..errors import SparseRLError
 
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-
 
 def check_model(model: nn.Module) -> None:
-    """Refuse, before anything runs, models that cannot be told where a token stands."""
+    """Refuse models that are not from transformers, or to which positions cannot be passed, before anything runs."""
     from transformers import PreTrainedModel
 
     outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
@@ -23,7 +21,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_sliding_windows(config, windows: list[int | None]) -> None:
-    """Refuse a model whose config has sliding windows that its attention was not told about. windows: what each layer passed."""
+    """Refuse a model whose config has sliding windows that its layers did not pass to the attention.
+
+    `windows`: the window that each layer passed.
+    """
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -37,12 +38,16 @@ def check_sliding_windows(config, windows: list[int | None]) -> None:
         lost = list(range(len(windows))) if slides and not any(windows) else []
     if lost:
         raise SparseRLError(
-            f"{config.model_type} has sliding windows in layers {lost} but keeps them from its attention: not supported."
+            f"{config.model_type} has sliding windows in layers {lost} but does not pass them to its attention: "
+            "this architecture is not supported."
         )
 
 
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
 def check_supported(config) -> None:
-    """Refuse what a slot cache cannot stand in for. What only shows when the model runs is refused by the attention itself."""
+    """Refuse a config that a slot cache cannot serve. The attention refuses what only shows when the model runs."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise SparseRLError(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
@@ -53,10 +58,10 @@ def check_supported(config) -> None:
         raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
     if getattr(config, "num_kv_shared_layers", 0):
         raise SparseRLError(
-            f"{name} shares keys and values between layers, which a cache per layer cannot hold: not supported."
+            f"{name} shares keys and values between layers, which a cache per layer cannot hold: "
+            "this architecture is not supported."
         )
     others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
     if others:
-        raise SparseRLError(
-            f"{name} has layers of type {', '.join(others)}; only {' and '.join(sorted(_SUPPORTED_LAYERS))} layers have slots to evict."
-        )
+        supported = " and ".join(sorted(_SUPPORTED_LAYERS))
+        raise SparseRLError(f"{name} has layers of type {', '.join(others)}; only {supported} layers have slots.")

@@ -1,4 +1,4 @@
-"""A character-level Llama of any size, with its tokenizer: for tests, demos and studies on small machines."""
+"""A character-level Llama of any size and its tokenizer, for tests, demos and studies on small machines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import string
 
 from ..errors import SparseRLError
 
+TINY_HEAD = 32  # head dimension of `tiny:LAYERSxWIDTH`
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
-
-
-TINY_HEAD = 32  # head dimension of a character-level model of chosen size
 
 
 def is_tiny(name: str) -> bool:
@@ -18,27 +16,30 @@ def is_tiny(name: str) -> bool:
 
 
 def tiny_size(name: str) -> tuple[int, int, int]:
-    """(layers, hidden size, query heads) of `tiny` (3, 96, 4), or of one of chosen size such as `tiny:4x256`: 4 layers, 256 wide."""
+    """(layers, hidden size, query heads): (3, 96, 4) for `tiny`, (4, 256, 8) for `tiny:4x256`."""
     if name == "tiny":
         return 3, 96, 4
     size = re.fullmatch(r"tiny:([1-9]\d*)x([1-9]\d*)", name)
     if size is None:
         raise SparseRLError(
-            f"{name!r} names no size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers, 256 wide."
+            f"{name!r} does not name a size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers of width 256."
         )
     layers, hidden = map(int, size.groups())
     if hidden % (2 * TINY_HEAD):
         below = hidden - hidden % (2 * TINY_HEAD)
         raise SparseRLError(
-            f"{name}: a width of {hidden} is no multiple of {2 * TINY_HEAD} (pairs of heads of {TINY_HEAD}); "
+            f"{name}: the width {hidden} is not a multiple of {2 * TINY_HEAD} (two heads of {TINY_HEAD}); "
             f"use tiny:{layers}x{below or 2 * TINY_HEAD}."
         )
     return layers, hidden, hidden // TINY_HEAD
 
 
 def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4):
-    """A character-level Llama, two query heads to a KV head. As it stands 0.3 M parameters: small enough for a test, large enough to
-    learn running sums; 4 layers of 256 have 3.0 M, 10 layers of 512 have 29 M."""
+    """A character-level Llama with two query heads per KV head.
+
+    The default has 0.3 M parameters: small enough for a test, large enough to learn running sums. 4 layers of width 256
+    have 3.0 M parameters, 10 layers of width 512 have 29 M.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -58,7 +59,7 @@ def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4):
 
 
 def tiny_tokenizer():
-    """One token per printable character; 0 pads, 1 ends."""
+    """One token per printable character; token 0 pads, token 1 ends a sequence."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,1 @@
+"""Memory plans: memory.py of a rollout, training.py of a training run. Plans import no engine."""

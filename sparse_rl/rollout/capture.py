@@ -133,7 +133,7 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()  # training, and what torch keeps fo
 
 
 def _settings(module: nn.Module) -> tuple:
-    found = [*changing_hooks(module), vars(module).get("forward")]
+    found = [type(module), *changing_hooks(module), vars(module).get("forward")]
     for name, value in vars(module).items():
         items = _items(value)
         parts = [x for item in items for x in (item if isinstance(item, tuple) else (item,))]

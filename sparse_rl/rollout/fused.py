@@ -28,9 +28,11 @@ from torch.nn import functional as F
 from ..beacon import BeaconEmbedding
 from ..cache import SlotCache
 from ..kernels import ops
+from ..models.logits import Float32Head
 from .decode import RowState
 
 _HARMLESS_HOOKS = {"output_capturing_hook", "make_inputs_require_grads"}
+_AS_MADE = {BeaconEmbedding: nn.Embedding, Float32Head: nn.Linear}  # our modules, and those whose result they compute
 _STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others depend on the sequence's length, on the host
 
 
@@ -131,7 +133,7 @@ class FusedForward:
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
             norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
             x = ops.add_rms_norm(x, residual, norm.weight, norm.eps)
-        return F.linear(x, self.head.weight, self.head.bias)
+        return self.head(x)  # in fp32 where the model's is
 
 
 def _norm(module: Any) -> Norm:
@@ -186,7 +188,7 @@ def is_plain(model: nn.Module) -> bool:
             fresh = type(model)(model.config)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return False  # a config that was changed until it describes no model
-    ours = [(name, nn.Embedding if isinstance(m, BeaconEmbedding) else type(m)) for name, m in model.named_modules()]
+    ours = [(name, _AS_MADE.get(type(m), type(m))) for name, m in model.named_modules()]
     if ours != [(name, type(m)) for name, m in fresh.named_modules()]:
         return False
     touched = any(changing_hooks(m) or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())

@@ -23,7 +23,7 @@ class Sampling:
     temperature: float = 1.0  # 0: greedy; log-probs are then those at temperature 1
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    stop_ids: tuple[int, ...] | None = None  # None: what the model's generation config says; (): none
+    stop_ids: tuple[int, ...] | None = None  # None: what the model's configs say; (): none
     for_correction: bool = False  # the log-probs will be compared with another view's: refuses top-k and top-p
 
     def __post_init__(self):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteLogits
-from ..models import check_sliding_windows
+from ..models import check_sliding_windows, own_stop_ids
 from ..records import Trajectory
 from ..signals import uninterrupted
 from .collect import collect
@@ -280,8 +280,5 @@ def row_counts(rows: int) -> list[int]:
 
 def stop_ids_of(model: nn.Module, sampling: Sampling) -> Tensor:
     """Token ids that end a response, on the model's device."""
-    ids = sampling.stop_ids
-    if ids is None:
-        ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = own_stop_ids(model) if sampling.stop_ids is None else sampling.stop_ids
     return torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)

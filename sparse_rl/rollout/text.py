@@ -14,13 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..compressors import Compressor, default_compressor, make
 from ..errors import OutOfMemory, SparseRLError, require_int
-from ..models import ModelShape, check_model, encode
+from ..models import ModelShape, check_model, encode, stop_ids
 from . import Engine, Sampling
 
 _KEPT = 4  # engines of a model
@@ -76,7 +77,7 @@ def generate(
             f"the model is a {type(model).__name__}, not a module; load it first, with sparse_rl.load_model."
         )
     check_model(model)
-    sampling = _sampling(model, max_new_tokens, temperature, top_k, top_p)
+    sampling = replace(_sampling(model, max_new_tokens, temperature, top_k, top_p), stop_ids=stop_ids(model, tokenizer))
     compressor = default_compressor(model) if compressor is None else compressor
     options = dict(compressor_options or {})
     if options and isinstance(compressor, Compressor):

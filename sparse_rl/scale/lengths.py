@@ -1,4 +1,4 @@
-"""How long the responses of a step may be: drawn, for the scale model."""
+"""Response lengths for the scale model: drawn at random, or drawn from those of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import numpy as np
 from ..errors import SparseRLError
 from ..files import read_lines
 
-SAME_PROMPT = 0.5  # assumption: share of the variance, of log lengths or of ranks made normal, that completions of a prompt have in common
+# assumption: the share of the variance (of log lengths, or of ranks made normal) that completions of a prompt share
+SAME_PROMPT = 0.5
 SPREAD = 0.75  # assumption: standard deviation over mean
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths: those given, drawn by rank; without any, lognormal. All are cut at the longest allowed."""
+    """A distribution of response lengths: the `given` lengths, drawn by rank, or, without any, a lognormal one."""
 
     mean: float
     spread: float  # standard deviation over mean
@@ -28,11 +29,12 @@ class Lengths:
     def __post_init__(self):
         if not (0 < self.mean < math.inf and 0 <= self.spread < math.inf):
             raise SparseRLError(
-                f"response lengths with mean {self.mean} and spread {self.spread}; the first must be positive, both finite."
+                f"response lengths have mean {self.mean} and spread {self.spread}; "
+                "the mean must be positive, the spread not negative, and both finite."
             )
 
     def draw(self, prompts: int, group: int, longest: int, seed: int) -> np.ndarray:
-        """[prompts, group] tokens."""
+        """Lengths in tokens, cut at `longest`. [prompts, group]"""
         random = np.random.default_rng(seed)
         common, own = random.standard_normal((prompts, 1)), random.standard_normal((prompts, group))
         normal = SAME_PROMPT**0.5 * common + (1 - SAME_PROMPT) ** 0.5 * own
@@ -45,13 +47,16 @@ class Lengths:
 
 
 def lengths_of_run(folder: Path) -> Lengths:
-    """As in a run: its written samples, scaled to the mean of its metrics; where none were written, that mean and the usual spread."""
+    """The lengths of a run: those of its written samples, scaled to the mean of its metrics.
+
+    If the run wrote no samples: a lognormal distribution with that mean and the usual spread.
+    """
     means = [
         line["rollout/length/mean"] for line in read_lines(folder / "metrics.jsonl") if "rollout/length/mean" in line
     ]
     if not means:
         raise SparseRLError(
-            f"{folder}/metrics.jsonl holds no steps with rollout/length/mean; give the folder of a run that has trained."
+            f"{folder}/metrics.jsonl holds no steps with rollout/length/mean; give the folder of a run with some steps."
         )
     mean, seen = sum(means) / len(means), []
     for path in sorted(folder.glob("samples/step-*/trajectories.jsonl")):

@@ -1,7 +1,8 @@
-"""The scale model: step time, idle share and cost of a run on many GPUs, from figures measured on one. docs/scale.md says how true it is.
+"""The scale model: step time, idle share and cost of a run on many GPUs, from figures measured on one GPU.
 
-A step is cut as `Trainer.run` cuts it: every process samples and scores its prompts, all meet, every optimizer step waits for the slowest
-and sums gradients. Response lengths are drawn, prompts dealt and rows drained as the code does it; the straggler is what comes out.
+A step has the parts that `Trainer.run` gives it: every process samples and scores its prompts, all processes meet, and
+every optimizer step waits for the slowest process and sums gradients. Response lengths are drawn at random; prompts are
+dealt and rows drained as in the code; the wait for stragglers follows. docs/scale.md says how accurate the model is.
 """
 
 from __future__ import annotations
@@ -26,42 +27,40 @@ from ..train.deal import deal
 from ..train.run import lora_parameters
 from .lengths import Lengths
 
-RECORD_BYTES = 47  # of a token, padding included, when trajectories are exchanged (tests/test_scale.py)
+RECORD_BYTES = 47  # bytes exchanged per token of a step, padding included (tests/scale/test_scale.py measures them)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU as it was measured: all rates are of our code on it, not of its data sheet."""
+    """One GPU as it was measured: all rates are those of this code on it, not those of a data sheet."""
 
-    bandwidth: float  # bytes/s, of weights and slots in a decode step
-    decode_flops: float  # of a decode step's matrix products
-    layer_seconds: float  # of a layer in a decode step, whatever it computes
-    prefill_flops: float  # of the modules' forward pass, without gradient
-    token_seconds: float  # of a token in a layer of the modules, whatever its width
-    evict_flops: float  # of an eviction, counted as the products of its keys with each other
-    learn_flops: float  # of scoring and learning
-    rollout_rest: float  # share of a rollout: traces to the host, the host itself
-    step_rest: float  # share of a step: grading, the overlaps of a few trajectories
+    bandwidth: float  # bytes/s at which a decode step reads weights and slots
+    decode_flops: float  # FLOP/s of the matrix products of a decode step
+    layer_seconds: float  # fixed seconds per layer of a decode step
+    prefill_flops: float  # FLOP/s of the modules' forward pass without gradients
+    token_seconds: float  # fixed seconds per token and layer of the modules
+    evict_flops: float  # FLOP/s of an eviction, counted as the products of a row's keys with each other
+    learn_flops: float  # FLOP/s of scoring and learning
+    rollout_rest: float  # share of a rollout spent on traces to the host and on the host itself
+    step_rest: float  # share of a step spent on grading and on the overlaps of a few trajectories
     hidden: float  # share of the shorter of sampling and learning that is gained by doing both at the same time
-    record_seconds: (
-        float  # of a token of the whole step, padding included, on the host of every process: corrections, diagnostics
-    )
+    record_seconds: float  # of corrections and diagnostics on each host, per token of the step, padding included
     memory: int  # bytes
 
 
-# one NVIDIA H200, bf16: docs/scale.md says which rows of docs/results.md each number is from
+# one NVIDIA H200, bf16: docs/scale.md says which measurement each number comes from
 H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 392e12, 0.031, 0.045, 0.53, 0.44e-6, 139 * 2**30)
 
 
 @dataclass(frozen=True)
 class Links:
-    """What lies between processes. Assumptions, all of them: nothing here was measured on GPUs."""
+    """The connections between processes. All numbers are assumptions: none was measured on GPUs."""
 
     link: float = 300e9  # bytes/s of a GPU to others of its node
     network: float = 40e9  # bytes/s of a GPU to other nodes
-    per_node: int = 8
-    latency: float = 50e-6  # of a collective operation
-    records: float = 1e9  # bytes/s at which a process takes in the records of a step
+    per_node: int = 8  # GPUs
+    latency: float = 50e-6  # seconds per collective operation
+    records: float = 1e9  # bytes/s at which a process receives the records of a step
 
     def __post_init__(self):
         for name in ("link", "network", "latency", "records"):
@@ -70,32 +69,31 @@ class Links:
         require_int(**{"GPUs per node": self.per_node})
 
     def seconds(self, volume: float, processes: int, calls: int = 1) -> float:
-        """Of collectives in which every process sends `volume` bytes: as slow as the slowest part of the ring."""
+        """Seconds of `calls` collectives in which every process sends `volume` bytes in all, over a ring."""
         if processes == 1:
             return 0.0
-        return (
-            volume / (self.link if processes <= self.per_node else min(self.link, self.network)) + calls * self.latency
-        )
+        slowest = self.link if processes <= self.per_node else min(self.link, self.network)
+        return volume / slowest + calls * self.latency
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model and a recipe as the equations need them."""
+    """The numbers of a model and a recipe that the equations need."""
 
     shape: ModelShape
     rollout: RolloutSettings
     compressor: Compressor
     body: int  # parameters of the layers
-    head: int
-    trained: int
-    prompt_tokens: int
+    head: int  # parameters of the head
+    trained: int  # trained parameters
+    prompt_tokens: int  # of every prompt
     capacity: int
-    start: int  # slots of a row when its response begins
+    start: int  # slots that a row uses when its response begins
     minibatches: int
     micro_batch_tokens: int
-    seen: float  # keys that a query of the learner sees at most
+    seen: float  # the most keys that a query of the learner sees
     views: int  # forward passes of scoring
-    passes: float  # of an update, in forward passes
+    passes: float  # cost of an update, in forward passes
     shard: bool
 
     @classmethod
@@ -103,7 +101,7 @@ class Work:
         cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int
     ) -> Work:
         learn, bound, head = recipe.learn, compressor_of(recipe.rollout), shape.vocabulary * shape.hidden
-        capacity, how = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.how()
+        capacity, method = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
         return cls(
             shape,
@@ -117,9 +115,9 @@ class Work:
             start=bound.budget if bound.evicts_prompt(prompt_tokens) else prompt_tokens,
             minibatches=learn.minibatches,
             micro_batch_tokens=learn.micro_batch_tokens,
-            seen=capacity if how.view == "shadow" else math.inf,
+            seen=capacity if method.view == "shadow" else math.inf,
             views=2 if recipe.loss.beta > 0 else 1,
-            passes=(1 + backward + recipe.model.gradient_checkpointing) * (2 if how.distill else 1),
+            passes=(1 + backward + recipe.model.gradient_checkpointing) * (2 if method.distill else 1),
             shard=recipe.model.shard,
         )
 
@@ -129,83 +127,86 @@ class Work:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that a decode step reads."""
+        """Bytes of the weights that a decode step reads."""
         return (self.body + self.head) * self.shape.dtype.itemsize
 
     @property
     def divided_bytes(self) -> int:
-        """Of all weights, as shards are gathered: those looked up too."""
+        """Bytes of all weights that are gathered from shards, embeddings included."""
         return max(self.trained, self.body + self.head) * self.shape.dtype.itemsize
 
     @property
     def kv_bytes(self) -> int:
-        """Of a slot in all layers."""
+        """Bytes of one slot in all layers."""
         return self.shape.cache_shape().kv_bytes_per_token
 
     @property
     def query_width(self) -> int:
-        """Of all layers."""
+        """Numbers in the queries of one token, over all layers."""
         return self.shape.layers * self.shape.query_heads * self.shape.head_dim
 
-    # ------------------------------------------------------------------------------------------------------------ one GPU
+    # ---- one GPU
 
     def decode_seconds(self, machine: Machine, rows: float | np.ndarray, slots: float) -> float | np.ndarray:
-        """One token of every row, which uses `slots` slots on average."""
+        """Seconds to decode one token of every row; a row uses `slots` slots on average."""
         return self.step_seconds(machine, rows) + rows * slots * self.kv_bytes / machine.bandwidth
 
     def step_seconds(self, machine: Machine, width: float | np.ndarray) -> float | np.ndarray:
-        """The part of it that all rows share: read the weights once, or multiply with them, whichever takes longer."""
+        """The part of `decode_seconds` without the slots: read the weights, or multiply, whichever takes longer."""
         products = np.maximum(
             self.weight_bytes / machine.bandwidth, 2 * (self.body + self.head) * width / machine.decode_flops
         )
         return self.shape.layers * machine.layer_seconds + products
 
     def slots_read(self, new: np.ndarray) -> np.ndarray:
-        """Slots that attention reads for responses of `new` tokens, summed over these."""
+        """Slots that attention reads over a whole response of `new` tokens."""
         if self.compressor.folds:
             chunk = self.compressor.interval
             return new * (self.start + chunk / 2) + new**2 / (2 * chunk)
         if not self.evicts:
             return new * self.start + new**2 / 2
-        before = np.minimum(new, self.capacity - self.start)  # tokens until the row is full
+        before = np.minimum(new, self.capacity - self.start)  # tokens before the row is full
         return before * (self.start + before / 2) + (new - before) * (self.compressor.budget + self.capacity) / 2
 
     def evictions(self, new: np.ndarray) -> np.ndarray:
+        """Evictions while a response of `new` tokens is decoded."""
         if not self.evicts:
             return np.zeros_like(new)
         until = self.capacity - self.start
         return np.where(new >= until, 1 + (new - until) // (self.capacity - self.compressor.budget), 0)
 
     def rollout_seconds(self, machine: Machine, new: np.ndarray, prompts: int) -> float:
-        """Responses of `new` tokens [n] to some prompts, by one process."""
+        """Seconds in which one process samples responses of `new` tokens [n] to `prompts` prompts."""
         live, steps = drain(new + (new // self.compressor.interval if self.compressor.folds else 0), self.rollout.rows)
         widths = np.array(sorted(row_counts(self.rollout.rows)))
         decode = (steps * self.step_seconds(machine, widths[np.searchsorted(widths, live)])).sum()
         decode += self.slots_read(new).sum() * self.kv_bytes / machine.bandwidth
         fed = prompts * self.prompt_tokens
         attention = 2 * fed * self.prompt_tokens * self.query_width
-        prefill = (
-            2 * fed * self.body + attention
-        ) / machine.prefill_flops + fed * self.shape.layers * machine.token_seconds
+        prefill = (2 * fed * self.body + attention) / machine.prefill_flops
+        prefill += fed * self.shape.layers * machine.token_seconds
         keys = self.capacity * self.kv_bytes / (2 * self.shape.dtype.itemsize)  # numbers in the keys of a row
         evict = self.evictions(new).sum() * 2 * self.capacity * keys / machine.evict_flops
         return (decode + prefill + evict) / (1 - machine.rollout_rest)
 
     def pass_seconds(self, machine: Machine, sequences: int, length: int) -> float:
-        """A forward pass over a micro-batch, padding included."""
+        """Seconds of a forward pass over a micro-batch, padding included."""
         tokens = sequences * length
         flops = 2 * tokens * (self.body + self.head) + 4 * tokens * min(self.seen, length / 2) * self.query_width
         return flops / machine.learn_flops + tokens * self.shape.layers * machine.token_seconds
 
     def passes_of(self, machine: Machine, lengths: np.ndarray) -> tuple[float, int]:
-        """(seconds of a forward pass over all sequences, micro-batches)"""
+        """(seconds of a forward pass over all sequences, number of micro-batches)"""
         packed = pack(torch.from_numpy(lengths), self.micro_batch_tokens)
         return sum(self.pass_seconds(machine, len(rows), int(lengths[rows[0]])) for rows in packed), len(packed)
 
-    # ------------------------------------------------------------------------------------------------------------ several
+    # ---- several GPUs
 
     def communication(self, links: Links, processes: int, micro_batches: int) -> float:
-        """Seconds of an optimizer step's: gradients summed, or shards gathered twice and gradients scattered in every micro-batch."""
+        """Seconds of communication per optimizer step.
+
+        Either gradients are summed once, or every micro-batch gathers shards twice and scatters gradients once.
+        """
         share = (processes - 1) / processes
         if not self.shard:
             return links.seconds(2 * share * 4 * self.trained, processes, 1 + self.trained // BUCKET)
@@ -213,7 +214,7 @@ class Work:
         return micro_batches * links.seconds(volume, processes, 3 * (self.shape.layers + 1))
 
     def publish_seconds(self, links: Links, machine: Machine, processes: int) -> float:
-        """Whole weights for the sampler: gathered from shards, or copied."""
+        """Seconds to give the sampler whole weights: gathered from shards, or copied."""
         if self.shard and processes > 1:
             return links.seconds((processes - 1) / processes * self.divided_bytes, processes, 12 * self.shape.layers)
         return 2 * self.weight_bytes / machine.bandwidth if self.rollout.ahead else 0.0
@@ -221,27 +222,29 @@ class Work:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step, in seconds; means over the steps that were drawn."""
+    """The seconds of a step and its parts, and response lengths: means over the steps that were drawn."""
 
     sample: float  # rollout and scoring, on the slowest process
-    rollout: float  # of it rollout
+    rollout: float  # the rollout's part of `sample`
     update: float  # arithmetic of all optimizer steps, each on the slowest process
-    communication: float  # of gradients or shards, as if none of it were hidden behind arithmetic
-    exchange: float  # records of all trajectories to all processes
-    publish: float  # whole weights to samplers
+    communication: float  # gradients or shards, as if arithmetic hid none of it
+    exchange: float  # records of all trajectories, sent to all processes
+    publish: float  # whole weights, given to the samplers
     rest: float  # grading, corrections, diagnostics
     step: float
-    step_at_best: float  # if communication hid behind arithmetic wholly
-    step_at_worst: float  # if rollouts ahead gained nothing, as the device is shared; else as `step`
+    step_at_best: float  # if arithmetic hid all communication
+    step_at_worst: float  # if sampling ahead gained nothing, because the device is shared; otherwise equal to `step`
     idle: float  # share of a step that a process waits for the slowest, on average
-    idle_sampling: float  # the same of the sampling alone: the metric processes/idle/frac
-    tokens: float  # of responses
-    length: float  # mean response
-    longest: float
+    idle_sampling: float  # the same share of sampling alone: the metric processes/idle/frac
+    tokens: float  # response tokens of the step
+    length: float  # tokens of the mean response
+    longest: float  # tokens of the longest response
 
 
 def drain(steps: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(running rows, for how many decode steps): sequences of given steps, in order, each in the row that is free first."""
+    """(numbers of running rows, decode steps that each lasts). Sequences take `steps` steps; each goes, in order, into
+    the row that is free first.
+    """
     free, starts = [0.0] * min(rows, len(steps)), np.empty(len(steps))
     for i, count in enumerate(steps.tolist()):
         starts[i] = heapq.heappop(free)
@@ -255,11 +258,12 @@ def drain(steps: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
 def forecast(
     work: Work, machine: Machine, links: Links, gpus: int, lengths: Lengths, seed: int = 0, draws: int = 4
 ) -> Forecast:
-    """Steps drawn `draws` times, and their mean."""
+    """The mean of `draws` steps with response lengths drawn at random."""
     require_int(**{"--gpus": gpus})
     if work.rollout.prompts < gpus:
         raise SparseRLError(
-            f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a group stays on one; use at least as many."
+            f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a prompt's completions stay on one GPU; "
+            f"use at least {gpus} prompts."
         )
     size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
     drawn = [one_step(work, machine, links, gpus, lengths.draw(*size, seed + i)) for i in range(draws)]
@@ -271,26 +275,15 @@ def forecast(
 def one_step(
     work: Work, machine: Machine, links: Links, gpus: int, new: np.ndarray, expected: Sequence[float] | None = None
 ) -> Forecast:
-    """A step with given response lengths [prompts, group]; `expected`: what the dealing goes by, nothing known if None."""
-    owner = np.array(deal([1.0] * len(new) if expected is None else expected, work.minibatches, gpus))
-    block = np.concatenate(
-        [np.full(len(part), i) for i, part in enumerate(np.array_split(np.arange(new.size), work.minibatches))]
-    )
-    owners, total = np.repeat(owner, new.shape[1]), new.ravel() + work.prompt_tokens
+    """A step with response lengths `new` [prompts, group]. `expected`: the length by which each prompt is dealt to a
+    process; None if all are expected to be alike.
+    """
+    owner = np.array(deal([1.0] * len(new) if expected is None else expected, work.minibatches, gpus))  # [prompts]
     shares = [new[owner == rank] for rank in range(gpus)]
     rollouts = np.array([work.rollout_seconds(machine, share.ravel(), len(share)) for share in shares])
     scores = np.array([work.views * work.passes_of(machine, share.ravel() + work.prompt_tokens)[0] for share in shares])
-    learner = (
-        2 * 16 * work.trained / (gpus if work.shard else 1) / machine.bandwidth
-    )  # masters, moments, gradients: read and written
-    sampled, learned = rollouts + scores, np.zeros(gpus)
-    update = communication = 0.0
-    for i in range(work.minibatches):
-        mine = [work.passes_of(machine, total[(owners == rank) & (block == i)]) for rank in range(gpus)]
-        seconds = work.passes * np.array([seconds for seconds, _ in mine]) + learner
-        update += seconds.max()
-        learned += seconds
-        communication += work.communication(links, gpus, max(count for _, count in mine))
+    sampled, total = rollouts + scores, new.ravel() + work.prompt_tokens
+    update, learned, communication = _update_seconds(work, machine, links, np.repeat(owner, new.shape[1]), total, gpus)
     sample, slowest = float(sampled.max()), int(sampled.argmax())
     padded = float(total.max()) * new.size
     exchange = padded * RECORD_BYTES / links.records if gpus > 1 else 0.0
@@ -303,13 +296,13 @@ def one_step(
         return (sample + learn - gained + exchange + publish + records) / (1 - machine.step_rest)
 
     waits = sample - sampled.mean(), update - learned.mean()
-    shorter = 1 if sample >= update + communication else 0
+    shorter = 1 if sample >= update + communication else 0  # sampling ahead hides a part of this wait
     ahead = bool(work.rollout.ahead)
     found = step(communication, ahead)
     return Forecast(
         sample=sample,
         rollout=float(rollouts[slowest]),
-        update=float(update),
+        update=update,
         communication=communication,
         exchange=exchange,
         publish=publish,
@@ -317,9 +310,7 @@ def one_step(
         step=found,
         step_at_best=step(max(0.0, communication - update), ahead),
         step_at_worst=step(communication, False),
-        idle=float(
-            (sum(waits) - (machine.hidden * waits[shorter] if ahead else 0.0)) / found
-        ),  # less what is hidden of the shorter part
+        idle=float((sum(waits) - (machine.hidden * waits[shorter] if ahead else 0.0)) / found),
         idle_sampling=float(1 - sampled.mean() / sample),
         tokens=float(new.sum()),
         length=float(new.mean()),
@@ -327,8 +318,26 @@ def one_step(
     )
 
 
+def _update_seconds(
+    work: Work, machine: Machine, links: Links, owners: np.ndarray, total: np.ndarray, gpus: int
+) -> tuple[float, np.ndarray, float]:
+    """All optimizer steps: (seconds on the slowest process, seconds on each process, seconds of communication).
+
+    `owners`: the process of each trajectory; `total`: its prompt and response tokens.
+    """
+    optimizer = 2 * 16 * work.trained / (gpus if work.shard else 1) / machine.bandwidth  # reads and writes all state
+    update, learned, communication = 0.0, np.zeros(gpus), 0.0
+    for batch in np.array_split(np.arange(len(total)), work.minibatches):
+        own = [work.passes_of(machine, total[batch[owners[batch] == rank]]) for rank in range(gpus)]
+        seconds = work.passes * np.array([seconds for seconds, _ in own]) + optimizer
+        update += seconds.max()
+        learned += seconds
+        communication += work.communication(links, gpus, max(count for _, count in own))
+    return float(update), learned, communication
+
+
 def work_of(recipe: Recipe, prompt_tokens: int) -> Work:
-    """What the scale model must know of a recipe, from the model's config alone."""
+    """The `Work` of a recipe, from the model's config alone."""
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
     parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize

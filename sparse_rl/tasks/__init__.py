@@ -1,4 +1,4 @@
-from . import benchmarks, countdown, linsys, math, recall, stargraph, sums  # noqa: F401  (they register themselves)
+from . import benchmarks, countdown, linsys, math, recall, stargraph, stories, sums  # noqa: F401  (they register themselves)
 from .base import TASKS, UNGRADED, GeneratedTask, Grade, Prompt, Task, describe, final_answer, make, notices, register
 
 __all__ = [

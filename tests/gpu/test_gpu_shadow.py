@@ -13,7 +13,7 @@ from sparse_rl.cache.segments import find_segments
 from sparse_rl.config import load_recipe
 from sparse_rl.kernels import ops, twins
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import collate, make_batches, score
+from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
@@ -22,6 +22,7 @@ from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.models import with_lora
 from sparse_rl.train.run import train
 from tests.helpers.gpu import SMALL, logprobs_and_gradients, on_gpu
+from tests.helpers.learning import batches_of
 from tests.helpers.models import prompts_of
 
 pytestmark = pytest.mark.gpu
@@ -105,11 +106,10 @@ def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
         if view == "shadow":
             rewards = torch.tensor([1.0, 0.0] * (len(done) // 2))
             advantages, _ = advantage(rewards, torch.tensor([t.prompt_index for t in done]))
-            (batch,) = make_batches(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
+            (batch,) = batches_of(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
             assert torch.equal(batch.mask, scored.sampled.mask)  # nothing to reject
-            found = Learner(copy.deepcopy(model), OptimizerSettings(lr=1e-6), Loss(), micro_batch_tokens=1024).step(
-                batch
-            )
+            learner = Learner(copy.deepcopy(model), OptimizerSettings(lr=1e-6), Loss(), micro_batch_tokens=1024)
+            found = learner.step(batch).metrics
             assert abs(found["update/drift/mean"]) < 1e-3 and found["update/clip/frac"] < 0.01
     assert gaps[compressor, "shadow"] < 1.5 * gaps["dense", "dense"]
     assert gaps[compressor, "dense"] > 3 * gaps["dense", "dense"]
@@ -142,7 +142,7 @@ def test_training_in_the_shadow_view(tmp_path):
     """A bf16 run with distillation, through the recipe: finite, and the gap is rounding."""
     keys = {
         "learn.method": "smd",
-        "learn.distill": "b",
+        "learn.distill": "shadow-to-dense-forward",
         "run.steps": "2",
         "model.dtype": "bfloat16",
         "eval.every": "2",

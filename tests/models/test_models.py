@@ -1,11 +1,11 @@
-"""Character-level models of chosen size."""
+"""Models by name: character-level ones of any size, folders that are not there; and the encoding of prompts."""
 
 import pytest
 import torch
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.errors import SparseRLError
-from sparse_rl.models import ModelShape, load_config, load_model, weight_bytes
+from sparse_rl.models import ModelShape, encode, load_config, load_model, tiny_tokenizer, weight_bytes
 
 
 def parameters(name: str) -> int:
@@ -34,9 +34,9 @@ def test_a_fresh_model_is_made_from_its_seed_and_runs():
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("tiny:4", "'tiny:4' names no size; write tiny:LAYERSxWIDTH"),
-        ("tiny:0x64", "'tiny:0x64' names no size"),
-        ("tiny:4x200", "a width of 200 is no multiple of 64 .*; use tiny:4x192"),
+        ("tiny:4", "'tiny:4' does not name a size; write tiny:LAYERSxWIDTH"),
+        ("tiny:0x64", "'tiny:0x64' does not name a size"),
+        ("tiny:4x200", "the width 200 is not a multiple of 64 .*; use tiny:4x192"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(name, sentence):
@@ -56,3 +56,14 @@ def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(monkeypatch):
         for load in (load_config, load_model):
             with pytest.raises(SparseRLError, match=f"there is no model in {name}; make it first"):
                 load(name)
+
+
+def test_chat_template():
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(SparseRLError, match="no chat template"):
+        encode(tokenizer, [{"role": "user", "content": "hi"}])
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "hi"}])) == "[hi]>"
+    assert tokenizer.decode(encode(tokenizer, "hi")) == "hi"

@@ -14,6 +14,7 @@ from sparse_rl.models import tiny_tokenizer
 from tests.helpers.models import prompts_of, tiny
 
 TOKENIZER = tiny_tokenizer()
+TOKENIZER.eos_token = None  # responses run to their limit, unless a test names an end
 TEXTS = ["3p4", "abcabcabcabcabcabc12", "z", "9" * 30]  # characters within the 61 ids that the models know
 SMALL = dict(budget=16, interval=8, max_new_tokens=40)
 

@@ -1,0 +1,131 @@
+"""`sparse-rl plan`: the memory of rollouts and runs, and time and cost on many GPUs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import run
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "qwen2.5-1.5b-simplerl.yaml"
+SEVEN = ["--model", "qwen2.5-7b"]
+MANY = [*SEVEN, "--gpus", 64, "--new", 16384, "--rollout.prompts", 256, "--price", 2]
+
+
+NUMBERS = ["--model", "qwen2.5-1.5b", "--prompt-tokens", 256, "--json"]
+LAYERS, HEADS, DIM = 28, 2, 128  # of qwen2.5-1.5b
+
+
+def test_plan_from_the_config_alone():
+    plan = json.loads(run("plan", *NUMBERS, "--max-new-tokens", 4096, "--gpu-memory", 80).stdout)
+    assert plan["kv_bytes_per_token"] == LAYERS * HEADS * DIM * 2 * 2
+    assert plan["row_bytes"] == 640 * LAYERS * HEADS * (DIM * 2 * 2 + 4) + LAYERS * 12 * 8 * DIM * 2
+    assert plan["trace_row_bytes"] == LAYERS * HEADS * (4096 + 256) * 2
+    assert plan["weight_bytes"] == pytest.approx(1_543_714_304 * 2)  # the published parameter count, in bf16
+    assert plan["rows_that_fit"] > 5 * plan["dense_rows_that_fit"]
+
+
+def test_the_plan_of_beacons():
+    plan = json.loads(run("plan", *NUMBERS, "--compressor", "beacon:16").stdout)
+    assert plan["capacity"] == 256 + 4095 // 16 + 16
+    assert plan["row_bytes"] == plan["capacity"] * LAYERS * HEADS * (DIM * 2 * 2 + 4)
+    assert (plan["trace_row_bytes"], plan["chunk_row_bytes"]) == (0, 4096 + 20)
+
+
+def test_the_table_of_a_rollout():
+    shown = run("plan", "--model", "qwen2.5-7b", "--rows", 4096, "--gpu-memory", 40).stdout
+    for label in ("weights", "KV per row, dense", "KV per row, rkv", "rows that fit", "trace per row", "use rows="):
+        assert label in shown
+
+
+def test_the_table_of_beacons():
+    shown = run("plan", "--model", "qwen2.5-1.5b", "--compressor", "beacon:16", "--gpu-memory", 80).stdout
+    assert "prompt + a beacon per 16 tokens + a chunk = 783 slots" in shown and "places of beacons per row" in shown
+    assert "trace" not in shown and "budget" not in shown and "rows that fit, beacon" in shown
+
+
+def test_the_plan_of_a_recipe():
+    done = run("plan", "--recipe", RECIPE, "--gpu-memory", 80)
+    assert done.returncode == 0 and "optimizer: fp32 masters" in done.stdout and "fits" in done.stdout
+    fewer = run("plan", "--recipe", RECIPE, "--rows", 3, "--budget", 64).stdout
+    assert "cache, 3 rows" in fewer and "budget 64 + interval 128" in fewer
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "tiny", "--gpu-memory", "-3"], "it must be a positive number of GiB"),
+        (["--model", "tiny", "--gpu-memory", "nan"], "it must be a positive number of GiB"),
+        (["--model", "tiny", "--dtype", "flaot32"], "did you mean 'float32'"),
+        (["--model", "qwen2.5-1.6b"], "qwen2.5-1.5b"),
+        (["--recipe", RECIPE, "--model", "tiny"], "give --model for a rollout or --recipe"),
+    ],
+)
+def test_mistakes_get_a_sentence(arguments, message):
+    refused = run("plan", *arguments)
+    assert refused.returncode == 1 and message in refused.stderr and "Traceback" not in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- many GPUs
+
+
+def test_the_numbers_of_many_gpus_agree():
+    done = run("plan", *MANY, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["gpu_hours"] == pytest.approx(64 * found["step"] * 100 / 3600)
+    assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
+    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step"]) and 0 < found["idle"] < 1
+    assert found["bytes_per_gpu"] < found["memory"] and found["plan"]["divided_by"] == 64
+
+
+def test_the_table_of_many_gpus():
+    shown = run("plan", *MANY).stdout
+    for label in ("a step", "idle", "tokens/s", "memory per GPU", "GPU hours", "cost", "assumptions"):
+        assert label in shown
+
+
+def test_the_table_of_one_gpu_that_samples_ahead():
+    shown = run("plan", "--recipe", RECIPE, "--gpus", 1, "--rollout.ahead", 1, "--steps", 7).stdout
+    for label in ("7 steps", "if sharing the device gained nothing", "one process"):
+        assert label in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([*SEVEN, "--gpus", 0], "--gpus is 0; it must be a whole number of at least 1"),
+        ([*SEVEN, "--gpus", 256], "rollout.prompts is 128 for 256 GPUs"),
+        (
+            [*SEVEN, "--gpus", 8, "--model.shard", "false", "--gpu-memory", 80],
+            "divide the learner among them with --model.shard true",
+        ),
+        ([*SEVEN, "--gpus", 2, "--gpu-memory", 80], "with --model.shard true"),
+        (["--recipe", RECIPE, "--gpus", 2, "--rows", 100000], "use at most --rows "),
+        ([*SEVEN, "--gpus", 4, "--gpu-memory", 8], "no number of GPUs helps"),
+        ([*SEVEN, "--gpus", 8, "--price", -1], "--price is -1"),
+        ([*SEVEN, "--gpus", 8, "--link", 0], "link is 0"),
+        ([*SEVEN, "--gpus", 8, "--per-node", 0], "GPUs per node is 0"),
+        ([*SEVEN, "--gpus", 8, "--mean", -5], "mean -5"),
+        ([*SEVEN, "--gpus", 8, "--lengths", "."], "holds no steps"),
+        ([*SEVEN, "--gpus", 8, "--lengths", ".", "--mean", 5], "--mean and --lengths both"),
+        ([*SEVEN, "--gpus", 8, "--rollout.bugdet", 5], "did you mean 'budget'"),
+        ([*SEVEN, "--price", 3], "--price is for a run on many GPUs"),
+        ([*SEVEN, "--rollout.prompts", 3], "--rollout.prompts is for a run on many GPUs"),
+        (["--gpus", 8], "give --model"),
+    ],
+)
+def test_a_run_on_many_gpus_that_cannot_be_is_refused(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    refused = run("plan", *arguments)
+    assert refused.returncode == 1 and message in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and refused.stderr.endswith(".\n")
+
+
+def test_the_suggested_rows_fit():
+    command = ["plan", "--recipe", RECIPE, "--gpus", 2, "--rows"]
+    found = re.search(r"--rows (\d+)", run(*command, 100000).stderr)
+    assert found is not None
+    rows = int(found[1])
+    assert run(*command, rows).returncode == 0 != run(*command, rows + 1).returncode
