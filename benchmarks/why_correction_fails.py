@@ -1,18 +1,18 @@
-"""Why corrections fail where the budget hurts: which token ruined a rollout, what its xi was, and what other weights would do.
+"""Why corrections fail where the budget hurts: which token ruined a rollout, its xi, and what other weights would do.
 
-    python benchmarks/why_correction_fails.py --out runs/why --culprits          # the first wrong token of failed rollouts
-    python benchmarks/why_correction_fails.py --out runs/why --processes 2       # train with other weights, R-KV 32
+    python benchmarks/why_correction_fails.py --out runs/why --culprits      # the first wrong token of failed rollouts
+    python benchmarks/why_correction_fails.py --out runs/why --processes 2   # train with other weights, R-KV 32
 
-On running sums the first character that differs from the worked solution is the culprit. The variants change the weights and the mask of
-the batch that `make_batches` made, by the sign of the advantage A and by xi:
+On running sums the first character that differs from the worked solution is the culprit. These variants change weights
+and mask of the batch that `make_batches` made, by the sign of the advantage A and by xi:
 
-    tis               w = min(xi, 2) for all
+    tis               w = min(xi, 2) for all tokens
     reward-only       as tis where A > 0; trajectories with A < 0 are dropped
     punish-plain      as tis where A > 0; w = 1 where A < 0, so that the culprit is punished in full
     culprit-only      as tis where A > 0; where A < 0 only tokens with xi < 0.5 count, with w = 1
-    before-culprit    as tis, but nothing from the first token with xi < 1e-4 on counts (prefix-wise acceptance instead of rejection)
+    before-culprit    as tis, but no token counts from the first one with xi < 1e-4 on (accepts prefixes, not rollouts)
 
-and three keep sparse-rl as it is, with less noise in the updates or with other samples:
+Three more keep sparse-rl as it is, with less noise in the updates or with other samples:
 
     slower            a third of the learning rate
     more-prompts      64 prompts a step instead of 16
@@ -38,15 +38,15 @@ from learning_cpu import run as run_plain
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("reward-only", "punish-plain", "culprit-only", "before-culprit")
-KEYS = {
+KEYS = {  # variants of sparse-rl: the keys that they change
     "slower": {"optimizer.lr": 3e-5},
     "more-prompts": {"rollout.prompts": 64},
     "refill": {"learn.refill": 4},
-}  # of sparse-rl
+}
 
 
-def change(batch, how, variant: str):
-    """The batch of an optimizer step with other weights. All tensors [N, T]; `how` is the loss."""
+def change(batch, loss, variant: str):
+    """The batch of an optimizer step with other weights. All tensors [N, T]."""
     from sparse_rl.learn.loss import token_scale
 
     gap = batch.old_logprobs - batch.sampler_logprobs
@@ -61,13 +61,13 @@ def change(batch, how, variant: str):
         weights = torch.where(bad, 1.0, weights)
     elif variant == "before-culprit":
         mask &= ((xi < 1e-4) & response).cumsum(1) == 0
-    scale = token_scale(mask, torch.ones(len(mask), dtype=torch.bool), how)
+    scale = token_scale(mask, torch.ones(len(mask), dtype=torch.bool), loss)
     return dataclasses.replace(batch.batch, mask=mask, weights=weights, scale=scale)
 
 
 @dataclasses.dataclass
 class Detailed:
-    """A batch, and what `make_batches` knew when it made it."""
+    """A batch, and what else `make_batches` knew when it made it."""
 
     batch: object
     sampler_logprobs: torch.Tensor
@@ -78,7 +78,7 @@ class Detailed:
 
 
 def run(args: tuple) -> dict:
-    """A run of learning_cpu.py whose `make_batches` is another."""
+    """A run of learning_cpu.py with another `make_batches`."""
     import sparse_rl.train.loop
 
     (seed, start, variant, setting), *rest = args
@@ -86,8 +86,8 @@ def run(args: tuple) -> dict:
         return run_plain(((seed, start, "sparse-rl", setting), *rest), KEYS[variant]) | {"method": variant}
     plain = sparse_rl.train.loop.make_batches
 
-    def other(scored, advantages, how, loss, minibatches):
-        batches = plain(scored, advantages, how, loss, minibatches)
+    def other(scored, advantages, correction, loss, minibatches):
+        batches = plain(scored, advantages, correction, loss, minibatches)
         parts = torch.arange(len(advantages)).tensor_split(minibatches)
         sampled = scored.sampled
         return [
@@ -104,7 +104,7 @@ def run(args: tuple) -> dict:
 
 
 def culprits(second: Path) -> None:
-    """Of failed rollouts before any training: xi of the first wrong token, against all tokens."""
+    """xi of the first wrong token of failed rollouts before any training, against xi of all tokens."""
     from sparse_rl import tasks
     from sparse_rl.compressors import make
     from sparse_rl.learn.batch import collate, score
@@ -115,14 +115,13 @@ def culprits(second: Path) -> None:
     task = tasks.make("sums")
     prompts = task.sample(0, 128)
     quantiles = torch.tensor([0.05, 0.25, 0.5], dtype=torch.float64)
-    print(
-        "| warm start | compressor | failed | first wrong token: xi p05 / p25 / p50 | xi < 0.1 | xi < 1e-4 | all tokens: xi < 0.1 | |"
-    )
+    heads = ["warm start", "compressor", "failed", "first wrong token: xi p05 / p25 / p50", "xi < 0.1", "xi < 1e-4"]
+    print(f"| {' | '.join(heads)} | all tokens: xi < 0.1 | |")
     for name in ("tiny-sums", str(second)):
         model, tokenizer = load_model(name)
         for setting, (compressor, budget) in {"dense": ("dense", 80), **SETTINGS}.items():
-            how = make(compressor) if compressor == "dense" else make(compressor, protect_prompt=True)
-            engine = Engine(model, how, budget=budget, interval=4, rows=128)
+            made = make(compressor) if compressor == "dense" else make(compressor, protect_prompt=True)
+            engine = Engine(model, made, budget=budget, interval=4, rows=128)
             done = engine.generate([encode(tokenizer, p.text) for p in prompts], 4, Sampling(72), seed=7)
             scored = score(model, collate(done), 16384)
             texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
@@ -139,8 +138,9 @@ def culprits(second: Path) -> None:
                     wrong.append(scored.gap[i, t.num_prompt_tokens + first].item())
             xi = torch.tensor(wrong, dtype=torch.float64).exp()
             spread = " / ".join(f"{v:.1e}" for v in percentiles(xi, quantiles).tolist())
-            cells = [f"{len(wrong) / len(done):.0%}", spread, f"{(xi < 0.1).double().mean():.0%}", f"{(xi < 1e-4).double().mean():.0%}",
-                     f"{(all_xi < 0.1).double().mean():.2%}"]  # fmt: skip
+            below = [(xi < bound).double().mean() for bound in (0.1, 1e-4)]
+            cells = [f"{len(wrong) / len(done):.0%}", spread, *(f"{share:.0%}" for share in below)]
+            cells += [f"{(all_xi < 0.1).double().mean():.2%}"]
             print(f"| {Path(name).name} | {setting} | {' | '.join(cells)} |")
 
 
