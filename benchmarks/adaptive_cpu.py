@@ -1,8 +1,9 @@
-"""A budget that moves, on the tiny model: what the controller does, and what the model has learned. The table in docs/results.md.
+"""An adaptive budget on the tiny model: what the controller does, and what the model learns (docs/results).
 
-    python benchmarks/adaptive_cpu.py --out runs/adaptive            # one run after the other; run again to go on
+    python benchmarks/adaptive_cpu.py --out runs/adaptive            # one run after the other; repeat it to continue
 
-Every run is one of learning_cpu.py (recipe tiny-sums, 60 steps, R-KV, interval 4) with `rollout.budget` between 30 and 50, or fixed.
+Every run is one of learning_cpu.py (recipe tiny-sums, 60 steps, R-KV, interval 4) with a `rollout.budget` that moves
+between 30 and 50, or a fixed one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from learning_cpu import final, run
 
 BOUNDS = "{min: 30, max: 50, target: {%s}}"
-SETTINGS = [  # (method, what is held, rollout.budget)
+SETTINGS = [  # (method, the target that is held, rollout.budget)
     ("sparse-rl", "alpha_5 0.9", BOUNDS % "alpha_5: 0.9"),
     ("sparse-rl", "rejection 0.1", BOUNDS % "rejection: 0.1"),
     ("none", "alpha_5 0.9", BOUNDS % "alpha_5: 0.9"),
@@ -29,32 +30,22 @@ SETTINGS = [  # (method, what is held, rollout.budget)
 
 
 def table(rows: list[dict]) -> str:
-    """A line per run; means over the second half of the steps, when the controller has found its place."""
-    heads = [
-        "method",
-        "held",
-        "seed",
-        "budget, steps 1 / 15 / 30 / 45 / 60",
-        "budget",
-        "alpha p05",
-        "rejected",
-        "dense",
-        "sparse",
-    ]
+    """A line per run; means over the second half of the steps, when the controller has settled."""
+    heads = ["method", "held", "seed", "budget, steps 1 / 15 / 30 / 45 / 60", "budget", "alpha p05", "rejected"]
+    heads += ["dense", "sparse"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for method, held, budget in SETTINGS:
         for row in sorted((r for r in rows if (r["method"], r["setting"]) == (method, held)), key=lambda r: r["seed"]):
             path = row["curves"]["rollout/budget"] or [float(budget)] * row["steps"]
             half = len(path) // 2
             mean = {k: statistics.mean(row["curves"][k][half:]) for k in ("gap/alpha/p05", "reject/trajectories/frac")}
-            moved = (
-                " / ".join(f"{path[max(1, i * len(path) // 4) - 1]:.0f}" for i in range(5))
-                if row["curves"]["rollout/budget"]
-                else ""
-            )
+            moved = ""
+            if row["curves"]["rollout/budget"]:
+                moved = " / ".join(f"{path[max(1, i * len(path) // 4) - 1]:.0f}" for i in range(5))
             lines.append(
-                f"| {method} | {held} | {row['seed']} | {moved} | {statistics.mean(path[half:]):.1f} | {mean['gap/alpha/p05']:.2f} | "
-                f"{mean['reject/trajectories/frac']:.0%} | {final(row, 'dense'):.2f} | {final(row, 'sparse'):.2f} |"
+                f"| {method} | {held} | {row['seed']} | {moved} | {statistics.mean(path[half:]):.1f} | "
+                f"{mean['gap/alpha/p05']:.2f} | {mean['reject/trajectories/frac']:.0%} | "
+                f"{final(row, 'dense'):.2f} | {final(row, 'sparse'):.2f} |"
             )
     return "\n".join(lines)
 
@@ -64,7 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/adaptive"))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--diagnose", type=int, default=16, help="trajectories that alpha is measured on")
+    parser.add_argument("--diagnose", type=int, default=16, help="trajectories on which alpha is measured")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "results.jsonl"

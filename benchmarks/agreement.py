@@ -1,10 +1,13 @@
-"""How often dense and sparse inference agree, token by token: what a model says on each cache, judged by itself with nothing evicted.
+"""How often dense and sparse inference agree, token by token: the model itself judges, on a dense cache, what it said
+on each cache.
 
-    python benchmarks/agreement.py MODEL --bench gsm8k --data FOLDER --compressors dense,rkv,window --budgets 64,128 --out runs/agreement
+    python benchmarks/agreement.py MODEL --bench gsm8k --data FOLDER --compressors dense,rkv,window \\
+        --budgets 64,128 --out runs/agreement
 
-Unlike whole completions, which part for good at the first token that differs, every token is judged after the same tokens. On each cache
-the prompts are answered greedily, for the share of tokens that the dense cache would have chosen as well, and at temperature 1, for
-KL(sparse || dense). The row `dense` is the noise floor: two kernels on the same cache. Writes agreement.json and agreement.png.
+Whole completions differ for good after the first token that differs; here every token is judged after the same tokens.
+On each cache the prompts are answered greedily, which gives the share of tokens that the dense cache would have chosen
+as well, and at temperature 1, which gives KL(sparse || dense). The row `dense` is the noise floor: two kernels on the
+same cache. Writes agreement.json and agreement.png.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Rollouts in turn with the learner against rollouts one step ahead of it: step time, how long the GPU is idle, what is learned.
+"""Rollouts in turn with the learner against rollouts one step ahead of it: step time, GPU idle time, accuracy.
 
-    python benchmarks/ahead.py --recipe countdown-search --model models/countdown-search --out runs/ahead --seeds 2 --plot ahead.png
+    python benchmarks/ahead.py --recipe countdown-search --model models/countdown-search --out runs/ahead --seeds 2 \\
+        --plot ahead.png
     python benchmarks/ahead.py --recipe tiny-sums --out runs/ahead-cpu --seeds 2 --set run.steps 30
 
-Both arms are `sparse-rl train RECIPE` with one key changed, one after the other, each alone on the device. Idle is the share of time in
-which nvidia-smi, asked five times a second, saw no kernel run, between the ends of the first step and the last but one. Finished runs are
-not run again. A model's shape with random weights says how long steps of that size take (planted_math.py):
+Both arms are `sparse-rl train RECIPE` with one key changed. They run one after the other, each alone on the device.
+Idle is the share of time in which nvidia-smi, asked five times a second, saw no kernel run, from the end of the first
+step to the end of the last but one. Finished runs are not repeated. A shape with random weights shows how long steps of
+that size take (planted_math.py):
 
-    python benchmarks/ahead.py --recipe qwen2.5-1.5b-simplerl --model random:qwen2.5-1.5b --out runs/ahead-1.5b --seeds 1 \\
-        --set task.name benchmarks/planted_math.py:PlantedMath --set task.files simplerl_qwen_level3to5.jsonl --set rollout.stop [] \\
-        --set rollout.prompts 32 --set rollout.max_new_tokens 1024 --set eval.every 0 --set run.steps 5
+    python benchmarks/ahead.py --recipe qwen2.5-1.5b-simplerl --model random:qwen2.5-1.5b --out runs/ahead-1.5b \\
+        --seeds 1 --set task.name benchmarks/planted_math.py:PlantedMath --set rollout.stop [] \\
+        --set task.files simplerl_qwen_level3to5.jsonl --set rollout.prompts 32 --set rollout.max_new_tokens 1024 \\
+        --set eval.every 0 --set run.steps 5
 """
 
 import argparse
@@ -28,7 +31,7 @@ ARMS = {"in turn": 0, "ahead": 1}
 
 
 class Watch:
-    """Utilisation of the GPU while a run goes on; nothing where there is none."""
+    """The GPU's utilisation while a run goes on; empty if there is no GPU."""
 
     def __enter__(self):
         try:
@@ -68,7 +71,7 @@ def run(args, name: str, seed: int) -> dict:
     keys += [("model.name", args.model)] if args.model else []
     command = [sys.executable, "-m", "sparse_rl", "train", args.recipe, "--out", str(folder)]
     command += [part for key, value in keys for part in (f"--{key}", str(value))]
-    moments: dict[int, float] = {}  # steps done -> when that was seen
+    moments: dict[int, float] = {}  # steps done -> when that number was first seen
     said = folder.with_suffix(".log")
     with Watch() as watch, said.open("w") as file:
         process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -85,8 +88,8 @@ def run(args, name: str, seed: int) -> dict:
             f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count."
         )
     counted = [steps for steps in moments if 0 < steps < len(timing)]
-    beside = timing[1:-1]  # the first step compiles and captures, beside the last nothing is sampled
-    sampled = timing[2:] if ARMS[name] else beside  # a step's line says what was sampled for it, beside the step before
+    beside = timing[1:-1]  # the first step compiles and captures; nothing is sampled during the last
+    sampled = timing[2:] if ARMS[name] else beside  # a step's line tells of its rollout, sampled during the step before
     metrics = read_lines(folder / "metrics.jsonl")
     result = {
         "arm": name,
@@ -114,17 +117,17 @@ def run(args, name: str, seed: int) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    lines = [
-        "| | seed | s a step | rollout | update | learner waits | GPU idle | peak GiB | clipped | accuracy dense | sparse |",
-        "|" + "---|" * 11,
-    ]
+    heads = ["", "seed", "s a step", "rollout", "update", "learner waits", "GPU idle", "peak GiB", "clipped"]
+    heads += ["accuracy dense", "sparse"]
+    lines = ["|" + "|".join(f" {head} " if head else " " for head in heads) + "|", "|" + "---|" * len(heads)]
     for r in results:
         idle = "" if r["idle"] is None else f"{r['idle']:.0%}"
         (_, *start), (_, *end) = (r["curve"][0], r["curve"][-1]) if r["curve"] else ((0, None, None),) * 2
         dense, sparse = (f"{a:.3f} to {b:.3f}" if b is not None else "" for a, b in zip(start, end))
         lines.append(
-            f"| {r['arm']} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | {r['wait']:.2f} | {idle} | "
-            f"{r['peak'] / 2**30:.2f} | {statistics.mean(r['clip']):.2%} | {dense} | {sparse} |"
+            f"| {r['arm']} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | "
+            f"{r['wait']:.2f} | {idle} | {r['peak'] / 2**30:.2f} | {statistics.mean(r['clip']):.2%} | "
+            f"{dense} | {sparse} |"
         )
     return "\n".join(lines)
 

@@ -1,8 +1,10 @@
-"""The importance ratio at the first optimizer step, learner over sampler, token by token: a histogram of Sparse-RL's (dense learner)
-beside the shadow learner's and the noise floor (dense rollouts, dense learner). On a GPU also what two kernels differ by on the tokens
-of the sparse rollouts: the shadow view by segments against the same view under a boolean mask.
+"""The importance ratio at the first optimizer step, learner over sampler, token by token: histograms of Sparse-RL's
+ratio (dense learner), the shadow learner's, and the noise floor (dense rollouts, dense learner). On a GPU also the
+difference between two kernels on the tokens of the sparse rollouts: the shadow view by segments, and under a boolean
+mask.
 
-    python benchmarks/first_ratio.py countdown-search --model runs/study/warm --dtype bfloat16 --budgets 64,128 --out runs/ratio
+    python benchmarks/first_ratio.py countdown-search --model runs/study/warm --dtype bfloat16 --budgets 64,128 \\
+        --out runs/ratio
 
 Writes ratios.json (percentiles and counts) and ratios.png.
 """
@@ -23,7 +25,7 @@ from sparse_rl.learn.batch import Sampled, collate, score
 from sparse_rl.learn.diagnose import percentiles
 from sparse_rl.models import encode, load_model
 
-EDGES = torch.linspace(-2, 2, 161, dtype=torch.float64)  # of log ratios; what lies beyond counts in the outermost bins
+EDGES = torch.linspace(-2, 2, 161, dtype=torch.float64)  # of bins of log ratios; the outermost bins take the rest
 QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
 
 
@@ -98,8 +100,8 @@ def main() -> None:
     prompts = [encode(tokenizer, p.text) for p in task.sample(0, args.prompts)]
     sampling = Sampling(rollout.max_new_tokens, rollout.temperature, for_correction=True)
 
-    def sample(compressor, **how) -> Sampled:
-        engine = Engine(model, compressor=compressor, rows=rollout.rows, **how)
+    def sample(compressor, **slots) -> Sampled:
+        engine = Engine(model, compressor=compressor, rows=rollout.rows, **slots)
         return collate(engine.generate(prompts, rollout.group_size, sampling, seed=0))
 
     found = {
@@ -122,7 +124,8 @@ def main() -> None:
     (args.out / "ratios.json").write_text(json.dumps(found, indent=1))
     plot(found, args.out / "ratios.png")
     for name, row in found.items():
-        tail = f"1 % {row['quantiles']['0.01']:.4f}, 99 % {row['quantiles']['0.99']:.4f}, below 1e-4: {row['below_1e-4']:.5f}"
+        low, high = row["quantiles"]["0.01"], row["quantiles"]["0.99"]
+        tail = f"1 % {low:.4f}, 99 % {high:.4f}, below 1e-4: {row['below_1e-4']:.5f}"
         print(f"{name}: mean |log ratio| {row['mean_abs']:.5f}, {tail}")
 
 

@@ -1,14 +1,14 @@
-"""Accuracy against mean cache entries: beaconed students, their teacher, and compressors that need no training. One GPU.
+"""Accuracy against mean cache entries: students with beacons, their teacher, and compressors without training. One GPU.
 
-    python benchmarks/frontier.py --out runs/frontier --seed 0 --joint models/countdown-search    # teacher and students in one run
-    python benchmarks/frontier.py --out runs/frontier --seed 0 --late                             # students of the finished teacher
-    python benchmarks/frontier.py --out runs/frontier --seed 0 --points                           # evaluate everything that is there
-    python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png                 # of all seeds
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --joint models/countdown-search   # teacher and students
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --late             # students of the finished teacher
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --points           # evaluate everything that is there
+    python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png # all seeds
 
-Runs are `sparse-rl train countdown-beacons` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a run that was
-stopped goes on. An evaluation that is in points.jsonl is not made again, unless its run has gone on since: then the newer one counts.
-The teacher's own curve comes from its length: capped at n tokens its dense cache ends at n entries, and what it had not answered by
-then counts as wrong.
+Runs are `sparse-rl train countdown-beacons` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a
+stopped run continues. An evaluation in points.jsonl is not repeated unless its run has continued since: then the newer
+one counts. The teacher's own curve comes from the length of its responses: capped at n tokens, its dense cache ends at
+n entries, and a response without an answer by then counts as wrong.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def train(args, kind: str, **keys) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ points
+# ------------------------------------------------------------------------------------------------------------ points
 
 
 def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
@@ -113,8 +113,8 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
                 yield curve, f"c = {chunk}", folder, {"compressor": "beacon", "chunk": chunk}
             doubled = {2**i for i in range(1, 32) if 2**i <= max(sizes)}  # where the rule may end a chunk
             for threshold in THRESHOLDS if doubled <= set(sizes) else ():
-                how = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
-                yield f"{kind}, by surprise", f"{threshold} nats", folder, how
+                options = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
+                yield f"{kind}, by surprise", f"{threshold} nats", folder, options
     for name, budget in itertools.product(FREE, STUDIES[args.study].budgets):
         yield name, str(budget), teacher, {"compressor": name, "budget": budget}
 
@@ -130,7 +130,7 @@ def points(args) -> None:
         ):
             for row in capped(args):
                 lines.write(json.dumps(row) + "\n")
-        for curve, label, folder, how in wanted(args):
+        for curve, label, folder, options in wanted(args):
             steps = steps_of(next(parent.parent for parent in folder.parents if parent.name == "checkpoints"))
             if (args.seed, curve, label, steps) in done or time.perf_counter() > end:
                 continue
@@ -139,7 +139,7 @@ def points(args) -> None:
                 "curve": curve,
                 "label": label,
                 "steps": steps,
-                **evaluate(args, folder, dict(how)),
+                **evaluate(args, folder, dict(options)),
             }
             print(
                 f"{curve}, {label}: {row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s",
@@ -149,8 +149,8 @@ def points(args) -> None:
             lines.flush()
 
 
-def sample(args, folder: Path, how: dict):
-    """(trajectories, whether each is right) of held-out prompts."""
+def sample(args, folder: Path, options: dict):
+    """(trajectories, whether each is right) of held-out prompts. `options`: a compressor, its budget and its own."""
     from sparse_rl import tasks
     from sparse_rl.compressors import make
     from sparse_rl.models import encode, load_model
@@ -161,11 +161,11 @@ def sample(args, folder: Path, how: dict):
     task = tasks.make(recipe.task.name, **recipe.task.options).held_out()
     prompts = task.sample(0, args.prompts)
     ids = [encode(tokenizer, p.text) for p in prompts]
-    name, budget = how.pop("compressor"), how.pop("budget", 64)
+    name, budget = options.pop("compressor"), options.pop("budget", 64)
     if name in FREE:
-        how = {"sinks": max(map(len, ids))} if name == "window" else {"protect_prompt": True}
+        options = {"sinks": max(map(len, ids))} if name == "window" else {"protect_prompt": True}
     engine = Engine(
-        model, make(name, **how), budget=budget, interval=STUDIES[args.study].interval, rows=recipe.rollout.rows
+        model, make(name, **options), budget=budget, interval=STUDIES[args.study].interval, rows=recipe.rollout.rows
     )
     done = engine.generate(ids, args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
     texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
@@ -173,11 +173,11 @@ def sample(args, folder: Path, how: dict):
     return done, [grade.reward >= 1 for grade in grades]
 
 
-def evaluate(args, folder: Path, how: dict) -> dict:
+def evaluate(args, folder: Path, options: dict) -> dict:
     from sparse_rl.records import mean_entries
 
     start = time.perf_counter()
-    done, right = sample(args, folder, how)
+    done, right = sample(args, folder, options)
     return {
         "accuracy": statistics.mean(map(float, right)),
         "entries": statistics.mean(map(mean_entries, done)),
@@ -191,9 +191,8 @@ def capped(args) -> Iterator[dict]:
     done, right = sample(args, last_checkpoint(run_folder(args, "joint")), {"compressor": "dense"})
     for cap in STUDIES[args.study].caps:
         lengths = [min(cap, len(t.response_tokens)) for t in done]
-        entries = [
-            t.num_prompt_tokens + n / 2 for t, n in zip(done, lengths)
-        ]  # the mean over n - 1 queries of P + 1 .. P + n - 1
+        # the mean over n - 1 queries of P + 1 .. P + n - 1
+        entries = [t.num_prompt_tokens + n / 2 for t, n in zip(done, lengths)]
         answered = [good and len(t.response_tokens) <= cap for t, good in zip(done, right)]
         yield {
             "seed": args.seed,
@@ -206,7 +205,7 @@ def capped(args) -> Iterator[dict]:
         }
 
 
-# ------------------------------------------------------------------------------------------------------------------ what came out
+# ----------------------------------------------------------------------------------------------------------- results
 
 
 def read(file: Path) -> list[dict]:
@@ -220,9 +219,9 @@ def newest(rows: list[dict]) -> list[dict]:
 
 
 def area(points: list[tuple[float, float]], low: float, high: float) -> float:
-    """The mean, over cache sizes from `low` to `high`, of the best accuracy that no more entries give: steps, not lines between points.
+    """The mean, over cache sizes from `low` to `high`, of the best accuracy with at most that many entries.
 
-    points: (entries, accuracy)
+    The curve has steps, not lines between points. points: (entries, accuracy)
     """
     inside = sorted({low, high, *(x for x, _ in points if low < x < high)})
     best = [max((y for x, y in points if x <= left), default=0.0) for left in inside[:-1]]
@@ -242,11 +241,7 @@ def table(rows: list[dict]) -> str:
     lines = ["| | setting: mean entries, accuracy (each seed) | area under the curve (each seed) |", "|---|---|---|"]
     for curve, labels in curves(rows).items():
         ordered = sorted(labels.items(), key=lambda item: statistics.mean(r["entries"] for r in item[1]))
-        shown = [
-            f"{label}: {statistics.mean(r['entries'] for r in group):.0f}, {statistics.mean(r['accuracy'] for r in group):.2f}"
-            + (f" ({', '.join(format(r['accuracy'], '.2f') for r in group)})" if len(group) > 1 else "")
-            for label, group in ordered
-        ]
+        shown = [shown_point(label, group) for label, group in ordered]
         by_seed: dict[int, list[tuple[float, float]]] = {}
         for row in (row for row in newest(rows) if row["curve"] == curve):
             by_seed.setdefault(row["seed"], []).append((row["entries"], row["accuracy"]))
@@ -254,6 +249,13 @@ def table(rows: list[dict]) -> str:
         many = f" ({', '.join(f'{a:.2f}' for a in areas)})" if len(areas) > 1 else ""
         lines.append(f"| {curve} | {'; '.join(shown)} | {statistics.mean(areas):.2f}{many} |")
     return "\n".join([*lines, "", f"Areas from {low:.0f} to {high:.0f} entries."])
+
+
+def shown_point(label: str, group: list[dict]) -> str:
+    """The mean entries and accuracy of one setting, and the accuracy of each seed."""
+    entries, accuracies = statistics.mean(r["entries"] for r in group), [r["accuracy"] for r in group]
+    each = f" ({', '.join(f'{accuracy:.2f}' for accuracy in accuracies)})" if len(group) > 1 else ""
+    return f"{label}: {entries:.0f}, {statistics.mean(accuracies):.2f}{each}"
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Does it learn? Methods x compressors x budgets x warm starts x seeds on the tiny model, and the table in
-docs/results.md.
+"""Does it learn? Methods x compressors x budgets x warm starts x seeds on the tiny model (docs/results/sums.md).
 
-    python benchmarks/learning_cpu.py --out runs/learning --processes 2            # all of it; run again to go on
-    python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of what is there
+    python benchmarks/learning_cpu.py --out runs/learning --processes 2            # everything; repeat it to continue
+    python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of finished runs
 
 Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second
 one that the warm-up recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end,
@@ -174,10 +173,8 @@ def table(rows: list[dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for start in STARTS:
         here = [r for r in rows if r["start"] == start]
-        lines.append(
-            f"| **from {start}** | | | {interval([r['curves']['eval/dense/accuracy'][0] for r in here])} at the start "
-            "| | | | | |"
-        )
+        first = interval([r["curves"]["eval/dense/accuracy"][0] for r in here])
+        lines.append(f"| **from {start}** | | | {first} at the start | | | | | |")
         dense = [r for r in here if r["method"] == "dense"]
         shown = "; ".join(f"{s} {interval([r['under'][s] for r in dense])}" for s in SETTINGS) if dense else ""
         for method in DENSE:
@@ -185,10 +182,8 @@ def table(rows: list[dict]) -> str:
             if group:
                 values = [final(r, "dense") for r in group]
                 sparse = shown if method == "dense" else ""
-                lines.append(
-                    f"| none (dense) | {method} | {len(group)} | {interval(values)} | {sparse} | {min(values):.2f} | | "
-                    "| |"
-                )
+                cells = ["none (dense)", method, str(len(group)), interval(values), sparse, f"{min(values):.2f}"]
+                lines.append(f"| {' | '.join(cells)} | | | |")
         for setting in SETTINGS:
             for method in METHODS:
                 group = [r for r in here if (r["method"], r["setting"]) == (method, setting)]
@@ -197,11 +192,9 @@ def table(rows: list[dict]) -> str:
                 means = {k: statistics.mean(statistics.mean(r["curves"][k]) for r in group)
                          for k in ("reject/trajectories/frac", "gap/alpha/p05", "cache/tokens_saved/frac")}  # fmt: skip
                 values, sparse = ([final(r, view) for r in group] for view in ("dense", "sparse"))
-                lines.append(
-                    f"| {setting} | {method} | {len(group)} | {interval(values)} | {interval(sparse)} | "
-                    f"{min(values):.2f} | {means['reject/trajectories/frac']:.0%} | {means['gap/alpha/p05']:.2f} | "
-                    f"{means['cache/tokens_saved/frac']:.0%} |"
-                )
+                cells = [setting, method, str(len(group)), interval(values), interval(sparse), f"{min(values):.2f}"]
+                cells += [f"{means['reject/trajectories/frac']:.0%}", f"{means['gap/alpha/p05']:.2f}"]
+                lines.append(f"| {' | '.join(cells)} | {means['cache/tokens_saved/frac']:.0%} |")
     return "\n".join(lines)
 
 
@@ -238,14 +231,14 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 rows.append(row)
-                job = f"{row['seed']} {row['start']} {row['method']} {row['setting']}"
-                said = f"{len(rows)}: {job}: dense {final(row, 'dense'):.2f}, {row['seconds']:.0f} s"
-                print(said, file=sys.stderr, flush=True)
+                name = f"{row['seed']} {row['start']} {row['method']} {row['setting']}"
+                found = f"dense {final(row, 'dense'):.2f}, {row['seconds']:.0f} s"
+                print(f"{len(rows)}: {name}: {found}", file=sys.stderr, flush=True)
     print(table(rows))
 
 
 def lazily(pool, jobs, width: int, run):
-    """Results as they come, with no more jobs handed out than can run."""
+    """Results as they come; never more jobs are handed out than can run."""
     running = [pool.apply_async(run, (job,)) for job in itertools.islice(jobs, width)]
     while running:
         ready = next((r for r in running if r.ready()), None)

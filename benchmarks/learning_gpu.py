@@ -1,13 +1,13 @@
-"""Does it learn with long responses, on one GPU? Methods x settings x seeds of a study, several runs sharing the device.
+"""Does it learn with long responses, on one GPU? Methods x settings x seeds of a study; several runs share the device.
 
-    python benchmarks/learning_gpu.py --out runs/search --warm --until 0.4 --minutes 3     # the model all runs start from
-    python benchmarks/learning_gpu.py --out runs/search --pilot                            # what each setting does to it
+    python benchmarks/learning_gpu.py --out runs/search --warm --until 0.4 --minutes 3   # the model all runs start from
+    python benchmarks/learning_gpu.py --out runs/search --pilot                          # what each setting does to it
     python benchmarks/learning_gpu.py --out runs/search --arms --settings "rkv 128,rkv 64" --processes 7 --minutes 9
     python benchmarks/learning_gpu.py --out runs/search --table --plot curves.png
 
-Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. Finished runs are lines of results.jsonl and are not run
-again, so the last command can be repeated; with other keys (--set) use another folder. When --minutes are over, running ones are
-stopped; what they had reached is read from their folders.
+Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. Finished runs are lines of results.jsonl
+and are not repeated, so --arms can be given again; use another folder for other keys (--set). After --minutes, running
+runs are stopped; what they reached is read from their folders.
 """
 
 from __future__ import annotations
@@ -32,31 +32,11 @@ from learning_report import DENSE, final, plot, table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process has one core
 CURVES = (
-    *(
-        "reward/mean",
-        "reject/trajectories/frac",
-        "gap/alpha/p05",
-        "gap/abs/mean",
-        "update/grad_norm",
-        "old/entropy/mean",
-    ),
-    *(
-        "rollout/length/mean",
-        "rollout/truncated/frac",
-        "rollout/loops/frac",
-        "eval/dense/accuracy",
-        "eval/sparse/accuracy",
-    ),
-    *(
-        "cache/tokens_saved/frac",
-        "cache/bytes_saved/frac",
-        "time/rollout",
-        "time/score",
-        "time/update",
-        "time/step",
-        "time/eval",
-    ),
-)
+    "reward/mean", "reject/trajectories/frac", "gap/alpha/p05", "gap/abs/mean", "update/grad_norm", "old/entropy/mean",
+    "rollout/length/mean", "rollout/truncated/frac", "rollout/loops/frac",
+    "eval/dense/accuracy", "eval/sparse/accuracy", "cache/tokens_saved/frac", "cache/bytes_saved/frac",
+    "time/rollout", "time/score", "time/update", "time/step", "time/eval",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,8 +57,8 @@ class Setting:
 class Study:
     warmup: str  # recipes
     recipe: str
-    settings: dict[str, Setting]  # those the pilot tries
-    chosen: tuple[str, ...]  # those that are trained on: one comfortable, one that hurts
+    settings: dict[str, Setting]  # the settings that the pilot tries
+    chosen: tuple[str, ...]  # the settings that are trained on: a comfortable one, and one that hurts
     methods: tuple[str, ...] = ("none", "sparse-rl", "shadow")
     keys: dict[str, str] = field(default_factory=dict)  # changed in both recipes
 
@@ -118,7 +98,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for on the command line."""
+    """What the command line asks for."""
 
     study: Study
     out: Path
@@ -131,13 +111,13 @@ class Plan:
     more: tuple[tuple[str, str], ...]  # keys of the recipe, changed
 
     def arms(self) -> list[Arm]:
-        """Seed by seed, so that what is there is balanced."""
+        """Seed by seed, so that finished runs are balanced."""
         here = [(DENSE, DENSE)] if DENSE in self.methods else []
         here += itertools.product((m for m in self.methods if m != DENSE), self.settings)
         return [Arm(method, setting, seed) for seed in range(self.seeds) for method, setting in here]
 
     def recipe(self, name: str, keys: dict):
-        """A recipe with the keys changed that the study, the command line and, last, we say."""
+        """A recipe with the keys of the study, of the command line and, last, of `keys`."""
         from sparse_rl.config import load_recipe
 
         return load_recipe(
@@ -148,11 +128,11 @@ class Plan:
         return Setting("dense", 1, 1) if name == DENSE else self.study.settings[name]
 
 
-# ------------------------------------------------------------------------------------------------------------------ the warm start
+# ---------------------------------------------------------------------------------------------------- the warm start
 
 
 def warm(plan: Plan) -> None:
-    """Make --out/warm, or go on with it; round after round until it is good enough, or time is over."""
+    """Make --out/warm, or continue it, round after round until it is good enough or time is over."""
     import torch
 
     end = time.perf_counter() + plan.minutes * 60
@@ -163,7 +143,10 @@ def warm(plan: Plan) -> None:
 
 
 def warm_round(plan: Plan, seconds: float) -> float | None:
-    """One warm-up, on problems that none before it had: its held-out accuracy, or None where time was over. Earlier models are kept."""
+    """One warm-up on problems that no earlier one had: its held-out accuracy, or None if time was over.
+
+    Earlier models are kept.
+    """
     from sparse_rl.config import load_recipe
     from sparse_rl.signals import stoppable
     from sparse_rl.train.warmup import warmup
@@ -195,18 +178,8 @@ def warm_round(plan: Plan, seconds: float) -> float | None:
 
 def pilot(plan: Plan) -> str:
     """One rollout of the warm model on every setting: how often it is right, and what sparse-rl would see."""
-    heads = [
-        "setting",
-        "accuracy",
-        "rejected",
-        "alpha p05",
-        "mean gap",
-        "length",
-        "truncated",
-        "tokens saved",
-        "bytes saved",
-        "seconds",
-    ]
+    heads = ["setting", "accuracy", "rejected", "alpha p05", "mean gap", "length", "truncated"]
+    heads += ["tokens saved", "bytes saved", "seconds"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     print("\n".join(lines))
     for name in (DENSE, *plan.study.settings):
@@ -231,15 +204,17 @@ def tried(plan: Plan, name: str) -> str:
     start, clock = time.perf_counter(), Clock()
     rollout = trainer.collect(clock)
     found = trainer.diagnose(rollout, apply_correction(rollout.scored, trainer.correction), clock)
+    saved = trainer.sampler.engine.kv_bytes_saved(rollout.trajectories)
     return (
-        f"| {name} | {found['reward/mean']:.3f} | {found['reject/trajectories/frac']:.1%} | {found['gap/alpha/p05']:.3f} | "
-        f"{found['gap/abs/mean']:.4f} | {found['rollout/length/mean']:.0f} | {found['rollout/truncated/frac']:.1%} | "
-        f"{found['cache/tokens_saved/frac']:.0%} | {trainer.sampler.engine.kv_bytes_saved(rollout.trajectories):.0%} | "
+        f"| {name} | {found['reward/mean']:.3f} | {found['reject/trajectories/frac']:.1%} | "
+        f"{found['gap/alpha/p05']:.3f} | {found['gap/abs/mean']:.4f} | "
+        f"{found['rollout/length/mean']:.0f} | {found['rollout/truncated/frac']:.1%} | "
+        f"{found['cache/tokens_saved/frac']:.0%} | {saved:.0%} | "
         f"{time.perf_counter() - start:.1f} |"
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ the runs
+# ---------------------------------------------------------------------------------------------------------- the runs
 
 
 def run(plan: Plan, arm: Arm) -> None:
@@ -322,7 +297,9 @@ def run_arms(plan: Plan) -> None:
 
 
 def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm, float, int]]:
-    """(arm, seconds, exit code) of each run as it ends. What runs at `end` is asked to stop, and soon made to; nothing starts after it."""
+    """(arm, seconds, exit code) of each run as it ends. No run starts after `end`; runs that are not over by then are
+    asked to stop, and 15 seconds later killed.
+    """
     spawn, waiting, running = multiprocessing.get_context("spawn"), list(arms), {}
     stops = [(end, "terminate"), (end + 15, "kill")]
     while running or (waiting and len(stops) == 2):
@@ -333,9 +310,9 @@ def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm,
             process.start()
             running[arm] = (process, time.perf_counter())
         if stops and time.perf_counter() > stops[0][0]:
-            _, how = stops.pop(0)
+            _, stop = stops.pop(0)
             for process, _ in running.values():
-                getattr(process, how)()
+                getattr(process, stop)()
         for arm, (process, began) in list(running.items()):
             if not process.is_alive():
                 del running[arm]
@@ -364,16 +341,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", choices=STUDIES, default="search")
     parser.add_argument("--out", type=Path, default=Path("runs/learning-gpu"))
-    parser.add_argument("--warm", action="store_true", help="make the model that runs start from, or go on with it")
+    parser.add_argument("--warm", action="store_true", help="make the model that runs start from, or continue it")
     parser.add_argument("--pilot", action="store_true", help="try the warm model on every setting")
     parser.add_argument("--arms", action="store_true", help="train")
-    parser.add_argument("--table", action="store_true", help="print the table of what is there")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves of what is there")
-    parser.add_argument("--settings", help="of the study, such as 'rkv 128,rkv 64'")
-    parser.add_argument("--methods", help="dense and some of learn.method")
+    parser.add_argument("--table", action="store_true", help="print the table of all runs so far")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves of all runs so far")
+    parser.add_argument("--settings", help="settings of the study, such as 'rkv 128,rkv 64'")
+    parser.add_argument("--methods", help="`dense` and values of learn.method")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=7)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms then")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms after this time")
     parser.add_argument(
         "--until", type=float, default=0.0, help="repeat --warm until this held-out accuracy; 0: one round"
     )

@@ -1,4 +1,4 @@
-"""What came out of learning_gpu.py: a table in Markdown, and a picture. A row is what one run wrote (`read_run` there)."""
+"""The results of learning_gpu.py as a Markdown table and a picture. A row is what one run wrote (`read_run` there)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def values(row: dict, curve: str) -> list[float]:
 
 
 def final(row: dict, view: str) -> float:
-    """The mean of a run's last two evaluations, the start left out where there are more; NaN where there is none."""
+    """The mean of a run's last two evaluations, without the first if there are others; NaN if there is none."""
     found = values(row, f"eval/{view}/accuracy")
     found = found[1:][-2:] or found
     return statistics.mean(found) if found else math.nan
@@ -43,18 +43,8 @@ def grouped(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
 
 
 def table(rows: list[dict]) -> str:
-    heads = [
-        "cache",
-        "method",
-        "steps",
-        "dense inference",
-        "sparse inference",
-        "last reward",
-        "rejected",
-        "alpha p05",
-        "length",
-    ]
-    heads += ["KV tokens saved", "KV bytes saved"]
+    heads = ["cache", "method", "steps", "dense inference", "sparse inference", "last reward", "rejected", "alpha p05"]
+    heads += ["length", "KV tokens saved", "KV bytes saved"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for view in ("dense", "sparse"):
         for setting in dict.fromkeys(row["setting"] for row in rows):
@@ -83,7 +73,9 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """A row of panels per cache, dense rollouts in each; a colour per method; the mean of the seeds, and thin lines for each."""
+    """A row of panels per cache, each with the dense rollouts; a colour per method; a thick line for the mean of the
+    seeds, a thin one for each seed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,7 +115,7 @@ def draw(axis, group: list[dict], curve: str, colour: str, label: str) -> None:
     lines = [dict(map(tuple, row["curves"][curve])) for row in group]
     for line in lines if len(lines) > 1 else ():
         axis.plot(list(line), list(line.values()), linewidth=0.5, alpha=0.5, color=colour)
-    if steps := sorted(set.intersection(*map(set, lines))):  # those every seed has
+    if steps := sorted(set.intersection(*map(set, lines))):  # steps that every seed has
         axis.plot(
             steps, [statistics.mean(line[s] for line in lines) for s in steps], linewidth=1.8, color=colour, label=label
         )

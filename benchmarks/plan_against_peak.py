@@ -1,8 +1,8 @@
-"""Does the memory plan tell the truth? Rollouts with random weights on one GPU; planned bytes beside what the device counted.
+"""Is the memory plan true? Rollouts with random weights on one GPU: planned bytes beside those that the device counted.
 
     python benchmarks/plan_against_peak.py [--shape qwen2.5-1.5b] [--rows 64] [--prompt 1024] [--new 512]
 
-Prompts are longer than a row, so that the scratch row and its eviction are in the peak.
+Prompts are longer than a row, so that the peak includes the scratch row and its eviction.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Maths problems whose completions get an answer planted at the end, every second one right.
+"""Maths problems that append an answer to every completion; every second answer is right.
 
-For measuring a training step of a model with random weights: grading does its full work, and advantages are not all zero.
+They serve to time a training step of a model with random weights: grading does its full work, and not all advantages
+are zero.
 """
 
 from sparse_rl.tasks import Grade, Prompt

@@ -1,9 +1,9 @@
-"""Rollouts on the CPU beside `model.generate`, in one run: same model, same prompts, same number of new tokens, sampling at temperature 1.
+"""Rollouts on the CPU beside `model.generate`: the same model, prompts and number of new tokens, at temperature 1.
 
     make bench        or        OMP_NUM_THREADS=1 python benchmarks/rollout_cpu.py [--quick]
 
-The engine's times include log-probs, evictions and traces, which `generate` does not make. Each figure is the median of `--repeats` runs,
-taken in turn so that a slow moment of the machine hits both sides.
+The engine's times include log-probs, evictions and traces, which `generate` does not make. Each figure is the median of
+`--repeats` runs, taken in turn so that a slow moment of the machine hits both sides.
 """
 
 import argparse

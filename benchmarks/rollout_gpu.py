@@ -1,10 +1,10 @@
-"""The rollout tables of docs/results.md and the picture docs/rollout.png, on one GPU with random weights of public shapes.
+"""The rollout tables of docs/results/rollouts.md and their picture: one GPU, random weights of public shapes.
 
     python benchmarks/rollout_gpu.py --out runs/bench             # everything, about ten minutes on one H200
     python benchmarks/rollout_gpu.py --out runs/bench --only noise,steps
-    python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture from what is there
+    python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture of the measurements so far
 
-Every measurement is one line of results.jsonl the moment it is made; one that is there is not made again.
+Every measurement becomes a line of results.jsonl at once, and is not repeated.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def of(name: str, **changes) -> Setting:
     return replace(BASE, model_shape=f"qwen2.5-{name}", **{"repeats": 1, **changes})
 
 
-# Rollouts and single steps, by model, so that each is made once.
+# rollouts and single steps, by model, so that each model is made once
 PARTS = {
     "short": {"rollouts": [of("1.5b", new=512, repeats=3, peer="transformers")]},
     "goal-1.5b": {"rollouts": [of("1.5b"), of("1.5b", rows=1024)]},
@@ -77,7 +77,7 @@ def step(setting: Setting, model) -> dict:
 
 
 def noise(model, new: int = 512) -> dict:
-    """Mean |gap|: of dense rollouts against a dense forward, of sparse ones against the shadow view, and against a dense forward."""
+    """Mean |gap| of dense rollouts against a dense forward, and of sparse rollouts against both views."""
     found = {}
     for name, compressor, shadow in (("dense", "dense", False), ("shadow", "rkv", True), ("uncorrected", "rkv", False)):
         engine = Engine(
@@ -145,16 +145,13 @@ def tables(lines: list[dict]) -> str:
         peak = f"{r['peak_bytes'] / 2**30:.1f} / {r['planned_bytes'] / 2**30:.1f} GiB"
         parts = " | ".join(share.get(k, "0") for k in ("prefill", "decode", "evict", "trace", "host"))
         kv = f"{r['kv_bytes'] / 2**30:.2f} GiB"
-        text.append(
-            f"| {what} | {r['tokens_per_s']:,.0f} | {r['seconds']:.2f} | {r['ms_per_step']:.2f} | {parts} | {kv} | {peak} |"
-        )
+        speed = f"{r['tokens_per_s']:,.0f} | {r['seconds']:.2f} | {r['ms_per_step']:.2f}"
+        text.append(f"| {what} | {speed} | {parts} | {kv} | {peak} |")
     text += ["", "| one step | slots | ms | floor, ms | of the floor | tokens/s |", "|" + "---|" * 6]
     for r in (r for r in lines if r["key"].startswith("step")):
         what = f"{r['model_shape']}, {r['compressor']}, {r['rows']} rows"
-        speed = r["rows"] / r["full_step_ms"] * 1000
-        text.append(
-            f"| {what} | {r['slots']:,} | {r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%} | {speed:,.0f} |"
-        )
+        times = f"{r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%}"
+        text.append(f"| {what} | {r['slots']:,} | {times} | {r['rows'] / r['full_step_ms'] * 1000:,.0f} |")
     text += [f"noise: {r}" for r in lines if r["key"].startswith("noise")]
     text += [f"transformers: {r['peer_tokens_per_s']:,.0f} tokens/s" for r in lines if "peer_tokens_per_s" in r]
     return "\n".join(text)
@@ -166,10 +163,8 @@ def plot(lines: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    vllm = {
-        512: 29.3,
-        3840: 22.9,
-    }  # thousand tokens/s, Qwen2.5-1.5B, 256 requests, vLLM 0.24 on the same kind of GPU (docs/results.md)
+    # thousand tokens/s, Qwen2.5-1.5B, 256 requests, vLLM 0.24 on the same kind of GPU (docs/results/rollouts.md)
+    vllm = {512: 29.3, 3840: 22.9}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     steps = [
         r

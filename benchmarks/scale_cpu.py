@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scale_cpu.py --out runs/scale
 
-Two runs of one process, of 4 and 32 prompts, give the machine's constants: once alone, once with the same run beside it, as two cores of
-one machine slow each other down, which two GPUs do not. A probe of two processes that exchange bytes and do nothing else gives the links.
-Nothing is taken from the runs that are predicted: two processes that sum gradients (DDP), two that divide the learner (FSDP2), and one that
-samples ahead. All take turns, round after round, so that what else the machine does meets them alike; medians over the steps of all rounds,
-without the first of each.
+Two runs of one process, with 4 and 32 prompts, give the machine's constants: once alone, and once beside an equal run,
+because two cores of one machine slow each other down, which two GPUs do not. A probe of two processes that only
+exchange bytes gives the links. Nothing is taken from the runs that are predicted: two processes that sum gradients
+(DDP), two that divide the learner (FSDP2), and one that samples ahead. All runs take turns, round after round, so that
+other load on the machine affects them alike. Figures are medians over the steps of all rounds, without the first of
+each round.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from sparse_rl.scale.lengths import Lengths, lengths_of_run
 from sparse_rl.scale.model import H200, Links, Machine, Work, drain, one_step, work_of
 
 PROMPT = 16  # characters of a sum of 8 digits
-RUNS = {  # name: processes, keys, how many of the same at a time
+RUNS = {  # name: processes, keys, number of equal runs at a time
     "one process, 4 prompts": (1, ["--rollout.prompts", "4"], 1),
     "one process, 32 prompts": (1, [], 1),
     "one of two, 4 prompts": (1, ["--rollout.prompts", "4"], 2),
@@ -42,18 +43,8 @@ PREDICTED = ("one process, 32 prompts", "two processes, DDP", "two processes, FS
 
 
 def keys(steps: int) -> list[str]:
-    return [
-        "--rollout.prompts",
-        "32",
-        "--run.steps",
-        str(steps),
-        "--eval.every",
-        "0",
-        "--run.samples",
-        "1",
-        "--run.checkpoint_every",
-        "1000",
-    ]
+    found = ["--rollout.prompts", "32", "--run.steps", str(steps), "--eval.every", "0"]
+    return [*found, "--run.samples", "1", "--run.checkpoint_every", "1000"]
 
 
 def run(folder: Path, name: str, steps: int) -> list[dict[str, float]]:
@@ -61,17 +52,8 @@ def run(folder: Path, name: str, steps: int) -> list[dict[str, float]]:
     processes, more, together = RUNS[name]
     where = folder / name.replace(",", "").replace(" ", "-")
     if not (where / "checkpoints").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "sparse_rl",
-            "train",
-            "tiny-sums",
-            "--num-processes",
-            str(processes),
-            *keys(steps),
-            *more,
-        ]
+        command = [sys.executable, "-m", "sparse_rl", "train", "tiny-sums", "--num-processes", str(processes)]
+        command += [*keys(steps), *more]
         folders = [where, *(folder / f"beside-{where.name}" for _ in range(together - 1))]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         started = [subprocess.Popen([*command, "--out", str(out)], **quiet) for out in folders]
@@ -95,7 +77,7 @@ def steps_and_rows(it: Work, new: np.ndarray) -> tuple[float, float]:
 
 
 def calibrate(small: dict, large: dict, lengths: Lengths) -> Machine:
-    """Constants of this CPU from two runs of one process; what belongs to rows, prompts and evictions counts as products of rows."""
+    """Constants of this CPU, from two runs of one process; prompts and evictions count as products of rows."""
     both = [work(name) for name in ("one process, 4 prompts", "one process, 32 prompts")]
     equations, seconds = [], []
     for it, timing in zip(both, (small, large)):
@@ -127,18 +109,8 @@ def probe(folder: Path) -> Links:
     """What two processes on this machine exchange by gloo, as World does it."""
     result = folder / "links.json"
     if not result.exists():
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            __file__,
-            "--probe",
-            str(result),
-        ]
-        subprocess.run(command, check=True)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*launch, __file__, "--probe", str(result)], check=True)
     found = json.loads(result.read_text())
     return Links(found["link"], found["link"], 8, found["latency"], found["records"])
 
@@ -169,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/scale"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="of a run in a round")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a run in a round")
     parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.probe:
@@ -192,12 +164,12 @@ def main() -> None:
     ]
     for machine in machines:
         print(
-            f"{machine.layer_seconds * 1e6:.0f} us per layer and step, {machine.decode_flops / 1e9:.2f} GFLOP/s decoding, "
+            f"{machine.layer_seconds * 1e6:.0f} us per layer and step, "
+            f"{machine.decode_flops / 1e9:.2f} GFLOP/s decoding, "
             f"{machine.learn_flops / 1e9:.2f} learning, {machine.record_seconds * 1e6:.1f} us per record token"
         )
-    print(
-        "| run | measured | predicted, calibrated alone | error | calibrated beside another | error |\n|---|---|---|---|---|---|"
-    )
+    print("| run | measured | predicted, calibrated alone | error | calibrated beside another | error |")
+    print("|---|---|---|---|---|---|")
     for name in PREDICTED:
         it, took = work(name), measured[name]["time/step"]
         drawn = [

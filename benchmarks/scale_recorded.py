@@ -1,8 +1,10 @@
-"""The scale model against every row of docs/results.md that has the seconds of a decode step, a rollout or a training step on one H200.
+"""The scale model against every row of docs/results/ with the seconds of a decode step, a rollout or a training step on
+one H200.
 
     python benchmarks/scale_recorded.py            # the tables of docs/scale.md
 
-The constants in sparse_rl/scale.py were fitted on the rows marked so; no row was left out, and none is fitted anew.
+The constants in sparse_rl/scale/model.py were fitted on the rows marked `fitted`. No row is omitted, and nothing is
+fitted here.
 """
 
 import re

@@ -1,10 +1,11 @@
-"""What a learner costs that sees what the sampler saw: dense (flash) against the shadow view by segments (ours), FlexAttention and a
-boolean mask. One attention layer, and a whole model of Qwen2.5-1.5B's shape; forward + backward; time and peak memory.
+"""The cost of a learner that sees what the sampler saw: dense (flash) against the shadow view by segments (ours), by
+FlexAttention and under a boolean mask. One attention layer, and a whole model of Qwen2.5-1.5B's shape; forward and
+backward; time and peak memory.
 
     python benchmarks/shadow_gpu.py --out runs/shadow                    # everything, about three minutes on one H200
     python benchmarks/shadow_gpu.py --out runs/shadow --only layer
 
-Budget 512, interval 128, random survivors at every eviction: no structure that a kernel could profit from.
+Budget 512, interval 128, random survivors at every eviction: no kernel can profit from structure.
 """
 
 from __future__ import annotations

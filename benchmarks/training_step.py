@@ -3,8 +3,9 @@
     python benchmarks/training_step.py --data simplerl_qwen_level3to5.jsonl --out runs/step --steps 1
     python benchmarks/training_step.py --data ... --out runs/step --steps 2 --resume
 
-The model has the recipe's shape and dtype; completions are as long as allowed; rewards are planted (planted_math.py), so that grading
-does its work and the update is a full one. Everything else is the recipe's, but for the keys given here.
+The model has the recipe's shape and dtype; completions are as long as allowed; rewards are planted (planted_math.py),
+so that grading does its full work and the update is a full one. Everything else is the recipe's, except the keys given
+here.
 """
 
 import argparse

@@ -1,19 +1,18 @@
-"""Why corrections fail where the budget hurts: which token ruined a rollout, what its xi was, and what other weights
-would do.
+"""Why corrections fail where the budget hurts: which token ruined a rollout, its xi, and what other weights would do.
 
-    python benchmarks/why_correction_fails.py --out runs/why --culprits          # the first wrong token of failed
-    rollouts python benchmarks/why_correction_fails.py --out runs/why --processes 2       # train with other weights,
-    R-KV 32
+    python benchmarks/why_correction_fails.py --out runs/why --culprits      # the first wrong token of failed rollouts
+    python benchmarks/why_correction_fails.py --out runs/why --processes 2   # train with other weights, R-KV 32
 
-On running sums the first character that differs from the worked solution is the culprit. The variants change the
-weights and the mask of the batch that `make_batches` made, by the sign of the advantage A and by xi:
+On running sums the first character that differs from the worked solution is the culprit. These variants change weights
+and mask of the batch that `make_batches` made, by the sign of the advantage A and by xi:
 
-    tis               w = min(xi, 2) for all reward-only       as tis where A > 0; trajectories with A < 0 are dropped
-    punish-plain      as tis where A > 0; w = 1 where A < 0, so that the culprit is punished in full culprit-only
-    as tis where A > 0; where A < 0 only tokens with xi < 0.5 count, with w = 1 before-culprit    as tis, but nothing
-    from the first token with xi < 1e-4 on counts (prefix-wise acceptance instead of rejection)
+    tis               w = min(xi, 2) for all tokens
+    reward-only       as tis where A > 0; trajectories with A < 0 are dropped
+    punish-plain      as tis where A > 0; w = 1 where A < 0, so that the culprit is punished in full
+    culprit-only      as tis where A > 0; where A < 0 only tokens with xi < 0.5 count, with w = 1
+    before-culprit    as tis, but no token counts from the first one with xi < 1e-4 on (accepts prefixes, not rollouts)
 
-and three keep sparse-rl as it is, with less noise in the updates or with other samples:
+Three more keep sparse-rl as it is, with less noise in the updates or with other samples:
 
     slower            a third of the learning rate
     more-prompts      64 prompts a step instead of 16
@@ -39,11 +38,11 @@ from learning_cpu import run as run_plain
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("reward-only", "punish-plain", "culprit-only", "before-culprit")
-KEYS = {
+KEYS = {  # variants of sparse-rl: the keys that they change
     "slower": {"optimizer.lr": 3e-5},
     "more-prompts": {"rollout.prompts": 64},
     "refill": {"learn.refill": 4},
-}  # of sparse-rl
+}
 
 
 def change(batch, loss, variant: str):
@@ -68,7 +67,7 @@ def change(batch, loss, variant: str):
 
 @dataclasses.dataclass
 class Detailed:
-    """A batch, and what `make_batches` knew when it made it."""
+    """A batch, and what else `make_batches` knew when it made it."""
 
     batch: object
     sampler_logprobs: torch.Tensor
@@ -79,7 +78,7 @@ class Detailed:
 
 
 def run(args: tuple) -> dict:
-    """A run of learning_cpu.py whose `make_batches` is another."""
+    """A run of learning_cpu.py with another `make_batches`."""
     import sparse_rl.train.loop
 
     (seed, start, variant, setting), *rest = args
@@ -105,7 +104,7 @@ def run(args: tuple) -> dict:
 
 
 def culprits(second: Path) -> None:
-    """Of failed rollouts before any training: xi of the first wrong token, against all tokens."""
+    """xi of the first wrong token of failed rollouts before any training, against xi of all tokens."""
     from sparse_rl import tasks
     from sparse_rl.compressors import make
     from sparse_rl.learn.batch import collate, score

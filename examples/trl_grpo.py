@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with rollouts on a compressed KV cache: a script as TRL's documentation has them, and three lines.
+"""TRL's GRPOTrainer with rollouts on a compressed KV cache: a script as in TRL's documentation, and one more call.
 
 pip install 'sparse-rl[trl]'
 python examples/trl_grpo.py --steps 20              # a CPU is enough: the built-in model learns running sums
@@ -24,7 +24,7 @@ options = parser.parse_args()
 
 
 def problems(count: int) -> dict:
-    """Sums of eight digits, and what they come to."""
+    """Sums of eight digits, and their totals."""
     draw = random.Random(0)
     sums = [[draw.randint(1, 9) for _ in range(8)] for _ in range(count)]
     return {"prompt": ["+".join(map(str, digits)) + "=" for digits in sums], "total": [sum(digits) for digits in sums]}
@@ -64,6 +64,8 @@ trainer.train(resume_from_checkpoint=options.resume)
 for log in trainer.state.log_history:
     if "loss" in log:
         print(
-            f"step {log['step']}: reward {log['reward']:.2f}, ratio {log['sampling/importance_sampling_ratio/mean']:.3f}, "
-            f"rejected {log['sparse_rl/reject/trajectories/frac']:.0%}, KV tokens saved {log['sparse_rl/kv_tokens_saved']:.0%}"
+            f"step {log['step']}: reward {log['reward']:.2f}, "
+            f"ratio {log['sampling/importance_sampling_ratio/mean']:.3f}, "
+            f"rejected {log['sparse_rl/reject/trajectories/frac']:.0%}, "
+            f"KV tokens saved {log['sparse_rl/kv_tokens_saved']:.0%}"
         )

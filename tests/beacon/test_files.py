@@ -95,7 +95,7 @@ def test_the_beacon_of_another_model_is_refused(folder, tmp_path):
 
 def test_tokens_with_beacons_need_a_model_with_a_beacon():
     folded, *_ = generate(student(), 4)
-    with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: a beacon's"):
+    with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: it is a beacon's"):
         token_logprobs(tiny("llama"), folded.tokens, folded.trace)
 
 

@@ -554,7 +554,7 @@ def test_a_damaged_trace_is_refused(sparse):
         return found
 
     sampler.generate = swapped
-    with pytest.raises(SparseRLError, match="the traces are not those of these tokens"):
+    with pytest.raises(SparseRLError, match="the traces do not belong to these tokens"):
         generated(trainer)
 
 
