@@ -38,8 +38,8 @@ def measure(model, prompts: list, cache: Cache, new_tokens: int, rows: int, micr
 
     greedy, saved = sample(0.0)
     drawn, _ = sample(1.0)
-    mask, fixed = drawn.sampled.mask, apply_correction(drawn, PRESETS["sparse-rl"])
-    metrics = gap_metrics(drawn.gap, mask, fixed) | rejection_metrics(mask, fixed, torch.zeros(len(prompts)))
+    mask, corrected = drawn.sampled.mask, apply_correction(drawn, PRESETS["sparse-rl"])
+    metrics = gap_metrics(drawn.gap, mask, corrected) | rejection_metrics(mask, corrected, torch.zeros(len(prompts)))
     return {
         "cache": cache.label,
         "compressor": cache.compressor,

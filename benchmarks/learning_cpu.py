@@ -11,6 +11,7 @@ each on 128 held-out prompts x 2 samples.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -31,9 +32,32 @@ SETTINGS = {
     "snapkv 46": ("snapkv", 46),
     "snapkv 38": ("snapkv", 38),
 }
-DENSE = ("dense", "shuffled")  # on a dense cache, the second a control
-METHODS = ("naive", "none", "tis", "sparse-rl", "sparse-rl-released", "shadow", "smd a", "smd b", "smd c")
+DENSE = ("dense", "shuffled")  # on a dense cache; the second is a control
+METHODS = (
+    "naive",
+    "none",
+    "tis",
+    "sparse-rl",
+    "sparse-rl-released",
+    "shadow",
+    "smd dense-to-shadow",
+    "smd shadow-to-dense-forward",
+    "smd shadow-to-dense-reverse",
+)
 STARTS = ("tiny-sums", "second")
+CURVES = (
+    "reward/mean",
+    "reject/trajectories/frac",
+    "gap/xi/p05",
+    "gap/alpha/p05",
+    "update/grad_norm",
+    "cache/tokens_saved/frac",
+    "rollout/truncated/frac",
+    "rollout/budget",
+    "old/entropy/mean",
+    "eval/dense/accuracy",
+    "eval/sparse/accuracy",
+)
 SECOND_SEED = 2
 
 
@@ -55,7 +79,6 @@ def overrides(job: tuple, second: Path, steps: int, more: dict) -> list[tuple[st
     keys["model.name"] = str(second) if start == "second" else start
     if setting == "dense":
         keys |= {"rollout.compressor": "dense", "rollout.compressor_options": "{}", "learn.method": "none"}
-        keys["learn.shuffle_advantages"] = str(method == "shuffled").lower()
     else:
         name, budget = SETTINGS[setting]
         preset, _, direction = method.partition(" ")
@@ -82,22 +105,40 @@ def run(args: tuple, more: dict | None = None) -> dict:
     name = "-".join(str(part).replace(" ", "") for part in (*job, *(more or {}).values()))
     shutil.rmtree(folder / name, ignore_errors=True)
     start = time.perf_counter()
-    trainer = train(recipe, folder / name, show=False)
+    with shuffled_advantages(recipe.run.seed) if job[2] == "shuffled" else contextlib.nullcontext():
+        trainer = train(recipe, folder / name, show=False)
     lines = read_lines(folder / name / "metrics.jsonl")
     row = dict(zip(("seed", "start", "method", "setting"), job)) | {
         "steps": steps,
         "seconds": time.perf_counter() - start,
     }
-    row["curves"] = {
-        key: [round(line[key], 4) for line in lines if line.get(key) is not None]
-        for key in ("reward/mean", "reject/trajectories/frac", "gap/xi/p05", "gap/alpha/p05", "update/grad_norm",
-                    "cache/tokens_saved/frac", "rollout/truncated/frac", "rollout/budget", "old/entropy/mean",
-                    "eval/dense/accuracy", "eval/sparse/accuracy")
-    }  # fmt: skip
+    row["curves"] = {key: [round(line[key], 4) for line in lines if line.get(key) is not None] for key in CURVES}
     if job[2] == "dense":
         row["under"] = {setting: under(trainer, *SETTINGS[setting]) for setting in SETTINGS}
     shutil.rmtree(folder / name)
     return row
+
+
+@contextlib.contextmanager
+def shuffled_advantages(seed: int):
+    """A control: every trajectory gets another one's advantage, so that nothing can be learned."""
+    import torch
+
+    from sparse_rl.streams import stream_key
+    from sparse_rl.train.loop import Trainer
+
+    plain = Trainer.advantages
+
+    def shuffled(self, rollout, accepted):
+        values, metrics = plain(self, rollout, accepted)
+        generator = torch.Generator().manual_seed(stream_key(seed, [self.steps_done, -1]) % 2**63)
+        return values[torch.randperm(len(values), generator=generator)], metrics
+
+    Trainer.advantages = shuffled
+    try:
+        yield
+    finally:
+        Trainer.advantages = plain
 
 
 def under(trainer, compressor: str, budget: int) -> float:
@@ -108,7 +149,8 @@ def under(trainer, compressor: str, budget: int) -> float:
 
     engine = Engine(trainer.model, make(compressor, protect_prompt=True), budget=budget, interval=4, rows=128)
     prompts = trainer.held_out.sample(0, 128)
-    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampling, seed=0)["accuracy"]
+    sampling = trainer.sampler.sampling
+    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, sampling, seed=0)["accuracy"]
 
 
 def interval(values: list[float]) -> str:

@@ -202,13 +202,14 @@ def tried(plan: Plan, name: str) -> str:
     }
     trainer = Trainer(plan.recipe(plan.study.recipe, keys), plan.out / "pilot", show=False)
     start, clock = time.perf_counter(), Clock()
-    rollout = trainer.sample(clock)
-    found = trainer.diagnose(rollout, apply_correction(rollout.scored, trainer.method.correction), clock)
+    rollout = trainer.collect(clock)
+    found = trainer.diagnose(rollout, apply_correction(rollout.scored, trainer.correction), clock)
     return (
         f"| {name} | {found['reward/mean']:.3f} | {found['reject/trajectories/frac']:.1%} | "
         f"{found['gap/alpha/p05']:.3f} | {found['gap/abs/mean']:.4f} | "
         f"{found['rollout/length/mean']:.0f} | {found['rollout/truncated/frac']:.1%} | "
-        f"{found['cache/tokens_saved/frac']:.0%} | {trainer.engine.kv_bytes_saved(rollout.trajectories):.0%} | "
+        f"{found['cache/tokens_saved/frac']:.0%} | "
+        f"{trainer.sampler.engine.kv_bytes_saved(rollout.trajectories):.0%} | "
         f"{time.perf_counter() - start:.1f} |"
     )
 
@@ -252,9 +253,9 @@ def under_setting(trainer, setting: Setting) -> float:
     )
     prompts = trainer.held_out.sample(0, recipe.eval.prompts)
     seed = stream_key(recipe.run.seed, [-2])
-    return accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, recipe.eval.samples, trainer.sampling, seed)[
-        "accuracy"
-    ]
+    return accuracy(
+        engine, trainer.tokenizer, trainer.held_out, prompts, recipe.eval.samples, trainer.sampler.sampling, seed
+    )["accuracy"]
 
 
 def read_run(folder: Path, arm: Arm) -> dict:

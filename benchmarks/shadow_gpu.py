@@ -23,6 +23,8 @@ from types import SimpleNamespace
 import torch
 
 from sparse_rl.attention import Replay, shadow
+from sparse_rl.cache import segments
+from sparse_rl.kernels import ops
 from sparse_rl.learn.score import batch_logprobs
 from sparse_rl.models import load_model
 
@@ -48,15 +50,15 @@ def random_traces(
 @contextmanager
 def forced(way: str):
     """One of the shadow view's ways, whichever it would choose."""
-    fits, find = shadow.fits_kernels, shadow.find_segments
+    fits, find = ops.fits_tiles, segments.find_segments
     try:
         if "boolean" in way:
-            shadow.fits_kernels = lambda *_: False
+            ops.fits_tiles = lambda *_: False
         if "Flex" in way:
-            shadow.find_segments = lambda *given: dataclasses.replace(find(*given), are_few=False)
+            segments.find_segments = lambda *given: dataclasses.replace(find(*given), are_few=False)
         yield
     finally:
-        shadow.fits_kernels, shadow.find_segments = fits, find
+        ops.fits_tiles, segments.find_segments = fits, find
 
 
 def measure(run: Callable[[], None], repeats: int = 10) -> dict:

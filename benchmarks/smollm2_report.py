@@ -102,6 +102,7 @@ def write_report(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> s
     for budget in budgets:
         here = [arm for arm in arms if arm.budget in (None, budget)]
         plot(folder, here, folder / f"curves-{budget}.png", f"{folder.name}, budget {budget}")
+        headline(folder, here, budget, folder / f"headline-{budget}.png")
     return text
 
 
@@ -221,3 +222,45 @@ def smooth(values: Sequence[float], width: int = 9) -> list[float]:
     """The mean of the values around each."""
     half = width // 2
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def headline(folder: Path, arms: Sequence[Arm], budget: int, path: Path) -> None:
+    """Two panels: reward of the rollouts during training, and accuracy afterwards on both caches, with intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
+    for number, arm in enumerate(arms):
+        points = curve(folder / "runs" / arm.name, "reward/mean")
+        if points:
+            steps, values = zip(*points)
+            name = "dense rollouts" if arm.budget is None else arm.method
+            left.plot(steps, smooth(values), color=f"C{number}", linewidth=1.8, label=name)
+    left.set(title="reward of the rollouts", xlabel="step", ylim=(0, 1))
+    left.legend(frameon=False, fontsize=8, ncols=2)
+    names = ["warm", *(arm.name for arm in arms)]
+    labels = ["warm start", *("dense rollouts" if arm.budget is None else arm.method for arm in arms)]
+    for row, name in enumerate(names):
+        colour = "0.45" if row == 0 else f"C{row - 1}"
+        for cache, marker, shift in ((DENSE, "o", -0.12), (str(budget), "s", 0.12)):
+            summary = folder / "evals" / name / cache / "summary.json"
+            if summary.exists():
+                found = json.loads(summary.read_text())["benches"][0]
+                centre = found["accuracy"]
+                error = [[centre - found["low"]], [found["high"] - centre]]
+                face = "white" if cache == DENSE else colour
+                right.errorbar(
+                    centre, row + shift, xerr=error, fmt=marker, color=colour, markerfacecolor=face, capsize=2
+                )
+    right.set(title="accuracy after training, 95 % intervals", xlim=(-0.02, 1), yticks=range(len(names)))
+    right.set_yticklabels(labels)
+    right.invert_yaxis()
+    right.plot([], [], "o", color="0.3", markerfacecolor="white", label="on a dense cache")
+    right.plot([], [], "s", color="0.3", label=f"on {budget} slots")
+    right.legend(frameon=False, fontsize=8)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

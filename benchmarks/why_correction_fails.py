@@ -86,8 +86,8 @@ def run(args: tuple) -> dict:
         return run_plain(((seed, start, "sparse-rl", setting), *rest), KEYS[variant]) | {"method": variant}
     plain = sparse_rl.train.loop.make_batches
 
-    def other(scored, advantages, correction, loss, minibatches):
-        batches = plain(scored, advantages, correction, loss, minibatches)
+    def other(scored, corrected, advantages, correction, loss, minibatches):
+        batches = plain(scored, corrected, advantages, correction, loss, minibatches)
         parts = torch.arange(len(advantages)).tensor_split(minibatches)
         sampled = scored.sampled
         return [
@@ -138,9 +138,8 @@ def culprits(second: Path) -> None:
                     wrong.append(scored.gap[i, t.num_prompt_tokens + first].item())
             xi = torch.tensor(wrong, dtype=torch.float64).exp()
             spread = " / ".join(f"{v:.1e}" for v in percentiles(xi, quantiles).tolist())
-            below = [(xi < bound).double().mean() for bound in (0.1, 1e-4)]
-            cells = [f"{len(wrong) / len(done):.0%}", spread, *(f"{share:.0%}" for share in below)]
-            cells += [f"{(all_xi < 0.1).double().mean():.2%}"]
+            below = [f"{(xi < bound).double().mean():.0%}" for bound in (0.1, 1e-4)]
+            cells = [f"{len(wrong) / len(done):.0%}", spread, *below, f"{(all_xi < 0.1).double().mean():.2%}"]
             print(f"| {Path(name).name} | {setting} | {' | '.join(cells)} |")
 
 

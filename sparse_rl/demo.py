@@ -145,10 +145,10 @@ def measure_reference(out: Path, measured: str) -> None:
     compressor = make(rollout.compressor, **rollout.compressor_options)
     engine = Engine(trainer.model, compressor, rollout.max_budget, rollout.interval, rollout.rows)
     prompts = trainer.held_out.sample(0, trainer.recipe.eval.prompts)
-    found = accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampling, seed=0)
+    found = accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampler.sampling, seed=0)
     result = summary(out)
     result["measured"] = measured
-    result["curves"]["sparse"] = [(trainer.step, found["accuracy"])]
+    result["curves"]["sparse"] = [(trainer.steps_done, found["accuracy"])]
     REFERENCE.write_text(json.dumps(result) + "\n")
 
 

@@ -1,13 +1,15 @@
-"""Switching a transformers model to one of our attentions and back. The one place that touches transformers' attention registry.
+"""Switching a transformers model to one of our attentions and back. Only this module touches the attention registry.
 
-Nothing is registered before the first use, and the model leaves every `with` as it entered it. No mask function is registered: for
-a name without one transformers builds no mask at all, which is right because our attentions make their own.
+Nothing is registered before the first use, and the model leaves every `with` as it entered it. No mask function is
+registered: for a name without one transformers builds no mask at all, which is right because our attentions make
+their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +22,7 @@ ATTENTIONS = {"slots": slots_attention, "shadow": shadow_attention}
 
 @contextmanager
 def use_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention `name`, whatever it had before, and give that back."""
+    """Run `model` with the attention `name`, then restore the one it had before."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, ATTENTIONS[name])
@@ -31,8 +33,8 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
         stuck = [type(config).__name__ for config in configs if config._attn_implementation != name]
         if stuck:
             raise SparseRLError(
-                f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): it does not use transformers' "
-                "attention interface, so this architecture is not supported."
+                f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): it does not use "
+                "transformers' attention interface, so this architecture is not supported."
             )
         yield
     finally:
@@ -44,10 +46,10 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
 def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None]:
     """As `use_attention`, for a forward pass with gradients under gradient checkpointing.
 
-    Checkpointing runs layers again during backward, long after this block has ended; without care that second run would find
-    the stock attention. So each checkpointed layer is told to switch again while it recomputes.
+    Checkpointing runs layers again during backward, long after this block has ended, when the model has its stock
+    attention again. So each checkpointed layer is told to switch once more while it recomputes.
     """
-    layers = [
+    layers: list[Any] = [
         m
         for m in model.modules()
         if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
@@ -88,7 +90,7 @@ class _Again:
 
 
 def _attention_configs(model: nn.Module) -> list:
-    """The distinct configs that attention layers read their implementation from, outer before inner."""
+    """The distinct configs from which attention layers read their implementation, outer before inner."""
     from transformers import PreTrainedModel
 
     return list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
@@ -99,5 +101,5 @@ def _set_attention(model: nn.Module, name: str) -> None:
 
     outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if outermost is None:
-        raise SparseRLError(f"{type(model).__name__} holds no transformers model: pass a Hugging Face causal LM.")
+        raise SparseRLError(f"{type(model).__name__} holds no transformers model; pass a Hugging Face causal LM.")
     outermost.set_attn_implementation(name)

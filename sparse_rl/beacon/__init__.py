@@ -3,20 +3,20 @@ from .files import load_beacon, save_beacon, without_beacon
 from .layout import Beaconed, BeaconLayout, beaconed, fixed_chunk_ends, insert_beacons, random_chunk_ends
 
 __all__ = [
-    "BeaconEmbedding",
-    "Beaconed",
     "FILE",
-    "BeaconLayout",
     "POSITIONS",
+    "BeaconEmbedding",
+    "BeaconLayout",
+    "Beaconed",
     "add_beacon",
     "beacon_of",
     "beaconed",
     "check_chunk",
-    "random_chunk_ends",
     "fixed_chunk_ends",
-    "install",
     "insert_beacons",
+    "install",
     "load_beacon",
+    "random_chunk_ends",
     "save_beacon",
     "without_beacon",
 ]

@@ -1,18 +1,22 @@
-"""The beacon: one learned vector that the model reads after every chunk of its response, and into whose cache entry it folds the chunk.
+"""The beacon: one learned vector that the model reads after every chunk of its response, which it folds into its entry.
 
     feed order   prompt, x_0 .. x_{c-1}, b_1, x_c .. x_{2c-1}, b_2, ...
-    visible      a token of chunk w sees the prompt, b_1 .. b_{w-1} and its own chunk up to itself; b_w sees that and its whole chunk
-    positions    tokens count on as if there were no beacons; a beacon shares the position of the last token of its chunk, or (`own`)
-                 takes one of its own
+    visible      a token of chunk w sees the prompt, b_1 .. b_{w-1} and its own chunk up to itself;
+                 b_w sees that and its whole chunk
+    positions    tokens count on as if there were no beacons; a beacon shares the position of the last token of its
+                 chunk, or (`own`) takes one of its own
 
-So a beacon is a token, and folding a chunk is evicting it: a trace describes it. The beacon's id is the first beyond the vocabulary; in
-`tokens` it stands where the beacon was fed, and everything else about it follows from where those ids stand.
+So a beacon is a token, and folding a chunk is evicting it: a trace describes it. The beacon's id is the first beyond
+the vocabulary; in `tokens` it stands where the beacon was fed, and everything else about it follows from where those
+ids stand.
 
-The vector lives in the model's input embedding, so it is trained, moved and counted with the other weights; in a folder it lies beside an
-ordinary Hugging Face model, in a file of its own. T tokens fed, n tokens of a response.
+The vector lives in the model's input embedding, so it is trained, moved and counted with the other weights; on disk
+it lies beside an ordinary Hugging Face model, in a file of its own. T tokens fed, n tokens of a response.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +24,34 @@ from torch.nn import functional as F
 
 from ..errors import SparseRLError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Model = TypeVar("Model", bound=nn.Module)
+
 FILE = "beacon.safetensors"
-
-
 POSITIONS = ("shared", "own")
-
-
-_MARK = "sparse_rl_beacon"  # in config.json: this folder has a beacon
+MARK = "sparse_rl_beacon"  # in config.json: this folder has a beacon
 
 
 class BeaconEmbedding(nn.Embedding):
-    """A model's own input embedding (the same parameter) that knows one id more."""
+    """A model's own input embedding (the same parameter) with one more id."""
 
     def __init__(self, base: nn.Embedding, vector: Tensor, chunks: tuple[int, ...], position: str):
         with torch.device("meta"):
             super().__init__(base.num_embeddings, base.embedding_dim, base.padding_idx)
         self.weight = base.weight
         self.beacon = nn.Parameter(vector.detach().to(base.weight))  # [hidden]
-        self.chunks = chunks  # the tokens per beacon it is made for; none: not trained yet, or any
+        self.chunks = chunks  # the tokens per beacon it is made for; empty: not trained yet, or any number
         self.position = position
 
     @property
     def id(self) -> int:
         return self.num_embeddings
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        folds = self.is_beacon(tokens)
-        known = F.embedding(tokens.masked_fill(folds, 0), self.weight, self.padding_idx)
+    def forward(self, input: Tensor) -> Tensor:
+        folds = self.is_beacon(input)
+        known = F.embedding(input.masked_fill(folds, 0), self.weight, self.padding_idx)
         return torch.where(folds[..., None], self.beacon, known)
 
     def is_beacon(self, tokens: Tensor) -> Tensor:
@@ -58,18 +63,19 @@ class BeaconEmbedding(nn.Embedding):
         return index if self.position == "own" else index - self.is_beacon(tokens).cumsum(-1)
 
 
-def add_beacon(model: nn.Module, chunks: tuple[int, ...] = (), position: str = "shared", seed: int = 0) -> nn.Module:
-    """Give a model a beacon that looks like one more token, drawn like the others."""
+def add_beacon(model: Model, chunks: tuple[int, ...] = (), position: str = "shared", seed: int = 0) -> Model:
+    """Give a model a beacon: a vector with the mean and the spread of its token embeddings."""
     if beacon_of(model) is not None:
-        raise SparseRLError("this model has a beacon already; load the model it was made from, or go on with it.")
-    base = model.get_input_embeddings()
+        raise SparseRLError("this model has a beacon already; load the model it was made from, or continue with it.")
+    base = cast("PreTrainedModel", model).get_input_embeddings()
     if type(base) is not nn.Embedding:
         raise SparseRLError(
-            f"{type(model).__name__} has a {type(base).__name__} for its tokens, which beacons do not know: not supported."
+            f"{type(model).__name__} has a {type(base).__name__} for its tokens, not an nn.Embedding, "
+            "so it cannot have a beacon."
         )
     if position not in POSITIONS:
         raise SparseRLError(
-            f"a beacon's position is {position!r}; it must be shared (the last token's of its chunk) or own."
+            f"a beacon's position is {position!r}; it must be shared (with the last token of its chunk) or own."
         )
     for chunk in chunks:
         check_chunk(chunk)
@@ -78,9 +84,13 @@ def add_beacon(model: nn.Module, chunks: tuple[int, ...] = (), position: str = "
     return install(model, weight.mean(0) + weight.std() * noise, tuple(chunks), position)
 
 
-def install(model: nn.Module, vector: Tensor, chunks: tuple[int, ...], position: str) -> nn.Module:
-    model.set_input_embeddings(BeaconEmbedding(model.get_input_embeddings(), vector, chunks, position))
-    setattr(model.config, _MARK, FILE)  # so that whoever saves the model says that it has one
+def install(model: Model, vector: Tensor, chunks: tuple[int, ...], position: str) -> Model:
+    """Put a beacon into a model's input embedding."""
+    transformer = cast("PreTrainedModel", model)
+    base = transformer.get_input_embeddings()
+    assert isinstance(base, nn.Embedding)
+    transformer.set_input_embeddings(BeaconEmbedding(base, vector, chunks, position))
+    setattr(transformer.config, MARK, FILE)  # saved with the model: a folder that has lost its beacon is noticed
     return model
 
 
@@ -92,5 +102,6 @@ def beacon_of(model: nn.Module) -> BeaconEmbedding | None:
 def check_chunk(chunk: int) -> None:
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 2 <= chunk < 2**31:
         raise SparseRLError(
-            f"a beacon stands for {chunk!r} tokens; it must be a whole number from 2 on (with 1 it would save nothing), below 2^31."
+            f"a beacon stands for {chunk!r} tokens; it must be a whole number from 2 on (with 1 it would save "
+            "nothing), below 2^31."
         )

@@ -17,9 +17,12 @@ from .embedding import BeaconEmbedding
 
 
 def fixed_chunk_ends(chunk: Tensor | int, prompts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """After which tokens a beacon is fed, when one is after every `chunk` of a response. The last token is never fed, so nothing follows
-    it or the one before. chunk, prompts, lengths [B] -> bool [B, T]"""
-    nth = torch.arange(1, width + 1) - prompts[:, None]  # of the response
+    """After which tokens a beacon is fed, if one is fed after every `chunk` tokens of a response.
+
+    The last token is never fed, so no beacon follows it or the token before it.
+    chunk, prompts, lengths [B] -> bool [B, T]
+    """
+    nth = torch.arange(1, width + 1) - prompts[:, None]  # which token of the response, from 1
     size = torch.as_tensor(chunk).view(-1, 1)
     return (nth > 0) & (nth % size == 0) & (nth < (lengths - prompts)[:, None] - 1)
 
@@ -27,7 +30,7 @@ def fixed_chunk_ends(chunk: Tensor | int, prompts: Tensor, lengths: Tensor, widt
 def random_chunk_ends(
     sizes: tuple[int, ...], streams: Sequence[int], prompts: Tensor, lengths: Tensor, width: int
 ) -> Tensor:
-    """The same with every chunk's size drawn anew from `sizes`, from a random stream per row."""
+    """The same, with the size of every chunk drawn from `sizes`, from a random stream per row."""
     ends = torch.zeros(len(prompts), width, dtype=torch.bool)
     for row, stream, prompt, length in zip(ends, streams, prompts.tolist(), lengths.tolist(), strict=True):
         choices = torch.randint(len(sizes), (length - prompt,), generator=torch.Generator().manual_seed(stream))
@@ -38,30 +41,30 @@ def random_chunk_ends(
 
 @dataclass(frozen=True)
 class BeaconLayout:
-    """Sequences as they are fed, beacons and all, padded at the end."""
+    """Sequences as they are fed, beacons included, padded at the end."""
 
     tokens: Tensor  # int64 [B, T]
     lengths: Tensor  # int64 [B]
     sampled: Tensor  # bool [B, T]: response tokens, without beacons
-    evicted_at: Tensor  # int64 [B, T]: `never` for prompt, beacons and the last chunk; the same in all layers and heads
+    evicted_at: Tensor  # int64 [B, T]: `never` for prompt, beacons and the last chunk; all layers and heads share it
 
 
 def insert_beacons(
     tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, beacon_id: int, never: int
 ) -> BeaconLayout:
-    """Put a beacon after every token that ends a chunk. tokens int64 [B, T - beacons], prompts, lengths [B], ends bool like tokens"""
+    """Put a beacon after every token that ends a chunk.
+
+    tokens int64 [B, T - beacons], prompts, lengths [B], ends bool like tokens
+    """
     fed = lengths + ends.sum(1)
     width, index = int(fed.max()), torch.arange(tokens.shape[1])
-    place = torch.where(
-        index < lengths[:, None], index + ends.cumsum(1) - ends.long(), width
-    )  # padding goes where nobody looks
+    place = torch.where(index < lengths[:, None], index + ends.cumsum(1) - ends.long(), width)  # padding: at the end
     laid = torch.full((len(tokens), width + 1), beacon_id).scatter(1, place, tokens)[:, :width]
     index = torch.arange(width)
     there = index < fed[:, None]
     is_beacon = (laid == beacon_id) & there
-    following = (
-        torch.where(is_beacon, index + 1, never).flip(1).cummin(1).values.flip(1)
-    )  # a chunk goes when its beacon has been fed
+    # A chunk is gone for the query after its beacon.
+    following = torch.where(is_beacon, index + 1, never).flip(1).cummin(1).values.flip(1)
     response = (index >= prompts[:, None]) & there & ~is_beacon
     return BeaconLayout(torch.where(there, laid, 0), fed, response, torch.where(response, following, never))
 
@@ -80,13 +83,12 @@ class Beaconed:
 def beaconed(
     beacon: BeaconEmbedding, tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, layers: int, heads: int
 ) -> list[Beaconed]:
-    """What rows have fed, from what they sampled and the tokens that ended their chunks; as `insert_beacons` takes them."""
+    """What rows have fed, from what they sampled and where their chunks ended; arguments as in `insert_beacons`."""
     laid = insert_beacons(tokens, prompts, lengths, ends, beacon.id, never(torch.int32))
     positions, found = beacon.positions(laid.tokens), []
     for i, length in enumerate(laid.lengths.tolist()):
         dtype = trace_dtype(length)
         gone = laid.evicted_at[i, :length].clamp(max=never(dtype)).to(dtype).expand(layers, heads, -1).contiguous()
-        found.append(
-            Beaconed(laid.tokens[i, :length], positions[i, :length], Trace(gone), beacon.id, laid.sampled[i, :length])
-        )
+        tokens, sampled = laid.tokens[i, :length], laid.sampled[i, :length]
+        found.append(Beaconed(tokens, positions[i, :length], Trace(gone), beacon.id, sampled))
     return found

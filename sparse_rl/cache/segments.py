@@ -1,21 +1,24 @@
-"""Segments of a micro-batch of traces: the runs of queries between two evictions, in which what is visible does not change.
+"""Segments of a micro-batch of traces: runs of queries between two evictions, in which what is visible does not change.
 
-A query of a segment that begins at e sees the tokens kept there, {k < e: evicted_at[k] > e}, and the segment's own tokens up to itself:
-work and memory follow the budget, not the square of the length. Nothing is assumed of the traces: where heads evict at different
-moments there are only more segments.
+A query of a segment that begins at e sees the tokens kept there, {k < e: evicted_at[k] > e}, and the segment's own
+tokens up to itself. So work and memory follow the budget, not the square of the length. Nothing is assumed of the
+traces: where heads evict at different moments there are only more segments.
 
 Shapes: B rows, L layers, H KV heads, T tokens, S segments (of the row that has most), K tokens kept (where most are).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
+_MOST_KEPT = 64
 _SHARED = 16  # times as many where all layers and heads share one list
-_MOST_KEPT = 64  # kept tokens listed per token: the lists of a head take 256 bytes a token, as much as its keys and values of 64 numbers
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,25 @@ class Segments:
     are_few: bool  # whether listing what each keeps takes memory in proportion to the tokens
 
 
+@dataclass
+class Replay:
+    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument."""
+
+    evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding; L = H = 1 where all layers and heads share it
+    lengths: Tensor  # int64 [B]: tokens without padding
+    layouts: dict[Any, Any] = field(default_factory=dict)  # of kernels, by what they depend on
+
+    @cached_property
+    def segments(self) -> Segments:
+        return find_segments(self.evicted_at, self.lengths)
+
+    def of_layer(self, layer: int, heads: int) -> Tensor:
+        """int32 [B, H, T]"""
+        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0].expand(-1, heads, -1)
+
+
 def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
-    """evicted_at int32 [B, L, H, T] (L = H = 1 where it is the same for all), lengths int64 [B]: without padding; on one device"""
+    """evicted_at int32 [B, L, H, T] (L = H = 1 where all share it); lengths int64 [B], without padding"""
     rows, layers, heads, tokens = evicted_at.shape
     gone = evicted_at.clamp(max=tokens).flatten(1).long()  # [B, L * H * T]
     index = torch.arange(tokens + 1, device=evicted_at.device)
@@ -38,13 +58,12 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
     most = int(moments.sum(1).max())
     begins = torch.where(moments, index, lengths[:, None]).sort(1).values[:, :most]  # [B, S]
 
-    number = torch.where(
-        moments, moments.cumsum(1) - 1, most
-    )  # [B, T + 1]: the segment that begins at a moment; S: none does
+    # [B, T + 1]: the segment that begins at each moment; S where none does
+    number = torch.where(moments, moments.cumsum(1) - 1, most)
     segment = number.gather(1, gone).view(rows, layers * heads, tokens)
     left = torch.zeros(rows, layers * heads, most + 1, dtype=torch.int32, device=evicted_at.device)
     left.scatter_add_(2, segment, torch.ones(1, 1, 1, dtype=torch.int32, device=evicted_at.device).expand_as(segment))
-    counts = begins[:, None] - left[..., :most].cumsum(2)  # all before it, less those gone by then
+    counts = begins[:, None] - left[..., :most].cumsum(2)  # all tokens before it, less those gone by then
     counts = torch.where(begins[:, None] < lengths[:, None, None], counts, 0).to(torch.int32)
     most_kept = int(counts.max())
     few = most * most_kept <= _MOST_KEPT * (_SHARED if layers * heads == 1 else 1) * int(lengths.max())
@@ -52,26 +71,31 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
 
 
 def query_tiles(segments: Segments, size: int) -> Tensor:
-    """Every segment's queries in tiles: int32 [B, N, 4] of (first, segment's end, segment's begin, segment), -1 where a row has fewer."""
+    """Every segment's queries in tiles. -> int32 [B, N, 4]: (first, segment's end, segment's begin, segment)
+
+    The entries are -1 where a row has fewer tiles.
+    """
     begins, ends = _spans(segments)
     return _tiles(begins, ends, ends - begins, size, first=begins)
 
 
 def key_tiles(segments: Segments, size: int) -> Tensor:
-    """What every segment sees, kept tokens and then its own, in tiles: int32 [B, N, 4] of (place in that list, segment's end, begin,
-    segment), -1 where a row has fewer. Where a head keeps fewer than another its last tiles are empty."""
+    """What every segment sees, kept tokens and then its own, in tiles. -> int32 [B, N, 4]
+
+    An entry is (place in that list, segment's end, segment's begin, segment), or -1 where a row has fewer tiles.
+    Where a head keeps fewer tokens than another, its last tiles are empty.
+    """
     begins, ends = _spans(segments)
     kept = torch.full_like(begins, segments.most_kept)
     kept[:, 0] = 0
-    return _tiles(
-        begins, ends, torch.where(ends > begins, ends - begins + kept, 0), size, first=torch.zeros_like(begins)
-    )
+    seen = torch.where(ends > begins, ends - begins + kept, 0)
+    return _tiles(begins, ends, seen, size, first=torch.zeros_like(begins))
 
 
 def typical_length(segments: Segments) -> int:
     """The median of all segments' queries."""
     begins, ends = _spans(segments)
-    return int((ends - begins)[ends > begins].median())  # of two in the middle the lower
+    return int((ends - begins)[ends > begins].median())  # the lower of two in the middle
 
 
 def _spans(segments: Segments) -> tuple[Tensor, Tensor]:
@@ -81,9 +105,9 @@ def _spans(segments: Segments) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(begins: Tensor, ends: Tensor, counts: Tensor, size: int, first: Tensor) -> Tensor:
-    """Cut what each segment counts into tiles of `size`; a segment's first tile begins at `first`. All int64 [B, S]"""
+    """Cut `counts` entries of each segment into tiles of `size`; its first tile begins at `first`. All int64 [B, S]"""
     tiles = -(-counts // size)
-    until = tiles.cumsum(1)  # tiles up to and with a segment
+    until = tiles.cumsum(1)  # tiles of all segments up to this one
     number = torch.arange(int(until[:, -1].max())).expand(len(tiles), -1).contiguous()  # [B, N]
     segment = torch.searchsorted(until, number, right=True)
     there = segment < tiles.shape[1]

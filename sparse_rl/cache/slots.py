@@ -1,10 +1,11 @@
 """A KV cache of fixed capacity: every running sequence owns one row of equal size, allocated once.
 
 A slot is one (key, value, feed index) of one layer and KV head. The slots in use of a row are its first `used`, in feed
-order, for every layer and head alike; which tokens they hold differs per layer and head. The cache knows nothing of models,
-compressors or sampling: it appends, keeps, forks and counts its bytes.
+order, for every layer and head alike; which tokens they hold differs per layer and head. The cache knows nothing of
+models, compressors or sampling: it appends, forks and counts its bytes.
 
-Left out on purpose: paging, block tables, reference counts. A budget makes rows equal, so a free row is a free row.
+Paging, block tables and reference counts are omitted on purpose. A budget makes rows equal, so a free row is a free
+row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Layers are compressed and copied together while a copy of their keys and values fits in this: on a GPU, few large calls.
+# Layers are compressed and copied together while a copy of their keys and values fits in this; on a GPU, in few calls.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 
 
@@ -25,7 +26,7 @@ def chunk_bytes(device: torch.device | str) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot and one row look like. `num_queries` and `mass` are what the compressor asks to be recorded."""
+    """What one slot and one row look like. The compressor asks for `num_queries` and `mass` to be recorded."""
 
     layers: int
     heads: int  # KV heads
@@ -80,7 +81,7 @@ class SlotCache:
             self.queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
         if shape.mass:
             self.mass = torch.zeros(*lead, dtype=torch.float32, device=device)
-        # What the attention learns about each layer on the way: needed to score slots as the model would.
+        # What the attention notes about each layer while it runs, so that slots are scored as the model would.
         self.scaling: list[float | None] = [None] * shape.layers
         self.softcap: list[float | None] = [None] * shape.layers
         self.sliding_window: list[int | None] = [None] * shape.layers
@@ -94,12 +95,8 @@ class SlotCache:
         return sum(t.nbytes for t in self.tensors)
 
     def layer(self, layer: int) -> LayerSlots:
-        return LayerSlots(
-            self.keys[layer],
-            self.values[layer],
-            self.feed[layer],
-            None if self.queries is None else self.queries[layer],
-        )
+        ring = None if self.queries is None else self.queries[layer]
+        return LayerSlots(self.keys[layer], self.values[layer], self.feed[layer], ring)
 
     def place(self, slot: Tensor, index: Tensor) -> None:
         """Open slots for the tokens about to be fed to the first B rows. slot, index [B, T]"""
@@ -116,11 +113,15 @@ class SlotCache:
 
     def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
         """A token about to be fed to each live row has received no attention yet. slot, live [B]"""
+        assert self.mass is not None
         rows = torch.arange(slot.shape[0], device=slot.device)
         self.mass[layer][rows, :, slot] *= ~live[:, None]
 
     def record_queries(self, layer: int, index: Tensor, query: Tensor, ends: Tensor | None = None) -> None:
-        """Remember the last W queries for scoring. index [B, T], consecutive; query [B, Hq, T, D]; ends [B]: see `Feed`"""
+        """Remember the last W queries for scoring.
+
+        index [B, T], consecutive; query [B, Hq, T, D]; ends [B]: where each prompt ends, None where nothing is padding
+        """
         if self.queries is None:
             return
         last = min(self.shape.num_queries, index.shape[1])
@@ -131,14 +132,17 @@ class SlotCache:
             return
         first, stop = index[:, :1], torch.minimum(index[:, -1] + 1, ends)[:, None]
         here = stop - last + torch.arange(last, device=index.device)  # [B, W'] feed indices
-        real = here >= first  # a row whose prompt ended in an earlier chunk has none here
+        real = here >= first  # a row whose prompt ended in an earlier chunk has no queries here
         new = query.transpose(1, 2)[rows, (here - first).clamp(min=0)]  # [B, W', Hq, D]
         place = here % self.shape.num_queries
         old = self.queries[layer][rows, :, place]
         self.queries[layer][rows, :, place] = torch.where(real[:, :, None, None], new, old)
 
     def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor, count: int) -> Tensor | None:
-        """The last `count` queries of some rows, oldest first. rows, fed [N] (tokens fed so far) -> [l, N, Hq, count, D]"""
+        """The last `count` queries of some rows, oldest first. -> [l, N, Hq, count, D]
+
+        rows [N]; fed [N]: tokens fed so far
+        """
         if self.queries is None:
             return None
         index = fed[:, None] - count + torch.arange(count, device=fed.device)  # [N, W'] feed indices
@@ -152,26 +156,11 @@ class SlotCache:
         step = max(1, min(self.shape.layers, chunk_bytes(self.keys.device) // max(per_layer, 1)))
         return [slice(i, min(i + step, self.shape.layers)) for i in range(0, self.shape.layers, step)]
 
-    def keep(self, layers: slice, rows: Tensor, used: int, kept: Tensor) -> Tensor:
-        """Compact rows to their kept slots; returns the feed indices of the evicted ones.
-
-        rows [N]; kept [l, N, H, K], ascending slot numbers below `used` -> evicted [l, N, H, used - K]
-        """
-        budget = kept.shape[-1]
-        feed = self.feed[layers][:, rows, :, :used]  # a copy, as are the gathers below
-        gone = torch.ones_like(feed, dtype=torch.bool).scatter_(-1, kept, False)
-        evicted = feed[gone].view(*feed.shape[:-1], used - budget)
-        for tensor in (self.keys, self.values):
-            part = tensor[layers][:, rows, :, :used]
-            index = kept[..., None].expand(*kept.shape, part.shape[-1])
-            tensor[layers, rows, :, :budget] = part.gather(3, index)
-        self.feed[layers, rows, :, :budget] = feed.gather(3, kept)
-        if self.mass is not None:
-            self.mass[layers, rows, :, :budget] = self.mass[layers][:, rows, :, :used].gather(3, kept)
-        return evicted
-
     def fork(self, source: SlotCache, rows: Tensor, to: Tensor, used: int) -> None:
-        """Copy the first `used` slots of some rows of `source` (this cache or another) to rows `to`, none of them a source. rows, to [N]"""
+        """Copy the first `used` slots of some rows of `source` (this cache or another) to rows `to`. rows, to [N]
+
+        No row is both a source and a destination.
+        """
         for layers in self.layer_chunks(len(rows), used):
             for mine, theirs in zip(self.tensors, source.tensors, strict=True):
                 if mine is self.queries:

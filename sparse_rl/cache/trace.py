@@ -7,7 +7,8 @@ is a complete record of what the sampler could see:
 
 Queries and tokens are counted by feed index, the order in which tokens entered the cache.
 
-A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that points to one of the few moments of eviction.
+A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that points to one of the few moments of
+eviction.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Trace:
         return Trace(torch.where(part >= stop, never(dtype), (part - start).clamp(min=0)).to(dtype))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write atomically: the file is whole or absent. Of the two forms, the smaller."""
+        """Write the smaller of the two forms, atomically: the file is whole or absent."""
         path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         crc = str(_crc(self.evicted_at))
@@ -90,27 +91,27 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
-        """A trace as it was saved; whatever else a file may hold is refused."""
+        """A trace as it was saved; a file with any other content is refused."""
         if not Path(path).is_file():
             raise SparseRLError(f"there is no trace file {path}; was it moved without its trajectories?")
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 form = about.get("format")
-                tensors = {name: file.get_tensor(name) for name in _TENSORS.get(form, ())}
+                tensors = {name: file.get_tensor(name) for name in _TENSORS.get(form or "", ())}
         except (SafetensorError, OSError) as error:
             raise SparseRLError(f"{path} is not a trace file or is damaged ({error}); write it again.") from error
         if not tensors:
             raise SparseRLError(
                 f"{path} is a safetensors file but not a trace (its format is {form!r}); write it with Trace.save."
             )
-        wrong = _wrong_in(tensors)
+        wrong, evicted_at = _wrong_in(tensors), None
         if wrong is None:
             evicted_at = tensors["evicted_at"] if form == _PLAIN else _from_events(**tensors)
             wrong = _impossible_in(evicted_at)
-            if "crc32" in about and about["crc32"] != str(_crc(evicted_at)):  # files of older versions have none
+            if "crc32" in about and about["crc32"] != str(_crc(evicted_at)):  # files of older versions have no checksum
                 wrong = "its checksum differs: it is damaged"
-        if wrong is not None:
+        if wrong is not None or evicted_at is None:
             raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
         return cls(evicted_at)
 
@@ -120,16 +121,16 @@ def _crc(evicted_at: Tensor) -> int:
 
 
 def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:
-    """The moments at which something was evicted, and which of them is each token's; None where there are too many. [L, H, T]
+    """The moments at which something was evicted, and which moment is each token's; None where there are too many.
 
-    A row's layers and heads evict together, once in `interval` tokens: a byte per token is enough for most.
+    The layers and heads of a row evict together, once in `interval` tokens: a byte per token is enough for most traces.
+    evicted_at [L, H, T]
     """
     gone = evicted_at.numpy()
-    moments = (
-        np.unique(gone)
-        if gone.dtype != np.uint16
-        else np.bincount(gone.ravel(), minlength=NEVER + 1).nonzero()[0].astype(np.uint16)
-    )
+    if gone.dtype == np.uint16:
+        moments = np.bincount(gone.ravel(), minlength=NEVER + 1).nonzero()[0].astype(np.uint16)
+    else:
+        moments = np.unique(gone)
     if len(moments) > 256:
         return None
     which = np.searchsorted(moments, gone).astype(np.uint8)
@@ -141,11 +142,12 @@ def _from_events(moments: Tensor, which: Tensor) -> Tensor:
 
 
 def _wrong_in(tensors: dict[str, Tensor]) -> str | None:
-    """What about a file's tensors no trace has."""
+    """Why a file's tensors are not those of a trace, or None."""
     for name, tensor in tensors.items():
         rank, dtypes = _KINDS[name]
         if tensor.dim() != rank or tensor.dtype not in dtypes:
-            return f"its {name} has {tensor.dim()} dimensions of {tensor.dtype}, not {rank} of {' or '.join(map(str, dtypes))}"
+            expected = f"{rank} of {' or '.join(map(str, dtypes))}"
+            return f"its {name} has {tensor.dim()} dimensions of {tensor.dtype}, not {expected}"
     which = tensors.get("which")
     if which is not None and which.numel() and int(which.max()) >= len(tensors["moments"]):
         return f"it names moment {int(which.max())}, but has {len(tensors['moments'])}"
@@ -153,7 +155,7 @@ def _wrong_in(tensors: dict[str, Tensor]) -> str | None:
 
 
 def _impossible_in(evicted_at: Tensor) -> str | None:
-    """What no rollout leaves behind. [L, H, T]"""
+    """Why no rollout can have left this trace, or None. [L, H, T]"""
     tokens = evicted_at.shape[-1]
     if evicted_at.dtype == torch.uint16 and trace_dtype(tokens) != torch.uint16:
         return f"{tokens} tokens do not fit in uint16"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -11,19 +10,9 @@ from ..errors import SparseRLError, nearest
 
 
 def compressors() -> list[tuple[str, ...]]:
-    from ..compressors import COMPRESSORS, Compressor
-    from ..compressors.beacon import Beacon
+    from ..compressors import describe
 
-    def idea(cls: type[Compressor]) -> str:
-        about = sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""
-        return about.strip().splitlines()[0].removeprefix(f"{cls.name}: ")
-
-    rows = [(name, idea(cls)) for name, cls in COMPRESSORS.items()]
-    return [
-        *rows,
-        ("beacon:N", idea(Beacon)),
-        ("kvpress:X", "the kvpress package's scorer X, where it needs nothing but keys and values"),
-    ]
+    return describe()
 
 
 def tasks() -> list[tuple[str, ...]]:

@@ -48,5 +48,5 @@ def train(
     finally:
         leave_world(world, failed=not done)
     if world.first:
-        model = f"{folder}/checkpoints/step-{trainer.step:06d}"
-        typer.echo(f"{trainer.step} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")
+        model = f"{folder}/checkpoints/step-{trainer.steps_done:06d}"
+        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")

@@ -1,4 +1,17 @@
-from . import dense, h2o, knorm, prompt_only, random, rkv, snapkv, tova, window  # noqa: F401  (they register themselves)
-from .base import COMPRESSORS, CacheView, Compressor, ScoreCompressor, make, parameters_of, register
+# The modules of compressors register them.
+from . import beacon, dense, h2o, knorm, kvpress, prompt_only, random, rkv, snapkv, tova, window  # noqa: F401
+from .base import COMPRESSORS, CacheView, Compressor, ScoreCompressor, describe, find, make, parameters_of, register
+from .beacon import default_compressor
 
-__all__ = ["COMPRESSORS", "CacheView", "Compressor", "ScoreCompressor", "make", "parameters_of", "register"]
+__all__ = [
+    "COMPRESSORS",
+    "CacheView",
+    "Compressor",
+    "ScoreCompressor",
+    "default_compressor",
+    "describe",
+    "find",
+    "make",
+    "parameters_of",
+    "register",
+]

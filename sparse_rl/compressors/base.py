@@ -1,21 +1,25 @@
 """A compressor decides which slots stay. Most methods write only `score`.
 
-A new one is a class with a name and a `score`; registering it makes it usable from Python, recipes and the command line, and
-puts it under every test that runs over the registry. See docs/add-a-compressor.md.
+A new one is a class with a name and a `score`. Registering it makes it usable from Python, recipes and the command
+line, and puts it under every test that runs over the registry. See docs/add-a-compressor.md.
 
-Shapes: B rows (layers of a row count as rows of their own here), H KV heads, G query heads per KV head, S slots in use, D head dim.
+Shapes: B rows (each layer of a row counts as a row here), H KV heads, G query heads per KV head, S slots in use,
+D head dim.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SparseRLError, nearest, require_int
+from ..kernels import twins
 
 
 @dataclass(frozen=True)
@@ -31,43 +35,67 @@ class CacheView:
     num_prompt_tokens: Tensor  # [B] tokens of the prompt
     scaling: float  # what the model multiplies q . k with
     softcap: float | None = None  # what the model bounds its logits with, if it does
-    unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every query to come
+    unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every later query
+
+    def last_queries(self, count: int) -> Tensor:
+        """The last (at most) `count` queries. -> [B, H * G, W', D]"""
+        assert self.queries is not None, "a compressor that reads queries says how many with num_queries"
+        return self.queries[:, :, -count:]
 
     def attention_logits(self, last: int) -> Tensor:
         """fp32 logits of the last (at most) `last` queries over all slots. -> [B, H, G, W', S]"""
-        queries = self.queries[:, :, -last:].float()  # [B, H * G, W', D]
-        heads = self.keys.shape[1]
-        count = queries.shape[2]
-        queries = queries.unflatten(1, (heads, queries.shape[1] // heads)).flatten(
-            2, 3
-        )  # [B, H, G * W', D]: keys are not repeated
-        logits = (queries @ self.keys.float().transpose(-1, -2) * self.scaling).unflatten(2, (-1, count))
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        if self.unreachable is not None:
-            logits = logits.masked_fill(self.unreachable[:, :, None, None], -1e30)
-        return logits
+        return twins.grouped_logits(self.last_queries(last), self.keys, self.scaling, self.softcap, self.unreachable)
 
 
 class Compressor:
-    """Chooses `budget` of a full row's slots. `budget` and `interval` are set by the engine that uses it."""
+    """Chooses `budget` of a full row's slots. The engine that uses a compressor sets its `budget` and `interval`."""
 
     name: str = ""
+    usage: str = ""  # how the name is written where it needs an argument, such as beacon:N; "": the name alone
     sinks: int = 0  # first slots always kept
     window: int = 0  # last slots always kept
     num_queries: int = 0  # how many of the last queries `score` reads
     uses_mass: bool = False  # whether `score` reads the accumulated attention
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
-    evicts: bool = True
-    folds: bool = False  # the model itself folds chunks into beacons while it decodes; nothing is chosen
     protect_prompt: bool = False
+
+    evicts: bool = True  # whether tokens leave the cache, because they were not chosen or because they were folded
+    has_budget: bool = True  # whether it chooses slots to keep, so that a budget has a meaning
+    evicts_response: bool = True  # whether full rows are evicted; if not, a row has room for the whole response
+    folds: bool = False  # whether the model folds chunks of its response into one entry each while it decodes
 
     def __init__(self, *, sinks: int | None = None, window: int | None = None, protect_prompt: bool = False):
         self.sinks = self.sinks if sinks is None else sinks
         self.window = self.window if window is None else window
         self.protect_prompt = protect_prompt
         self.budget, self.interval = 512, 128
+
+    @classmethod
+    def parse(cls, argument: str | None, **options) -> Compressor:
+        """A compressor from what follows its name and a colon (None: no colon does) and from its options."""
+        if argument is not None:
+            raise SparseRLError(f"{cls.name} takes no argument, but {cls.name}:{argument} was given; write {cls.name}.")
+        return cls.from_options(cls.name, options)
+
+    @classmethod
+    def from_options(cls, written: str, options: dict[str, Any]) -> Self:
+        """A compressor from its constructor's arguments, after checking their names; `written`: the name it goes by."""
+        known = parameters_of(cls)
+        for option in options:
+            if option not in known:
+                raise SparseRLError(f"{written} has no parameter {option!r}; {nearest(option, known)}")
+        try:
+            return cls(**options)
+        except TypeError as error:
+            raise SparseRLError(f"{written} cannot use the parameters {options} ({error}).") from error
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this compressor cannot run on."""
+
+    def extra_positions(self, model: nn.Module, new: int) -> int:
+        """Positions taken up by what a row is fed beside its prompt and `new` tokens."""
+        return 0
 
     def keep(self, view: CacheView, budget: int) -> Tensor:
         """Slot numbers to keep, ascending (that is feed order). -> int64 [B, H, budget]"""
@@ -77,14 +105,9 @@ class Compressor:
         """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones."""
         return self.budget + self.interval
 
-    @property
-    def evicts_response(self) -> bool:
-        """Whether full rows are evicted; where they are not, a row has room for the whole response."""
-        return self.evicts
-
     def evicts_prompt(self, tokens: int) -> bool:
         """Whether a prompt of that length is evicted, down to the budget, when it has been read."""
-        return self.evicts and tokens >= self.capacity(0, 0)
+        return self.has_budget and tokens >= self.capacity(0, 0)
 
     def rule(self) -> str:
         """What a row holds, for the plan."""
@@ -94,8 +117,8 @@ class Compressor:
         """How many first and last slots are always kept."""
         return self.sinks, self.window
 
-    def bind(self, budget: int, interval: int) -> Compressor:
-        """A copy with its dial set, after checking that there is something left to choose."""
+    def bind(self, budget: int, interval: int) -> Self:
+        """A copy with this budget and interval, after checking that there is something left to choose."""
         require_int(budget=budget, interval=interval)
         bound = copy.copy(self)
         bound.budget, bound.interval = budget, interval
@@ -110,21 +133,23 @@ class Compressor:
         return bound
 
     def has_room(self, budget: int, prompt: int = 0) -> bool:
-        """Whether a budget leaves something to choose beside what is always kept (and a protected prompt of that length)."""
+        """Whether a budget leaves something to choose beside what is always kept, a protected prompt included."""
         sinks, window = self.protected(budget)
         return budget > max(sinks, prompt) + window
 
     def smallest_budget(self, prompt: int) -> int:
-        return next(
-            budget for budget in range(1, 8 * (prompt + sum(self.protected(0))) + 64) if self.has_room(budget, prompt)
-        )
+        """The smallest budget that leaves something to choose beside a protected prompt of that length."""
+        limit = 8 * (prompt + sum(self.protected(0))) + 64
+        return next(budget for budget in range(1, limit) if self.has_room(budget, prompt))
 
     def check_prompt(self, tokens: int) -> None:
-        """Refuse a prompt that leaves a compressor which protects prompts nothing to choose."""
+        """Refuse a protected prompt that leaves nothing to choose."""
         if self.protect_prompt and not self.has_room(self.budget, tokens):
+            window = self.protected(self.budget)[1]
             raise SparseRLError(
-                f"{self.name} protects the prompt, but {tokens} prompt tokens + window {self.protected(self.budget)[1]} leave nothing of "
-                f"budget {self.budget}; raise the budget to at least {self.smallest_budget(tokens)}, or set protect_prompt=False."
+                f"{self.name} protects the prompt, but {tokens} prompt tokens + window {window} leave nothing of "
+                f"budget {self.budget}; raise the budget to at least {self.smallest_budget(tokens)}, "
+                "or set protect_prompt=False."
             )
 
 
@@ -156,8 +181,10 @@ def best(score: Tensor, budget: int) -> Tensor:
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
 
+_Class = TypeVar("_Class", bound=type[Compressor])
 
-def register(cls: type[Compressor]) -> type[Compressor]:
+
+def register(cls: _Class) -> _Class:
     """Class decorator: make a compressor usable by its `name`."""
     if not cls.name:
         raise SparseRLError(f"{cls.__name__} needs a `name` to be registered under.")
@@ -170,55 +197,44 @@ def register(cls: type[Compressor]) -> type[Compressor]:
     return cls
 
 
+def find(written: str) -> tuple[type[Compressor], str | None]:
+    """The class that a name such as `rkv` or `kvpress:X` belongs to, and what follows the colon (None: no colon)."""
+    name, colon, argument = written.partition(":")
+    if name not in COMPRESSORS:
+        raise SparseRLError(f"there is no compressor {written!r}; {nearest(written, COMPRESSORS)}")
+    return COMPRESSORS[name], argument if colon else None
+
+
 def make(compressor: str | Compressor | type[Compressor], **options) -> Compressor:
-    """A compressor from its name (`rkv`, `prompt-only:rkv`, `beacon:16`, `kvpress:KnormPress`) or class, or as given."""
+    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`) or class, or as given."""
     if isinstance(compressor, Compressor):
         return compressor
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
         return compressor(**options)
     if not isinstance(compressor, str):
         raise SparseRLError(f"compressor must be a name or a Compressor, not {type(compressor).__name__}.")
-    kind, _, inner = compressor.partition(":")
-    if kind == "kvpress" and inner:
-        from .kvpress import KVPress
-
-        return _made(KVPress, compressor, options | {"press": inner})
-    if kind == "prompt-only":
-        from .prompt_only import PromptOnly
-
-        return PromptOnly(inner or "snapkv", **options)
-    if kind == "beacon":
-        from .beacon import Beacon
-
-        if inner and not (inner.isascii() and inner.isdecimal()):
-            raise SparseRLError(f"{compressor!r} names no chunk; write beacon:16 for a beacon after every 16 tokens.")
-        if inner and "chunk" in options:
-            raise SparseRLError(
-                f"{compressor} has its chunk in its name, but chunk={options['chunk']} was given too; give it once."
-            )
-        return _made(Beacon, compressor, options | ({"chunk": int(inner)} if inner else {}))
-    if compressor not in COMPRESSORS:
-        raise SparseRLError(f"there is no compressor {compressor!r}; {nearest(compressor, [*COMPRESSORS, 'beacon'])}")
-    return _made(COMPRESSORS[compressor], compressor, options)
+    cls, argument = find(compressor)
+    return cls.parse(argument, **options)
 
 
-def _made(cls: type[Compressor], name: str, options: dict) -> Compressor:
-    known = parameters_of(cls)
-    for option in options:
-        if option not in known:
-            raise SparseRLError(f"{name} has no parameter {option!r}; {nearest(option, known)}")
-    try:
-        return cls(**options)
-    except TypeError as error:
-        raise SparseRLError(f"{name} cannot use the parameters {options} ({error}).") from error
+def describe() -> list[tuple[str, str]]:
+    """The names that `make` takes, and what is behind them; those that need an argument last."""
+    rows = [(cls.usage or name, _idea(cls)) for name, cls in COMPRESSORS.items()]
+    return sorted(rows, key=lambda row: ":" in row[0])
+
+
+def _idea(cls: type[Compressor]) -> str:
+    """The first line of its module's docstring, or of its own."""
+    text = sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""
+    return text.strip().partition("\n")[0].removeprefix(f"{cls.name}: ")
 
 
 def parameters_of(cls: type[Compressor]) -> list[str]:
     """The names a compressor's constructor takes, its base classes' included where it passes `**options` on."""
-    found = {}
+    found: dict[str, None] = {}
     for base in cls.__mro__:
         if "__init__" in vars(base) and base is not object:
-            parameters = inspect.signature(base.__init__).parameters.values()
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
             found |= dict.fromkeys(
                 p.name for p in parameters if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
             )

@@ -7,6 +7,8 @@ from .base import Compressor, register
 class Dense(Compressor):
     name = "dense"
     evicts = False
+    has_budget = False
+    evicts_response = False
 
     def capacity(self, prompt: int, new: int) -> int:
         return prompt + new

@@ -1,4 +1,4 @@
-"""h2o: heavy hitters (arXiv 2306.14048). Half of the budget is the recent past, half what received most attention so far."""
+"""h2o: heavy hitters (arXiv 2306.14048). Half of the budget is the recent past, half what received most attention."""
 
 from torch import Tensor
 
@@ -19,4 +19,5 @@ class H2O(ScoreCompressor):
         return self.sinks, budget // 2 if self.recent is None else self.recent
 
     def score(self, view: CacheView) -> Tensor:
+        assert view.mass is not None
         return view.mass

@@ -1,18 +1,20 @@
-"""kvpress:NAME: a scorer of the kvpress package as a compressor, where it needs nothing but keys and values.
+"""kvpress: the scorer NAME of the kvpress package, where it needs nothing but keys and values.
 
-kvpress wraps every registered attention function when it is imported; here that is undone at once, because stock attention
-must stay stock. Presses that need hidden states, attention weights or a loaded model are refused: a decoding cache does not have
-them. A press that draws random numbers takes them from torch's global generator, so its choices depend on the rows beside it (the
-trace still replays them exactly); our own `random` does not.
+kvpress wraps every registered attention function when it is imported. Here that is undone at once, because stock
+attention must stay stock. Presses that need hidden states, attention weights or a loaded model are refused: a decoding
+cache does not have them. A press that draws random numbers takes them from torch's global generator, so its choices
+depend on the rows beside it (the trace still replays them exactly); the choices of our own `random` do not.
 """
+
+from types import ModuleType
 
 from torch import Tensor
 
 from ..errors import SparseRLError, nearest
-from .base import CacheView, ScoreCompressor
+from .base import CacheView, ScoreCompressor, register
 
 
-def import_kvpress():
+def import_kvpress() -> ModuleType:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     overrides = ALL_ATTENTION_FUNCTIONS._local_mapping  # where item assignment on the registry ends up
@@ -30,7 +32,11 @@ def import_kvpress():
     return kvpress
 
 
+@register
 class KVPress(ScoreCompressor):
+    name = "kvpress"
+    usage = "kvpress:NAME"
+
     def __init__(self, press: str, **options):
         super().__init__(**options)
         kvpress = import_kvpress()
@@ -46,6 +52,13 @@ class KVPress(ScoreCompressor):
             self.press = getattr(kvpress, press)()
         except TypeError as error:
             raise SparseRLError(f"{self.name} cannot be made from its name alone ({error}).") from error
+
+    @classmethod
+    def parse(cls, argument: str | None, **options) -> "KVPress":
+        """The argument is the name of the press."""
+        if not argument:
+            raise SparseRLError("kvpress needs the name of a scorer; write kvpress:KnormPress, for example.")
+        return cls.from_options(f"{cls.name}:{argument}", options | {"press": argument})
 
     def score(self, view: CacheView) -> Tensor:
         try:

@@ -1,9 +1,12 @@
-"""prompt-only: evict the prompt once, when it has been read, down to the budget; the response never (arXiv 2605.06850's setting).
+"""prompt-only: evict the prompt once, down to the budget, when it has been read; never evict the response.
 
-`prompt-only` lets snapkv choose, `prompt-only:rkv` another one; options are the chooser's. The interval has no meaning here.
+This is the setting of arXiv 2605.06850. `prompt-only` lets snapkv choose the slots, `prompt-only:rkv` lets rkv choose;
+options are those of the chooser. The interval has no meaning here.
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 from torch import Tensor
 
@@ -22,14 +25,21 @@ class PromptOnly(Compressor):
         self.name = f"prompt-only:{chooser.name}"
         if not chooser.evicts_response:
             raise SparseRLError(
-                f"{self.name}: {chooser.name} does not choose among slots; use one that does, such as prompt-only:snapkv."
+                f"{self.name}: {chooser.name} does not choose among slots; "
+                "use one that does, such as prompt-only:snapkv."
             )
         if chooser.protect_prompt:
             raise SparseRLError(
-                f"{self.name} evicts nothing but the prompt, so protect_prompt leaves it nothing; set it to False."
+                f"{self.name} evicts nothing but the prompt, so with protect_prompt there is nothing to evict; "
+                "set it to False."
             )
         self.num_queries, self.uses_mass = chooser.num_queries, chooser.uses_mass
         self.uses_values, self.copies = chooser.uses_values, chooser.copies
+
+    @classmethod
+    def parse(cls, argument: str | None, **options) -> PromptOnly:
+        """The argument is the name of the chooser."""
+        return cls(argument or "snapkv", **options)
 
     def keep(self, view: CacheView, budget: int) -> Tensor:
         return self.chooser.keep(view, budget)
@@ -43,7 +53,7 @@ class PromptOnly(Compressor):
     def rule(self) -> str:
         return f"prompt evicted to {self.budget}, response whole"
 
-    def bind(self, budget: int, interval: int) -> Compressor:
+    def bind(self, budget: int, interval: int) -> Self:
         bound = super().bind(budget, interval)
         bound.chooser = self.chooser.bind(budget, interval)
         return bound

@@ -1,4 +1,7 @@
-"""random: the floor every method must beat. Draws anew at each eviction, from the prompt's or the sequence's own stream."""
+"""random: keep slots at random; the floor that every method must beat.
+
+It draws anew at each eviction, from the random stream of the prompt or, after the prompt, from that of the sequence.
+"""
 
 from torch import Tensor
 

@@ -4,25 +4,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import kernels
 from ..errors import SparseRLError
+from ..kernels import ops
 from .base import CacheView, ScoreCompressor, register
-
-
-def strongest_logits(view: CacheView, window: int) -> Tensor:
-    """Of the last `window` queries over all slots; the strongest query head speaks for its group. -> fp32 [B, H, W, S]"""
-    if view.keys.is_cuda and kernels.has_triton() and view.unreachable is None and window <= 64:
-        from ..kernels.evict import observed_logits
-
-        return observed_logits(view.queries[:, :, -window:], view.keys, view.scaling, view.softcap)
-    return view.attention_logits(last=window).amax(2)
 
 
 def observed_importance(view: CacheView, window: int, pool: int) -> Tensor:
     """Max-pooled attention of the last `window` queries over the slots before them. -> [B, H, S - window]"""
     candidates = view.keys.shape[2] - window
-    logits = strongest_logits(view, window)[..., :candidates]  # [B, H, W, S - w]
-    attention = logits.softmax(-1).mean(2)
+    queries = view.last_queries(window)
+    logits = ops.observed_logits(queries, view.keys, view.scaling, view.softcap, view.unreachable)  # [B, H, W, S]
+    attention = logits[..., :candidates].softmax(-1).mean(2)
     return F.max_pool1d(attention, pool, stride=1, padding=pool // 2)
 
 
@@ -44,5 +36,5 @@ class SnapKV(ScoreCompressor):
 
     def score(self, view: CacheView) -> Tensor:
         if view.keys.shape[2] <= self.window:
-            return torch.zeros_like(view.feed, dtype=torch.float32)  # nothing but window: nothing to choose
+            return torch.zeros_like(view.feed, dtype=torch.float32)  # there is nothing but the window
         return F.pad(observed_importance(view, self.window, self.pool), (0, self.window))

@@ -1,4 +1,8 @@
-"""window: the first few tokens and the most recent ones (StreamingLLM, arXiv 2309.17453), at their original positions."""
+"""window: keep the first few tokens and the most recent ones (StreamingLLM, arXiv 2309.17453).
+
+The original numbers positions inside the cache, and evicts one token per step; ours keeps the positions that tokens
+had in the text, and evicts `interval` tokens at a time.
+"""
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ class Window(Compressor):
         return self.sinks, budget - self.sinks
 
     def has_room(self, budget: int, prompt: int = 0) -> bool:
-        return budget > self.sinks  # everything is always kept or always evicted: there must be one recent slot
+        return budget > self.sinks  # nothing is left to choose; there must be one recent slot
 
     def smallest_budget(self, prompt: int) -> int:
         return self.sinks + 1

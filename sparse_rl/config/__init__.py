@@ -1,6 +1,7 @@
 """Recipes: their sections and keys, and how they are read from YAML and the command line."""
 
 from .budget import METRICS, Adaptive, Target
+from .migrate import migrate
 from .parse import load_recipe, make_recipe, parse_value, table_of_keys
 from .recipe import (
     RECIPES,
@@ -31,6 +32,7 @@ __all__ = [
     "WarmupSettings",
     "load_recipe",
     "make_recipe",
+    "migrate",
     "parse_value",
     "table_of_keys",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, nearest
+from .migrate import migrate, refuse_old_names
 from .recipe import RECIPES, SECTIONS, Recipe
 from .values import names_of, plain, settings_of, types_of
 
@@ -30,6 +31,7 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         path = shipped[str(path)]
     if path.is_dir():
         path = path / "recipe.yaml"
+    in_run_folder = path.name == "recipe.yaml" and any((path.parent / f).exists() for f in ("metrics.jsonl", ".lock"))
     if not path.is_file():
         known = nearest(path.stem, sorted(shipped))
         raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {known}")
@@ -37,6 +39,8 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
+    if in_run_folder and isinstance(data, Mapping):
+        data, _ = migrate(data)  # train/run.py says what was translated
     return make_recipe(data or {}, overrides, where=str(path))
 
 
@@ -68,6 +72,7 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
             target[part] = dict(inner)
             target = target[part]
         target[path[-1]] = parse_value(value)
+    refuse_old_names(sections)
     missing = [name for name in ("model", "task") if name not in sections]
     if missing:
         raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")

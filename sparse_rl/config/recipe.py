@@ -22,6 +22,7 @@ from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
 from ..learn.advantage import ESTIMATORS
 from ..learn.correct import Correction, changed
+from ..learn.distill import DISTILL_WEIGHT
 from ..learn.loss import Loss
 from ..learn.method import Method, method
 from ..learn.optimizer import OptimizerSettings
@@ -111,8 +112,14 @@ class LearnSettings:
     view: str | None = key(
         "how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None
     )
-    distill: str | None = key("with the shadow view, distillation: a, b or c; null: the method's (smd: a)", None)
-    distill_weight: float | None = key("lambda, what distillation is multiplied with; null: 0.1", None)
+    distill: str | None = key(
+        "with the shadow view, pull one view to the other: dense-to-shadow, shadow-to-dense-forward or "
+        "shadow-to-dense-reverse (forward or reverse KL); null: the method's (smd: dense-to-shadow)",
+        None,
+    )
+    distill_weight: float | None = key(
+        f"the factor (lambda) of the distillation loss; null: the method's ({DISTILL_WEIGHT})", None
+    )
     correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
     advantage: str = key("grpo, dr-grpo or rloo", "grpo")
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
@@ -120,9 +127,6 @@ class LearnSettings:
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
     minibatches: int = key("optimizer steps per rollout", 4)
     micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
-    shuffle_advantages: bool = key(
-        "a control: give each trajectory another's advantage, so that nothing can be learned", False
-    )
 
     def __post_init__(self):
         require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
@@ -137,15 +141,18 @@ class LearnSettings:
             )
         if self.distill_weight is not None and self.resolve_method().distill is None:
             raise SparseRLError(
-                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or learn.distill."
+                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or "
+                "learn.distill."
             )
         self.resolve_method()
 
     def resolve_method(self) -> Method:
+        """The method with the parts that the recipe changes."""
         parts = {
             n: convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()
         }
-        chosen = {name: value for name in ("view", "distill") if (value := getattr(self, name)) is not None}
+        names = ("view", "distill", "distill_weight")
+        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         preset = method(self.method)
         return method(self.method, correction=changed(preset.correction, **parts), **chosen)
 

@@ -1,4 +1,7 @@
-"""Several processes of one command on this machine, by torch's own launcher. More machines: accelerate launch, or torchrun."""
+"""Several processes of one command on this machine, by torch's own launcher.
+
+For several machines use accelerate launch, or torchrun.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,16 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import SparseRLError, require_int
 
-_PATIENCE = "3600"  # seconds that processes which are to stop may take to finish an update and write a checkpoint
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_PATIENCE = "3600"  # seconds that a process that is told to stop may take to finish an update and write a checkpoint
 
 
 def launch(processes: int, arguments: list[str]) -> int:
@@ -24,16 +32,16 @@ def launch(processes: int, arguments: list[str]) -> int:
     require_int(**{"--num-processes": processes})
     if (others := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise SparseRLError(
-            f"--num-processes is {processes}, but this is one of {others} that another launcher started; leave it away."
+            f"--num-processes is {processes}, but this process is one of {others} that another launcher started; omit "
+            "it."
         )
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise SparseRLError(
-            f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as many."
+            f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as "
+            "many."
         )
-    for name in (
-        "torch.distributed.elastic",
-        "torch.distributed.elastic.agent.server.api",
-    ):  # what they have to say is said below
+    # The launcher's own messages are silenced; the sentence below replaces them.
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE)
     with tempfile.TemporaryDirectory(prefix="sparse-rl-") as notes:
@@ -53,34 +61,29 @@ def launch(processes: int, arguments: list[str]) -> int:
         except (KeyboardInterrupt, SignalException):
             return 130
         except ChildFailedError as error:
-            failures = (
-                error.failures
-            )  # of about the same time; one that was killed made the others fail, and SIGTERM is the launcher's own
-            rank = min(
-                failures,
-                key=lambda r: (
-                    failures[r].exitcode == -signal.SIGTERM,
-                    failures[r].exitcode > 0,
-                    failures[r].timestamp,
-                ),
-            )
-            failure = failures[rank]
-            if failure.exitcode == 130:  # it was stopped, and has said so
+            rank = first_failure(error.failures)
+            code = error.failures[rank].exitcode
+            if code == 130:  # it was stopped, and has said so
                 return 130
-            how = (
-                f"was ended by signal {-failure.exitcode}"
-                if failure.exitcode < 0
-                else f"failed with exit status {failure.exitcode}"
-            )
+            end = f"was ended by signal {-code}" if code < 0 else f"failed with exit status {code}"
             folder = arguments[arguments.index("--out") + 1]
-            hint = (
-                f" Go on with: sparse-rl train {folder} --resume --num-processes {processes}" if _begun(folder) else ""
-            )
+            begun = (Path(folder) / "recipe.yaml").exists()
+            hint = f" Go on with: sparse-rl train {folder} --resume --num-processes {processes}" if begun else ""
             raise SparseRLError(
-                f"process {rank} of {processes} {how}, and the others were ended; what it said is above.{hint}"
+                f"process {rank} of {processes} {end}, and the others were ended; its own message is above.{hint}"
             ) from None
     return 0
 
 
-def _begun(folder: str) -> bool:
-    return (Path(folder) / "recipe.yaml").exists()
+def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
+    """The rank of the process whose failure made the others fail.
+
+    All failed at about the same time. A process that was killed makes the others fail with a status; SIGTERM is what
+    the launcher itself sends.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, float]:
+        failure = failures[rank]
+        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0, failure.timestamp
+
+    return min(failures, key=order)

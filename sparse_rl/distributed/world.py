@@ -1,9 +1,11 @@
 """The processes of a run. One process is the usual case, in which everything here does nothing.
 
-    accelerate launch --num_processes 8 -m sparse_rl train RECIPE        (or torchrun, or sparse-rl train RECIPE --num-processes 8)
+    sparse-rl train RECIPE --num-processes 8
+    accelerate launch --num_processes 8 -m sparse_rl train RECIPE        (or torchrun)
 
-Every process does its share, then all meet: `together` hands every one's result to all, and an error or a stop of one is every one's. So
-between two meetings all processes are at the same place, and none waits for one that has given up.
+Every process does its share, then all meet: `run_on_all` hands every process's result to all processes, and an error or
+a stop of one reaches all. So between two meetings all processes are at the same place in the program, and none waits
+for a process that has given up.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,11 +28,9 @@ from ..errors import SparseRLError
 from ..signals import stoppable
 
 T = TypeVar("T")
-BUCKET = 2**26  # numbers summed over processes in one go
-PEER_LOST = "another process of this run is gone; see what it said, and go on with --resume."
-_PATIENCE = datetime.timedelta(
-    days=1
-)  # a process may sample much longer than another; one that died is noticed at once
+BUCKET = 2**26  # numbers that are summed over processes at once
+PEER_LOST = "another process of this run is gone; see its own message, and go on with --resume."
+_PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than another; a dead one is noticed at once
 
 
 class PeerFailed(SparseRLError):
@@ -44,20 +44,17 @@ class _Outcome:
     value: Any = None
     error: str | None = None
     stopped: bool = False
-    seconds: float = 0.0  # that its work took
+    seconds: float = 0.0  # the time that its work took
 
 
 class World:
     def __init__(self, rank: int = 0, size: int = 1, group=None):
-        self.rank, self.size, self.group = (
-            rank,
-            size,
-            group,
-        )  # group: for records on the CPU; gradients go by the default one
+        self.rank, self.size = rank, size
+        self.group = group  # for records on the CPU; gradients go by torch's default group
         self.idle = 0.0  # share of the processes' time before the last meeting that was spent waiting for the slowest
-        self.waited = 0.0  # seconds of this one, there
-        self.stop = False  # Ctrl-C or SIGTERM came; all stop at the next meeting
-        self.working = False
+        self.waited = 0.0  # seconds this process waited at the last meeting
+        self.stop = False  # Ctrl-C or SIGTERM came; all processes stop at the next meeting
+        self.working = False  # a signal may interrupt what this process does
 
     @property
     def first(self) -> bool:
@@ -65,7 +62,10 @@ class World:
         return self.rank == 0
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Every process does its work; all results, by rank. Raises on all what one raised, and KeyboardInterrupt if one was to stop."""
+        """Every process does its work; returns all results, by rank.
+
+        If one process raises an error, all raise; if one is told to stop, all raise KeyboardInterrupt.
+        """
         if self.size == 1:
             return [work()]
         outcome, failure, start = _Outcome(stopped=self.stop), None, time.perf_counter()
@@ -84,25 +84,25 @@ class World:
         self.waited = time.perf_counter() - start - outcome.seconds
         seconds = [o.seconds for o in outcomes]
         self.idle = 1 - sum(seconds) / (self.size * max(seconds)) if max(seconds) > 0 else 0.0
-        said = (
-            outcomes[0].error is not None and outcomes[0].error == outcome.error and not self.first
-        )  # by the first, in the same words
-        if failure is not None and not said:
+        # The first process says the same error for all.
+        said_by_first = outcome.error is not None and outcomes[0].error == outcome.error and not self.first
+        if failure is not None and not said_by_first:
             raise failure
         for rank, other in enumerate(outcomes):
             if other.error is not None:
                 raise PeerFailed(f"process {rank} of {self.size} failed: {other.error}") from failure
         if any(o.stopped for o in outcomes):
-            self.stop = False  # all know; they may meet again to save
+            self.stop = False  # all know it; they may meet again to save
             raise KeyboardInterrupt
         return [o.value for o in outcomes]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
-        """What the first process makes, for all."""
-        return self.run_on_all(work if self.first else lambda: None)[0]
+        """The first process does the work; all get its result."""
+        first: list[T | None] = self.run_on_all(lambda: work() if self.first else None)
+        return cast(T, first[0])
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over processes, in place: every process gets the same bits."""
+        """Sum tensors over processes, in place: every process gets the same bits."""
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -113,7 +113,7 @@ class World:
                 bucket = []
 
     def add_numbers(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The sums over processes, in double precision."""
+        """Sums over processes, in double precision."""
         if self.size == 1:
             return numbers
         found = torch.tensor(list(numbers.values()), dtype=torch.float64)
@@ -129,7 +129,7 @@ class World:
             tensor.copy_(part.view_as(tensor))
 
     def _gather(self, value) -> list:
-        buffer, found = io.BytesIO(), [None] * self.size
+        buffer, found = io.BytesIO(), [b""] * self.size
         torch.save(value, buffer)  # plain pickles cannot hold every dtype
         with lost_process():
             torch.distributed.all_gather_object(found, buffer.getvalue(), group=self.group)
@@ -137,7 +137,7 @@ class World:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM stop the run: at once where it is one process, else at the next meeting, so that all stop at one place."""
+        """Ctrl-C and SIGTERM stop the run: one process at once, several at their next meeting, so all at one place."""
         if self.size == 1 or threading.current_thread() is not threading.main_thread():
             with stoppable():
                 yield
@@ -158,7 +158,7 @@ class World:
 
 @contextmanager
 def lost_process() -> Iterator[None]:
-    """Say it in a sentence when the others are gone in the middle of an exchange."""
+    """Raise a sentence when other processes are gone in the middle of an exchange."""
     try:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing more particular
@@ -166,14 +166,14 @@ def lost_process() -> Iterator[None]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, wherever it arose: shards are exchanged in the middle of a model."""
+    """Whether an error says that another process is gone. It can arise anywhere: models exchange shards inside."""
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
 
 
 def join_world() -> World:
-    """The processes that a launcher started, if one did."""
+    """The processes that a launcher started; one process where none did."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return World()
     from accelerate import PartialState
@@ -185,7 +185,10 @@ def join_world() -> World:
 
 
 def leave_world(world: World, failed: bool = False) -> None:
-    """Threads of a group that is still there when Python ends abort the process. `failed`: do not wait for the others, as NCCL would."""
+    """Close the process group: threads of an open group would abort the process when Python ends.
+
+    failed: do not wait for the other processes, as NCCL would
+    """
     if world.size > 1 and torch.distributed.is_initialized():
         alone = failed and torch.distributed.get_backend() != "gloo"
         torch.distributed.destroy_process_group(world.group if alone else None)

@@ -1,4 +1,4 @@
-"""Evaluation: benchmarks asked on any cache, written down item by item, and compared."""
+"""Evaluation: ask benchmarks on any cache, write the results item by item, and compare them."""
 
 from .ask import Exam, ask
 from .cache import Cache

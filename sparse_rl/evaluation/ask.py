@@ -1,8 +1,9 @@
-"""Ask a model benchmarks: sample what is missing, one engine run for all that sample alike, then grade it.
+"""Ask a model the problems of benchmarks: sample what is missing, then grade it.
 
-results = Results(folder, question)
-ask(engine, tokenizer, exams, seed, results)
-[summarize(...) for exam in exams]
+    results = Results(folder, question)
+    summaries = ask(engine, tokenizer, exams, seed, results)
+
+Benchmarks that sample alike share one engine run.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from ..tasks import Prompt, Task
 from .results import Completion, Item, Key, Results
 from .summary import Summary, summarize
 
-GRADED_TOGETHER = 512  # completions between two looks of the progress bar
+GRADED_TOGETHER = 512  # completions between two updates of the progress bar
 
 
 @dataclass(frozen=True)
 class Exam:
-    """A benchmark, ready to be asked."""
+    """A benchmark with its prompts and the way to sample."""
 
     name: str
     task: Task
     prompts: list[Prompt]
     samples: int
     sampling: Sampling
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the task
+    options: Mapping[str, Any] = field(default_factory=dict)  # the task's
 
     @property
     def keys(self) -> list[Key]:
@@ -45,14 +46,19 @@ class Exam:
 
     def settings(self) -> dict[str, Any]:
         """What the items of this benchmark must have in common."""
-        s = self.sampling
-        how = {"max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
-        return {**how, "options": dict(self.options)}
+        return {
+            "max_new_tokens": self.sampling.max_new_tokens,
+            "temperature": self.sampling.temperature,
+            "top_k": self.sampling.top_k,
+            "top_p": self.sampling.top_p,
+            "options": dict(self.options),
+        }
 
 
 def ask(
     engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool = False
 ) -> list[Summary]:
+    """Sample and grade what `results` lacks, and summarize every benchmark."""
     for sampling in dict.fromkeys(exam.sampling for exam in exams):
         sample(engine, tokenizer, [exam for exam in exams if exam.sampling == sampling], seed, results, progress)
     for exam in exams:
@@ -68,10 +74,10 @@ def items_of(exam: Exam, results: Results) -> list[Item]:
 
 
 def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool) -> None:
-    """Complete what no earlier call has completed. All prompts are named, so that random streams and rows are those of one call."""
+    """Sample the missing completions. All prompts are passed, so that random streams and rows are those of one call."""
     asked = [(exam, i) for exam in exams for i in range(len(exam.prompts))]
     ids = [encode(tokenizer, exam.prompts[i].text) for exam, i in asked]
-    texts = [tokenizer.decode(prompt) for prompt in ids]  # what the model is given
+    texts = [tokenizer.decode(prompt) for prompt in ids]  # what the model sees
     for (exam, i), text in zip(asked, texts, strict=True):
         results.check_prompt(exam.name, i, text)
     wanted = [[n for n in range(exam.samples) if not results.has((exam.name, i, n))] for exam, i in asked]
@@ -92,9 +98,7 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
         )
     finally:
         seconds = time.perf_counter() - start
-        results.called(
-            tokens=sampled, seconds=seconds, cache_bytes=engine.cache.nbytes if engine.cache else 0, rows=engine.rows
-        )
+        results.add_call(tokens=sampled, seconds=seconds, cache_bytes=engine.cache_bytes, rows=engine.rows)
 
 
 def completion(bench: str, index: int, prompt: str, text: str, trajectory: Trajectory) -> Completion:
@@ -116,7 +120,7 @@ def completion(bench: str, index: int, prompt: str, text: str, trajectory: Traje
 
 
 def grade(exam: Exam, results: Results, progress: bool) -> None:
-    """The completions of a benchmark that have no verdict yet, also those beyond the samples asked for now, or whose reference changed."""
+    """Grade completions without a verdict, also those of earlier calls, and those whose reference answer changed."""
     for key, item in list(results.items.items()):
         if (
             item.bench == exam.name
@@ -136,7 +140,7 @@ def grade(exam: Exam, results: Results, progress: bool) -> None:
 
 
 def plain(answer: Any) -> Any:
-    """A reference answer as it is read back from a file."""
+    """A reference answer as it would be read from a file."""
     return json.loads(json.dumps(answer, default=str))
 
 
@@ -150,7 +154,7 @@ def shown(parts: list, what: str, progress: bool) -> Iterator:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Short, and another for other weights: of the beginning and the end of every parameter."""
+    """A short hash of the beginning and the end of every parameter, to recognise the weights."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()

@@ -1,4 +1,4 @@
-"""The cache an evaluation runs on, by name: what a folder, a table and a picture call it."""
+"""The cache that an evaluation runs on, and its name in folders, tables and pictures."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from ..errors import SparseRLError
 @dataclass(frozen=True)
 class Cache:
     compressor: str
-    budget: int | None = None  # None: of a compressor that has none
+    budget: int | None = None  # None: the compressor has no budget
     interval: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, compressor: str, budget: int, interval: int, options: Mapping[str, Any] | None = None) -> Cache:
-        """Without the numbers that this compressor does not use."""
+        """A cache without the numbers that this compressor does not use."""
         made = make(compressor, **(options or {}))
-        sized = made.evicts and not made.folds
         return cls(
             compressor,
-            budget if sized else None,
-            interval if sized and made.evicts_response else None,
+            budget if made.has_budget else None,
+            interval if made.evicts_response else None,
             dict(options or {}),
         )
 
@@ -35,7 +34,7 @@ class Cache:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """(budget, interval) as an engine takes them; of a compressor that has none any will do"""
+        """(budget, interval) for an engine; any will do for a compressor that uses none"""
         return 512 if self.budget is None else self.budget, 128 if self.interval is None else self.interval
 
     @property
@@ -60,9 +59,9 @@ class Cache:
 def caches(
     compressors: Sequence[str], budgets: Sequence[int], interval: int, options: Mapping[str, Any]
 ) -> list[Cache]:
-    """Every compressor at every budget, those without one once; dense first, since others are compared with it.
+    """Every compressor at every budget, or once if it has no budget; dense comes first, as others are compared with it.
 
-    An option goes to the compressors that know it; one that none knows is a mistake.
+    An option goes to the compressors that have it; if none has it, it is a mistake.
     """
     if "dense" not in compressors:
         raise SparseRLError(f"--compressors {','.join(compressors)} has no dense cache to compare with; add dense.")

@@ -1,14 +1,15 @@
 """The cross table: models x caches on the same problems, with paired tests. Pure functions of what was evaluated.
 
-Two questions are asked of every number: what does the small cache cost this model (against its own dense cache), and which of two models
-is better on this cache (the second against the first). Both are paired: problem by problem, on the problems that both were asked.
+Every number answers two questions: what does the small cache cost this model (against its own dense cache), and which
+of two models is better on this cache (the second against the first)? Both compare problem by problem, on the problems
+that both were asked.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .results import Item, shares, tokens_saved
@@ -30,18 +31,18 @@ class Cell:
     accuracy: float
     low: float  # 95 %
     high: float
-    cost: Difference | None  # against its dense cache; None for that itself
-    same_verdict: float | None  # share of completions judged as on the dense cache
-    same_answer: float | None  # share of those with an answer there, that give the same
-    in_common: float | None  # how much of a completion there is repeated here before the two differ, on average
-    better: Difference | None  # against the first model on this cache; None for that itself
+    cost: Difference | None  # against the model's dense cache; None on the dense cache
+    same_verdict: float | None  # share of completions with the verdict of the dense cache
+    same_answer: float | None  # share with the dense cache's answer, of completions that have an answer there
+    in_common: float | None  # mean share of the dense cache's text that is repeated before the two differ
+    better: Difference | None  # against the first model on this cache; None for the first model
     length: float
     tokens_saved: float
     tokens_per_second: float
 
 
 def cross(found: Sequence[Evaluated]) -> list[Cell]:
-    """Cells by benchmark, cache and model, in the order evaluated. Every model has a dense cache among its own."""
+    """Cells by benchmark, cache and model, in the order of evaluation. Every model was evaluated on a dense cache."""
     benches = [summary.bench for summary in found[0].summaries]
     cells = []
     for bench in [*benches, *([ALL] if len(benches) > 1 else [])]:
@@ -89,7 +90,7 @@ def difference(first: Sequence[Item], second: Sequence[Item]) -> Difference:
 
 
 def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, float | None, float]:
-    """Of completions, paired with those on the dense cache, which drew the same random numbers: see Cell."""
+    """(same_verdict, same_answer, in_common) of Cell. Completions on both caches drew the same random numbers."""
     there = {item.key: item for item in dense}
     pairs = [(item, there[item.key]) for item in items if item.key in there]
     answered = [(item, other) for item, other in pairs if other.answer is not None and other.verdict != "no answer"]
@@ -99,27 +100,28 @@ def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, floa
 
 
 def repeated(text: str, other: str) -> float:
-    """How much of the other text this one begins with."""
+    """The share of the other text with which this one begins."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other))
     return sum(1 for _ in alike) / len(other) if other else 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------------ for people
+# ---------- text
 
 
 def told(d: Difference | None) -> str:
     """+1.2 (-0.3 to +2.8), p = 0.12, in percentage points"""
     if d is None:
         return ""
-    return f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p {'< 0.001' if d.p < 0.001 else f'= {d.p:.2g}'}"
+    p = "< 0.001" if d.p < 0.001 else f"= {d.p:.2g}"
+    return f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p {p}"
 
 
 def share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def columns(cells: Sequence[Cell]) -> dict:
-    """heading -> what it says of a cell. Models are compared where there are several."""
+def columns(cells: Sequence[Cell]) -> dict[str, Callable[[Cell], str]]:
+    """heading -> its text for a cell. Several models are compared with the first."""
     several = len({c.model for c in cells}) > 1
     first = cells[0].model
     return {
@@ -138,7 +140,7 @@ def columns(cells: Sequence[Cell]) -> dict:
 
 
 def rows_of(bench: str, cells: Sequence[Cell]) -> list[list[str]]:
-    """The table of a benchmark, headings first; without columns that say nothing."""
+    """The table of a benchmark, headings first, without empty columns."""
     mine = [c for c in cells if c.bench == bench]
     told = {heading: [tell(c) for c in mine] for heading, tell in columns(cells).items()}
     full = {heading: column for heading, column in told.items() if any(column)}

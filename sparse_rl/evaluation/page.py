@@ -25,18 +25,19 @@ p, li { max-width: 50rem }
 """
 
 READING = """
-<p>Differences are in percentage points, with a 95 % interval from problems drawn with replacement, and the p-value of a paired test on the
-same problems: McNemar's exact test with one completion of each, random signs with more. {tests} tests are shown and none is corrected for
-the others: among that many, about {chance:.0f} would be below 0.05 if nothing differed.</p>
-<p>Same verdict: the share of completions judged as on the dense cache. Same answer: of the completions that give an answer there (an empty
-box is none), the share that gives the same one. Text in common: how much of a completion on the dense cache is repeated before the two
-differ; both draw the same random numbers. KV tokens saved: 1 - entries in use at the end / tokens. Tokens per second: of the engine on
-this machine.</p>
+<p>Differences are in percentage points, with a 95 % interval from problems drawn with replacement, and the p-value of
+a paired test on the same problems: McNemar's exact test with one completion per problem, random signs with more.
+{tests} tests are shown, without a correction for their number: about {chance:.0f} of them would be below 0.05 if
+nothing differed.</p>
+<p>Same verdict: the share of completions with the verdict of the dense cache. Same answer: of the completions that give
+an answer on the dense cache (an empty box is not an answer), the share that gives the same one. Text in common: how
+much of a completion on the dense cache is repeated before the two differ; both draw the same random numbers. KV tokens
+saved: 1 - entries in use at the end / tokens. Tokens per second: the engine's speed on this machine.</p>
 """
 
 
 def draw(cells: Sequence[Cell]) -> bytes:
-    """Accuracy against budget, a panel for each benchmark; below, how much of the text on the dense cache is repeated. -> PNG"""
+    """Accuracy against budget, one panel per benchmark; below, the text in common with the dense cache. -> PNG"""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -64,7 +65,7 @@ def draw(cells: Sequence[Cell]) -> bytes:
 
 
 def of_accuracy(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
-    """Of caches with a budget, at x; of one without, across the panel."""
+    """Caches with a budget at x; a cache without one as a line across the panel."""
     axis.set_ylabel("accuracy")
     if x is None:
         (c,) = line
@@ -94,11 +95,10 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
         style = {"linestyle": ("-", "--", ":", "-.")[number % 4]}
         before = f"{shortest(model, models)}, " if len(models) > 1 else ""
         for i, name in enumerate(names):
-            line = sorted(
-                (c for c in cells if c.model == model and c.budget is not None and c.cache.split()[0] == name),
-                key=lambda c: c.budget,
-            )
-            x = [c.budget * nearest ** (0.3 * ((i + len(names) * number) / curves - 0.5)) for c in line]  # side by side
+            aside = nearest ** (0.3 * ((i + len(names) * number) / curves - 0.5))  # points of a budget: side by side
+            mine = [c for c in cells if c.model == model and c.cache.split()[0] == name]
+            at = sorted(((c.budget, k) for k, c in enumerate(mine) if c.budget is not None))
+            line, x = [mine[k] for _, k in at], [budget * aside for budget, _ in at]
             quantity(axis, line, x, {**style, "color": f"C{i}", "label": legible(before + name)})
         for i, c in enumerate(c for c in cells if c.model == model and c.budget is None):
             color = "black" if c.cache == "dense" else f"C{len(names) + i}"
@@ -113,36 +113,35 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
 
 
 def shortest(model: str, models: Sequence[str]) -> str:
-    """The last part of a model's name, or all of it where another has the same."""
+    """The last part of a model's name, or all of it if another model has the same."""
     name = Path(model).name
     return model if [Path(other).name for other in models].count(name) > 1 else name
 
 
 def legible(text: str) -> str:
-    """Text for matplotlib, which reads dollars as mathematics and leaves out names that begin with an underscore."""
+    """Text for matplotlib, which reads dollars as mathematics and hides names that begin with an underscore."""
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")
 
 
 def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
     models = list(dict.fromkeys(c.model for c in cells))
     tests = sum(d is not None for c in cells for d in (c.cost, c.better))
+    encoded = base64.b64encode(picture).decode()
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{html.escape(' against '.join(models))}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(' against '.join(models))}, dense and sparse inference</h1><p>{html.escape(asked)}</p>",
-        f"<img alt='accuracy and text in common against budget' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>",
+        f"<img alt='accuracy and text in common against budget' src='data:image/png;base64,{encoded}'>",
     ]
     benches = list(dict.fromkeys(c.bench for c in cells))
     for bench in [*([ALL] if ALL in benches else []), *(b for b in benches if b != ALL)]:
         heads, *rows = rows_of(bench, cells)
-        parts.append(
-            f"<h2>{html.escape(bench)}</h2><div class=wide><table><tr>{''.join(f'<th>{html.escape(h)}' for h in heads)}"
-        )
+        parts.append(f"<h2>{html.escape(bench)}</h2><div class=wide><table>")
+        parts.append(f"<tr>{''.join(f'<th>{html.escape(head)}' for head in heads)}")
         before = None
         for row in rows:
-            parts.append(
-                f"<tr{' class=dense' if row[0] != before else ''}>{''.join(f'<td>{html.escape(value)}' for value in row)}"
-            )
+            style = " class=dense" if row[0] != before else ""
+            parts.append(f"<tr{style}>{''.join(f'<td>{html.escape(value)}' for value in row)}")
             before = row[0]
         parts.append("</table></div>")
     parts.append(READING.format(tests=tests, chance=0.05 * tests))
@@ -150,7 +149,7 @@ def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
 
 
 def write(cells: Sequence[Cell], folder: Path, asked: str) -> list[Path]:
-    """compare.png and compare.html"""
+    """Write compare.png and compare.html."""
     picture = draw(cells)
     image, document = folder / "compare.png", folder / "compare.html"
     replace_file(image, picture)

@@ -1,12 +1,13 @@
-"""What an evaluation writes down, so that one that was killed goes on and one that is done can be read.
+"""The folder that an evaluation writes. One that was killed continues there.
 
-    evaluation.json      what was asked, and of whom: model, cache, sampling, seed
-    completions.jsonl    as they finish, not graded yet
-    items.jsonl          graded: prompt, completion, extracted answer, verdict, tokens, KV entries
-    calls.jsonl          of every engine run: tokens, seconds, bytes
+    evaluation.json      what was evaluated: model, cache, sampling, seed
+    completions.jsonl    finished completions that are not graded yet
+    items.jsonl          graded completions: prompt, text, extracted answer, verdict, tokens, KV entries
+    calls.jsonl          tokens, seconds and bytes of every engine run
 
-A completion is in one of the two files from the moment it is finished, and is never sampled again. More samples, more problems and other
-benchmarks may be asked for later; another model, cache, way of sampling or seed needs another folder. One evaluation at a time has it.
+A finished completion is in one of the two files and is never sampled again. More samples, more problems and other
+benchmarks may be added later; another model, cache, way of sampling or seed needs another folder. Only one evaluation
+at a time may use a folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Key = tuple[str, int, int]  # benchmark, problem, sample
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled. Entries are of the KV cache, see `records.entries`."""
+    """What was sampled. Entries are those of the KV cache; see `records.entries`."""
 
     bench: str
     index: int  # the problem's place in the benchmark
@@ -38,7 +39,7 @@ class Completion:
     finish: str  # stop or length
     prompt_tokens: int
     tokens: int  # sampled
-    loop: bool  # whether it ends by repeating itself
+    loop: bool  # it ends by repeating itself
     entries: float  # mean
     peak_entries: float
     last_entries: float
@@ -50,7 +51,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Item(Completion):
-    """A completion and what became of it."""
+    """A graded completion."""
 
     gold: Any
     answer: str | None  # extracted from the text
@@ -63,12 +64,12 @@ class Item(Completion):
 
 
 class Results:
-    """A folder of results. `question` is what all of it must have in common, and `benches`, whose own settings may be added to."""
+    """A folder of results. All of them share the `question`; only its `benches` may grow."""
 
     def __init__(self, folder: Path, question: Mapping[str, Any]):
         self.folder = folder
         if folder.exists() and not folder.is_dir():
-            raise SparseRLError(f"{folder} is a file; results need a folder: choose another with --out.")
+            raise SparseRLError(f"{folder} is a file; results need a folder: choose another path with --out.")
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / ".lock").open("w")
@@ -84,7 +85,7 @@ class Results:
         found = read(Completion, folder / "completions.jsonl")
         self.ungraded: dict[Key, Completion] = {c.key: c for c in found if c.key not in self.items}
         self.prompts = {(c.bench, c.index): c.prompt for c in [*self.items.values(), *self.ungraded.values()]}
-        self._settle(json.loads(json.dumps(question)))
+        self._claim(json.loads(json.dumps(question)))
 
     def close(self) -> None:
         self._lock.close()
@@ -99,12 +100,12 @@ class Results:
         return key in self.items or key in self.ungraded
 
     def check_prompt(self, bench: str, index: int, prompt: str) -> None:
-        """Whether what is known of a problem was sampled for this prompt."""
+        """Refuse a folder whose completions of this problem were sampled for another prompt."""
         known = self.prompts.setdefault((bench, index), prompt)
         if known != prompt:
             raise SparseRLError(
-                f"{self.folder} holds completions of another problem {index} of {bench} ({known[-60:]!r}, not {prompt[-60:]!r}); "
-                "choose another folder with --out."
+                f"{self.folder} holds completions of another problem {index} of {bench} ({known[-60:]!r}, not "
+                f"{prompt[-60:]!r}); choose another folder with --out."
             )
 
     def add(self, completion: Completion) -> None:
@@ -112,14 +113,14 @@ class Results:
         self.ungraded[completion.key] = completion
 
     def reopen(self, key: Key) -> None:
-        """An item whose reference answer is another now has to be graded again."""
+        """Let an item be graded again, because its reference answer changed."""
         names = Completion.__dataclass_fields__
         self.ungraded[key] = Completion(
             **{name: value for name, value in vars(self.items.pop(key)).items() if name in names}
         )
 
     def grade(self, golds: Mapping[Key, Any], answers: Mapping[Key, str | None], grades: Mapping[Key, Grade]) -> None:
-        """Completions become items, all at once."""
+        """Turn completions into items, all at once."""
         for key, grade in grades.items():
             fields = asdict(self.ungraded.pop(key))
             self.items[key] = Item(
@@ -130,21 +131,20 @@ class Results:
         if not self.ungraded:
             (self.folder / "completions.jsonl").unlink(missing_ok=True)
 
-    def called(self, **numbers: float) -> None:
+    def add_call(self, **numbers: float) -> None:
         append_line(self.folder / "calls.jsonl", numbers)
 
     def calls(self) -> list[dict]:
         return read_lines(self.folder / "calls.jsonl")
 
-    def _settle(self, question: dict[str, Any]) -> None:
-        """Take the folder for this question, or refuse where it holds another."""
-        path, nothing = self.folder / "evaluation.json", {**question, "benches": {}}
+    def _claim(self, question: dict[str, Any]) -> None:
+        """Use the folder for this question, or refuse a folder that holds another one."""
+        path, known = self.folder / "evaluation.json", {**question, "benches": {}}
         try:
-            known = (
-                json.loads(path.read_text()) if path.exists() and self.prompts else nothing
-            )  # without a completion nothing is settled
+            if path.exists() and self.prompts:  # a folder without a completion may be used for anything
+                known = json.loads(path.read_text())
             if not isinstance(known["benches"], dict):
-                raise TypeError("its benches are no object")
+                raise TypeError("its benches are not an object")
         except (ValueError, KeyError, TypeError) as error:
             raise SparseRLError(
                 f"{path} cannot be read ({error}); remove the folder, or choose another with --out."
@@ -158,11 +158,11 @@ class Results:
             if there.get(key) != asked.get(key):
                 was, now = there.get(key), asked.get(key)
                 raise SparseRLError(
-                    f"{self.folder} holds an evaluation with {key} = {was}, not {now}; choose another folder with --out."
+                    f"{self.folder} holds an evaluation with {key} = {was}, not {now}; choose another folder "
+                    "with --out."
                 )
-        write_text(
-            path, json.dumps({**question, "benches": {**known["benches"], **question["benches"]}}, indent=1) + "\n"
-        )
+        whole = {**question, "benches": {**known["benches"], **question["benches"]}}
+        write_text(path, json.dumps(whole, indent=1) + "\n")
 
 
 def read(kind: type[Completion], path: Path) -> list:
@@ -175,14 +175,14 @@ def read(kind: type[Completion], path: Path) -> list:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """What a kill left of a line that was being written: without its end, the next one would be lost with it."""
+    """Remove a last line that a kill cut off; the next line would be appended to it, and lost."""
     if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(text.rfind(b"\n") + 1)
 
 
 def shares(items: Sequence[Item]) -> dict[tuple[str, int], float]:
-    """Of every problem, the share of its completions that are right."""
+    """For every problem, the share of its completions that are right."""
     right: dict[tuple[str, int], list[bool]] = {}
     for item in items:
         right.setdefault((item.bench, item.index), []).append(item.right)
@@ -190,5 +190,5 @@ def shares(items: Sequence[Item]) -> dict[tuple[str, int], float]:
 
 
 def tokens_saved(items: Sequence[Item]) -> float:
-    """1 - entries in use at the end / tokens: `records.kv_tokens_saved`, of items."""
+    """1 - entries in use at the end / tokens: `records.kv_tokens_saved` for items."""
     return 1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items)

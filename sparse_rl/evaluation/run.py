@@ -1,4 +1,4 @@
-"""From what the command line says to evaluations in folders: models x caches, on the same problems."""
+"""Run evaluations as the command line asks for them: models x caches, on the same problems, each in a folder."""
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ from .cache import Cache
 from .results import Item, Results
 from .summary import Summary
 
-ENDLESS = 256  # problems asked of a task that has no end
-OWN_TASK = {
-    "samples": 1,
-    "max_new_tokens": 256,
-    "temperature": 1.0,
-    "top_p": 1.0,
-}  # where nothing is said and no protocol published
-PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # of the seven benchmarks; samples and new tokens are their own
+ENDLESS = 256  # problems that are asked of an endless task
+DEFAULTS = {"samples": 1, "max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0}  # for tasks without a protocol
+PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # for the seven benchmarks; samples and new tokens are their own
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked, of whichever model on whichever cache. None: as published, or as usual."""
+    """What every model is asked on every cache. None: as published, or else the default."""
 
     benches: Sequence[str]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # benchmark -> options of its task
-    data: str | None = None  # the folder of the benchmarks' files
+    data: str | None = None  # the folder with the files of the benchmarks
     template: str | None = None
     samples: int | None = None
     limit: int | None = None  # problems of each benchmark
@@ -57,11 +52,12 @@ class Asked:
             find(self.template)
             if not any(issubclass(tasks.TASKS.get(bench, tasks.Task), Math) for bench in self.benches):
                 raise SparseRLError(
-                    f"--template {self.template} is for questions, and {', '.join(self.benches)} makes its own prompts; leave it away."
+                    f"--template {self.template} is for questions, but {', '.join(self.benches)} makes its own "
+                    "prompts; omit it."
                 )
         if not self.benches or len(set(self.benches)) < len(self.benches):
             raise SparseRLError(
-                f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, with commas."
+                f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, separated by commas."
             )
 
 
@@ -71,7 +67,7 @@ class Evaluated:
 
     model: str
     cache: Cache
-    rule: str  # what the cache keeps
+    rule: str  # which slots the cache keeps
     folder: Path
     summaries: list[Summary]
     items: list[Item]
@@ -80,7 +76,7 @@ class Evaluated:
 
     @property
     def accuracy(self) -> float:
-        """The mean of its benchmarks."""
+        """The mean over benchmarks."""
         return statistics.fmean(summary.accuracy for summary in self.summaries)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,61 +93,59 @@ def evaluate(
     say: Callable[[str], None],
     progress: bool = False,
 ) -> Iterator[Evaluated]:
-    """One model on one cache after the other. What is in their folders already is not sampled again."""
+    """Evaluate one model on one cache after the other. What their folders already hold is not sampled again."""
     with ExitStack() as stack:
-        found = {
-            bench: task_of(bench, asked) for bench in asked.benches
-        }  # mistakes in their names before a model is loaded
+        found = {bench: task_of(bench, asked) for bench in asked.benches}  # finds mistakes before a model is loaded
         for cache in caches:
-            cache.make().bind(*cache.slots)  # and in those of caches
+            cache.make().bind(*cache.slots)  # likewise
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
         trained = getattr(model.config, "sparse_rl_template", None)
         exams = []
         for bench, (task, options) in found.items():
             if isinstance(task, Benchmark) and "template" not in options:
-                options = {
-                    "template": trained or ("chat" if tokenizer.chat_template is not None else "plain"),
-                    **options,
-                }
+                template = trained or ("chat" if tokenizer.chat_template is not None else "plain")
+                options = {"template": template, **options}
                 task = tasks.make(bench, **options).held_out()
             if trained is not None and task.template not in (None, trained):
                 say(
-                    f"{bench}: prompts are in the template {task.template}, but {name} was trained with {trained}; accuracy may suffer."
+                    f"{bench}: prompts use the template {task.template}, but {name} was trained with {trained}; "
+                    "accuracy may suffer."
                 )
             stack.callback(task.close)
             exams.append(make_exam(bench, task, options, asked, model, tokenizer, say))
+        about = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+        settings = {"seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
         for cache in caches:
             engine = Engine(model, cache.make(), *cache.slots, asked.rows)
-            question = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
-            question |= {
-                "cache": cache.to_dict(),
-                "seed": asked.seed,
-                "benches": {exam.name: exam.settings() for exam in exams},
-            }
-            results = stack.enter_context(Results(folder(cache), question))
+            results = stack.enter_context(Results(folder(cache), {**about, "cache": cache.to_dict(), **settings}))
             summaries = ask(engine, tokenizer, exams, asked.seed, results, progress)
-            calls = results.calls()
-            done = Evaluated(
-                model=name,
-                cache=cache,
-                rule=engine.compressor.rule(),
-                folder=results.folder,
-                summaries=summaries,
-                items=[item for exam in exams for item in items_of(exam, results)],
-                tokens_per_second=sum(c["tokens"] for c in calls) / max(sum(c["seconds"] for c in calls), 1e-9),
-                cache_bytes=max((c["cache_bytes"] for c in calls), default=0),
-            )
+            done = _evaluated(name, cache, engine, exams, results, summaries)
             write_text(results.folder / "summary.json", json.dumps(done.to_dict(), indent=1) + "\n")
             for exam in exams:
                 if exam.task.last_error:
-                    say(
-                        f"grading failed in {exam.name} ({exam.task.last_error[:300]}); such completions count as wrong, under ungraded."
-                    )
+                    why = exam.task.last_error[:300]
+                    say(f"grading failed in {exam.name} ({why}); such completions count as wrong, under ungraded.")
             yield done
 
 
+def _evaluated(
+    name: str, cache: Cache, engine: Engine, exams: Sequence[Exam], results: Results, summaries: list[Summary]
+) -> Evaluated:
+    calls = results.calls()
+    return Evaluated(
+        model=name,
+        cache=cache,
+        rule=engine.compressor.rule(),
+        folder=results.folder,
+        summaries=summaries,
+        items=[item for exam in exams for item in items_of(exam, results)],
+        tokens_per_second=sum(c["tokens"] for c in calls) / max(sum(c["seconds"] for c in calls), 1e-9),
+        cache_bytes=max((c["cache_bytes"] for c in calls), default=0),
+    )
+
+
 def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
-    """(the problems that training does not see, the options they were made with)"""
+    """(the problems that training does not see, the options of their task)"""
     options = dict(asked.options.get(bench, {}))
     kind = tasks.TASKS.get(bench, tasks.Task)
     if asked.data is not None and issubclass(kind, Benchmark):
@@ -164,16 +158,17 @@ def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
 def make_exam(
     bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]
 ) -> Exam:
-    usual = dict(OWN_TASK)
+    """A benchmark with its prompts, sampled as asked, as published, or by default."""
+    protocol = dict(DEFAULTS)
     if isinstance(task, Benchmark):
-        usual |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
-    how = {key: value if getattr(asked, key) is None else getattr(asked, key) for key, value in usual.items()}
+        protocol |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
+    protocol |= {key: value for key in protocol if (value := getattr(asked, key)) is not None}
     count = task.num_prompts
     limit = min(asked.limit or count or ENDLESS, count or asked.limit or ENDLESS)
     prompts = task.sample(0, limit)
     if asked.max_new_tokens is None:
-        every = task.sample(0, count) if count else prompts  # so that the length does not depend on how many are asked
-        how["max_new_tokens"] = fitting(bench, how["max_new_tokens"], every, model, tokenizer, say)
+        every = task.sample(0, count) if count else prompts  # so that the length does not depend on the limit
+        protocol["max_new_tokens"] = fitting(bench, protocol["max_new_tokens"], every, model, tokenizer, say)
     for line in tasks.notices(task):
         say(f"{bench}: {line}")
     if isinstance(task, Benchmark) and len(prompts) < task.source.rows:
@@ -182,9 +177,12 @@ def make_exam(
         name=bench,
         task=task,
         prompts=prompts,
-        samples=how["samples"],
+        samples=protocol["samples"],
         sampling=Sampling(
-            how["max_new_tokens"], how["temperature"], top_p=how["top_p"], stop_ids=stop_ids(model, tokenizer)
+            protocol["max_new_tokens"],
+            protocol["temperature"],
+            top_p=protocol["top_p"],
+            stop_ids=stop_ids(model, tokenizer),
         ),
         options={
             key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"
@@ -195,17 +193,13 @@ def make_exam(
 def fitting(
     bench: str, new_tokens: int, prompts: Sequence[tasks.Prompt], model, tokenizer, say: Callable[[str], None]
 ) -> int:
-    """The published length, or what the model has positions for after the longest prompt."""
-    longest, context = (
-        max(len(encode(tokenizer, prompt.text)) for prompt in prompts),
-        model.config.max_position_embeddings,
-    )
+    """This many new tokens, or as many as the model has positions for after the longest prompt."""
+    longest = max(len(encode(tokenizer, prompt.text)) for prompt in prompts)
+    context = model.config.max_position_embeddings
     if longest >= context:
         raise SparseRLError(
-            f"a prompt of {bench} has {longest:,} tokens, but this model was made for {context:,} positions; use another."
+            f"a prompt of {bench} has {longest:,} tokens, but this model has {context:,} positions; use another model."
         )
     if new_tokens > context - longest:
-        say(
-            f"{bench}: {context - longest:,} new tokens instead of {new_tokens:,}; this model has no positions for more."
-        )
+        say(f"{bench}: {context - longest:,} new tokens, not {new_tokens:,}; this model has no positions for more.")
     return min(new_tokens, context - longest)

@@ -1,7 +1,8 @@
-"""What may be said of outcomes on a benchmark: shares with intervals, pass@k, and whether two models differ on the same problems.
+"""Statistics of a benchmark: shares with intervals, pass@k, and whether two models differ on the same problems.
 
-Problems are independent, completions of one problem are not; so intervals and tests count problems, and completions only as far as they
-tell more about each. Pure functions of plain numbers. N problems, n completions of each, c of them right.
+Problems are independent, but completions of one problem are not. So intervals and tests count problems; several
+completions only make each problem's share more precise. Pure functions of plain numbers. N problems, n completions of
+each, c of them right.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ def wilson(share: float, count: float, level: float = 0.95) -> tuple[float, floa
     z = NormalDist().inv_cdf((1 + level) / 2)
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding may lead beyond
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding may exceed the bounds
 
 
 def interval(shares: Sequence[float], samples: int, level: float = 0.95) -> tuple[float, float]:
-    """Of the mean of the problems' shares of right completions: Wilson's, for as many independent trials as vary as much.
+    """The interval of the mean of the problems' shares: Wilson's, for as many independent trials as vary as much.
 
-    With one completion each these are the N problems; with more up to N * n, where completions are as good as independent. How much
-    problems vary is not known well where they are few or nearly all alike, so one that is always right and one that never is are added
-    before it is estimated: the interval then covers 95 % or more, also of 30 problems of which few are ever solved.
+    With one completion each, that number is N; with more, up to N * n if completions are nearly independent. The
+    variance between problems is uncertain if they are few or nearly all alike, so one problem that is always right and
+    one that never is are added to estimate it. The interval then covers at least 95 %, even for 30 problems of which
+    few are ever solved.
     """
     count, mean = len(shares), statistics.fmean(shares)
     if samples == 1:
@@ -39,9 +41,9 @@ def interval(shares: Sequence[float], samples: int, level: float = 0.95) -> tupl
 
 
 def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
-    """The mean over problems of the chance that some of k completions is right, drawn from `samples` without replacement; unbiased.
+    """The chance, averaged over problems, that one of k completions is right; unbiased.
 
-    right [N]: how many of a problem's completions are.
+    right [N]: how many of each problem's `samples` completions are right. k of them are drawn without replacement.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} completions: k must be between 1 and {samples}")
@@ -50,18 +52,18 @@ def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two models, second - first, on the same problems."""
+    """How two models differ, second - first, on the same problems."""
 
     mean: float
-    low: float  # of its 95 % interval: problems drawn with replacement
+    low: float  # of the 95 % interval: problems are drawn with replacement
     high: float
-    p: float  # the chance of one as large if each problem's outcomes could as well be swapped
+    p: float  # the chance of a difference this large if the models were exchangeable on every problem
 
 
 def paired(first: Sequence[float], second: Sequence[float], draws: int = 10_000, seed: int = 0) -> Difference:
-    """Whether two models differ, from their shares of right completions, problem by problem. [N]
+    """Whether two models differ, from each problem's share of right completions. [N]
 
-    With one completion each the test is McNemar's, exact; with more, signs are flipped at random.
+    With one completion per problem, McNemar's exact test; with more, a test that flips signs at random.
     """
     gaps = [b - a for a, b in zip(first, second, strict=True)]
     count, mean, draw = len(gaps), statistics.fmean(gaps), random.Random(seed)
@@ -72,14 +74,14 @@ def paired(first: Sequence[float], second: Sequence[float], draws: int = 10_000,
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided and exact: of the problems that only one model solves, each could as well be the other's."""
+    """Two-sided and exact: a problem that only one model solves is as likely to be solved by only the other."""
     total = gained + lost
     tail = sum(math.comb(total, k) for k in range(min(gained, lost) + 1)) / 2**total
     return min(1.0, 2 * tail)
 
 
 def _flipped(gaps: list[float], draws: int, draw: random.Random) -> float:
-    """Two-sided test by random signs. The gaps themselves are one of the draws, so p is never 0."""
+    """Two-sided test with random signs. The gaps as they are count as one draw, so p is never 0."""
     moved, found = [abs(gap) for gap in gaps if gap], abs(sum(gaps))
     as_large = sum(
         abs(sum(gap if draw.random() < 0.5 else -gap for gap in moved)) >= found - 1e-12 for _ in range(draws)

@@ -1,9 +1,9 @@
-"""What is said of a benchmark: numbers of its items, and the table people read. Pure functions."""
+"""The numbers that summarize a benchmark's items, and a table of them. Pure functions."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..planning.memory import size
@@ -17,21 +17,21 @@ class Summary:
     problems: int
     samples: int  # completions of each
     accuracy: float  # Avg@samples, which estimates Pass@1: the share of completions that are right
-    low: float  # of its 95 % interval
+    low: float  # of the 95 % interval
     high: float
-    pass_at: dict[int, float]  # k -> the chance that one of k is right
+    pass_at: dict[int, float]  # k -> the chance that one of k completions is right
     reward: float
     length: float  # tokens sampled
-    truncated: float  # shares of completions
+    truncated: float  # a share of the completions, as are the next two
     loops: float
     no_answer: float
-    timeouts: int  # completions that could not be judged, and why
+    timeouts: int  # completions that could not be graded, by reason
     errors: int
     bad_golds: int
-    entries: float  # KV entries that a query found: the mean of all completions
-    peak_entries: float  # of the completion that had most
+    entries: float  # mean KV entries that a query saw, over all completions
+    peak_entries: float  # of the completion with the most
     tokens_saved: float  # 1 - entries in use at the end / tokens
-    kv_bytes: float  # of the same entries
+    kv_bytes: float  # of `entries`
     peak_kv_bytes: float
 
     @property
@@ -40,7 +40,7 @@ class Summary:
 
 
 def summarize(items: Sequence[Item], samples: int, bytes_per_entry: int) -> Summary:
-    """Of the items of one benchmark; every problem has `samples` of them."""
+    """Summarize the items of one benchmark; every problem has `samples` of them."""
     by_problem = list(shares(items).values())
     if len(items) != samples * len(by_problem):
         raise ValueError(f"{len(items)} items of {len(by_problem)} problems are not {samples} for each")
@@ -80,7 +80,7 @@ def powers_up_to(samples: int) -> list[int]:
     return sorted({samples, *(2**i for i in range(samples.bit_length()))})
 
 
-COLUMNS = {  # heading -> what it says of a summary
+COLUMNS: dict[str, Callable[[Summary], str]] = {  # heading -> its cell
     "benchmark": lambda s: s.bench,
     "problems": lambda s: f"{s.problems:,} x {s.samples}" if s.samples > 1 else f"{s.problems:,}",
     "accuracy (95 %)": lambda s: f"{s.accuracy:.1%} ({s.low:.1%} to {s.high:.1%})",
@@ -97,7 +97,7 @@ COLUMNS = {  # heading -> what it says of a summary
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """A line per benchmark, and their mean where there are several."""
+    """One line per benchmark, and their mean if there are several."""
     rows = [list(COLUMNS), *([tell(s) for tell in COLUMNS.values()] for s in summaries)]
     if len(summaries) > 1:
         rows.append(

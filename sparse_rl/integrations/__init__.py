@@ -1,4 +1,4 @@
-"""Our rollouts and corrections inside other trainers: a module per host, over the same pure functions as our own learner.
+"""Our rollouts and corrections inside other trainers: one module per host, over the pure functions of our own learner.
 
-None is imported by the rest of the package, and a host is imported only by its own module.
+The rest of the package imports none of these modules, and only a host's own module imports the host.
 """

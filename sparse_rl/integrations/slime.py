@@ -1,6 +1,7 @@
-"""A function for slime's `--use-tis --custom-tis-function-path sparse_rl.integrations.slime.corrected`. docs/slime.md has the command.
+"""A function for slime's `--use-tis --custom-tis-function-path sparse_rl.integrations.slime.corrected` (docs/slime.md).
 
-slime has computed and clipped the loss of every token by then, and takes its means afterwards; this weights tokens and drops them.
+slime calls it after it has computed and clipped the loss of every token, and before it averages; the function weights
+tokens and drops some of them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import SparseRLError
 from ..learn.correct import correct
-from .settings import chosen, refuse_normalised
+from .settings import make_correction, refuse_normalised
 
 
-def apply_correction(
+def corrected(
     args: Namespace,
     *,
     pg_loss: Tensor,  # this rank's response tokens, one sequence after the other
@@ -29,34 +30,37 @@ def apply_correction(
     **_: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """(loss of every token, masks of the whole responses, metrics of every token)"""
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+    from slime.backends.megatron_utils.cp_utils import (  # pyright: ignore[reportMissingImports]
+        all_gather_with_cp,
+        slice_log_prob_with_cp,
+    )
 
-    how = chosen("slime", getattr(args, "sparse_rl_preset", "sparse-rl"), getattr(args, "sparse_rl_correction", None))
-    refuse_normalised("slime", f"a micro-batch of {len(loss_masks)} sequences at a time", how)
-    if how.old == "sampler" or args.use_rollout_logprobs:
+    preset, parts = getattr(args, "sparse_rl_preset", "sparse-rl"), getattr(args, "sparse_rl_correction", None)
+    correction = make_correction("slime", preset, parts)
+    refuse_normalised("slime", f"a micro-batch of {len(loss_masks)} sequences at a time", correction)
+    if correction.old == "sampler" or args.use_rollout_logprobs:
         raise SparseRLError(
-            "the sampler's log-probs as old (naive) are slime's --use-rollout-logprobs, which goes without --use-tis."
+            "to use the sampler's log-probs as old ones (naive), set slime's --use-rollout-logprobs and omit --use-tis."
         )
 
     lengths = list(zip(total_lengths, response_lengths))
 
-    def local(rows: Tensor) -> Tensor:  # [N, T] -> this rank's tokens, as pg_loss has them
+    def local(rows: Tensor) -> Tensor:
+        """[N, T] -> this rank's tokens, in the order of pg_loss"""
         return torch.cat([slice_log_prob_with_cp(row[:size], total, size) for row, (total, size) in zip(rows, lengths)])
 
-    gaps = [
-        all_gather_with_cp(
-            old.detach() - sampler, total, size
-        ).detach()  # ranks may share a response; rejection needs all of it
+    gaps = [  # ranks may share a response, and rejection needs all of it
+        all_gather_with_cp(old.detach() - sampler, total, size).detach()
         for old, sampler, (total, size) in zip(train_log_probs, rollout_log_probs, lengths)
     ]
     gap, mask = pad_sequence(gaps, batch_first=True), pad_sequence(loss_masks, batch_first=True).bool()
-    done = correct(gap, mask, how)
+    result = correct(gap, mask, correction)
     metrics = {
-        "sparse_rl_rejected": local((~done.accepted).float()[:, None].expand_as(gap)),
-        "sparse_rl_masked": local((mask & ~done.mask).float()),
+        "sparse_rl_rejected": local((~result.accepted).float()[:, None].expand_as(gap)),
+        "sparse_rl_masked": local((mask & ~result.mask).float()),
         "sparse_rl_abs_gap": local(torch.where(mask, gap.abs(), 0.0)),
     }
     if not args.use_tis:  # --get-mismatch-metrics alone leaves the loss as it is
         return pg_loss, loss_masks, metrics
-    masks = [row[:size].to(m.dtype) for row, size, m in zip(done.mask, response_lengths, loss_masks)]
-    return pg_loss * local(torch.where(done.mask, done.weights, 0.0)), masks, metrics
+    masks = [row[:size].to(m.dtype) for row, size, m in zip(result.mask, response_lengths, loss_masks)]
+    return pg_loss * local(torch.where(result.mask, result.weights, 0.0)), masks, metrics

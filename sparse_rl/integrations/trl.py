@@ -4,11 +4,11 @@
     use_sparse_rollouts(trainer, compressor="rkv", budget=512, interval=128)
     trainer.train()
 
-TRL believes that a vLLM engine samples for it, so its importance ratios, their metrics and the recomputed old log-probs come with it. What
-samples is our engine on the trainer's own model: nothing is copied. The trainer becomes one of a class that adds three things to its own:
-our corrections, replay, and metrics under `sparse_rl/`.
+TRL believes that a vLLM engine samples for it, so it recomputes old log-probs and computes importance ratios and their
+metrics. In fact our engine samples from the trainer's own model: nothing is copied. The trainer's class is extended by
+three things: our corrections, replay, and metrics under `sparse_rl/`.
 
-Shapes: B completions, P + C tokens of TRL's rows (prompts padded on their left, completions on their right).
+Shapes: B completions, P + C tokens in TRL's rows (prompts padded on their left, completions on their right).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,88 +40,83 @@ from ..rollout import Engine, Sampling
 from ..streams import stream_key
 
 VERSIONS = "trl>=1.12,<2"
-TRACES = "sparse_rl_traces"  # their key in TRL's batches: a list, which TRL shuffles and cuts as it does tensors
+TRACES = "sparse_rl_traces"  # their key in TRL's batches: a list, which TRL shuffles and cuts like a tensor
 
-_NEEDED = [
-    "use_vllm",
-    "_metrics",
-    "_tokenizer",
-    "state",
-    "accelerator",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-]
+_NEEDED = ["use_vllm", "_metrics", "_tokenizer", "state", "accelerator"]
+_NEEDED += ["max_completion_length", "temperature", "top_p", "top_k"]
 _NEEDED += ["vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"]
 _NEEDED += ["_generate_and_score_completions", "_compute_loss"]
 _SCORES = ["model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"]
 
 
 def use_sparse_rollouts(
-    trainer,
+    trainer: Any,
     compressor: str | Compressor = "rkv",
     budget: int = 512,
     interval: int = 128,
     rows: int | None = None,
     correction: str | Correction | None = None,
     replay: bool = False,
-    **compressor_options,
-):
+    **compressor_options: Any,
+) -> Any:
     """Let `trainer` (a GRPOTrainer) sample on a compressed cache, and return it.
 
-    `rows`: completions that run at once; None: all that a process generates for one batch. `correction`: a preset or a `Correction`;
-    "trl": TRL's own, as the GRPOConfig has it; None: sparse-rl, or under `replay` none. `replay`: all log-probs, those of the loss and of
-    the reference too, are those of exactly what the sampler saw. Other options (`protect_prompt=True`) are the compressor's.
+    rows: completions that run at once; None: all that a process generates for one batch.
+    correction: a preset or a `Correction`; "trl": TRL's own, as the GRPOConfig has it; None: sparse-rl, or none if
+        `replay` is set.
+    replay: compute all log-probs, also those of the loss and of the reference, from exactly what the sampler saw.
+    compressor_options: options of the compressor, such as protect_prompt=True.
     """
     _check(trainer, replay)
-    how = _chosen(trainer, correction, replay)
-    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation if rows is None else rows
+    chosen = _choose_correction(trainer, correction, replay)
+    if rows is None:
+        rows = int(trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation)
     with _own_forward(trainer.model):
         engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
     if engine.compressor.folds:
         raise SparseRLError(
-            f"{engine.compressor.name} writes beacons among the tokens, which TRL does not know; use `sparse-rl train`."
+            f"{engine.compressor.name} writes beacons among the tokens, which TRL cannot handle; use `sparse-rl train`."
         )
-    sampler = Sampler(trainer, engine, how, replay)
+    sampler = Sampler(trainer, engine, chosen, replay)
     if dropped := without_dropout(trainer.model):
         warnings.warn(
             f"dropout of {max(dropped)} was set to 0: the sampler has none, and ratios must start at 1.", stacklevel=2
         )
     trainer.use_vllm, trainer._last_loaded_step, trainer.vllm_generation = True, -1, sampler
-    if how is not None:  # TRL recomputes old log-probs, and its metrics speak of the weights of tokens
+    if chosen is not None:  # makes TRL recompute old log-probs, and describe the weights of tokens in its metrics
         trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
-        trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min = how.cap or math.inf, None
+        trainer.vllm_importance_sampling_clip_max = chosen.cap or math.inf
+        trainer.vllm_importance_sampling_clip_min = None
     trainer.__class__ = type(f"Sparse{type(trainer).__name__}", (SparseRollouts, type(trainer)), {})
     return trainer
 
 
 class Sampler:
-    """Stands where TRL has its vLLM engine."""
+    """Takes the place of TRL's vLLM engine. `correction` None: TRL's own."""
 
-    def __init__(self, trainer, engine: Engine, how: Correction | None, replay: bool):
-        self.trainer, self.engine, self.how, self.replay = trainer, engine, how, replay
-        self.calls: Counter = Counter()  # of this global step, in training and in evaluation
+    def __init__(self, trainer: Any, engine: Engine, correction: Correction | None, replay: bool):
+        self.trainer, self.engine, self.correction, self.replay = trainer, engine, correction, replay
+        self.calls: Counter[bool] = Counter()  # evaluates -> calls in this global step
         self.step = -1
         self.trajectories: list[Trajectory] = []  # of the last call
-        self.traces: list[Trace] | None = None  # what log-probs are to be scored under now; None: dense
+        self.traces: list[Trace] | None = None  # the traces under which log-probs are computed now; None: dense
         self.sampling = Sampling(
             max_new_tokens=trainer.max_completion_length,
             temperature=trainer.temperature,
             top_k=max(trainer.top_k or 0, 0),
             top_p=1.0 if trainer.top_p is None else trainer.top_p,
-            stop_ids=ends_of(trainer.model, trainer._tokenizer).stops(both=True),  # TRL takes the tokenizer's for an end
-            for_correction=replay or how is not None or trainer.vllm_importance_sampling_correction,
+            stop_ids=ends_of(trainer.model, trainer._tokenizer).stops(both=True),  # TRL also ends at the tokenizer's
+            for_correction=replay or correction is not None or trainer.vllm_importance_sampling_correction,
         )
 
     def sync_weights(self) -> None:
-        """Nothing to copy: the engine reads the trainer's own weights."""
+        """Copy nothing: the engine reads the trainer's own weights."""
         self.engine.version = self.trainer.state.global_step
 
-    def generate(self, prompts: Sequence[list[int]], images=None, num_generations: int = 1, profiler=None):
-        """TRL's call: a completion for every prompt (they come repeated), as (prompts, completions, log-probs, None)."""
+    def generate(self, prompts: Sequence[list[int]], images=None, num_generations: int = 1, profiler=None) -> tuple:
+        """TRL's call: one completion per prompt (TRL repeats prompts), as (prompts, completions, log-probs, None)."""
         if images is not None:
-            raise SparseRLError("the prompts hold images, which sparse rollouts cannot sample from; use text alone.")
+            raise SparseRLError("the prompts contain images, which sparse rollouts do not support; use text only.")
         runs = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
         with _own_forward(self.engine.model):
             self.trajectories = self.engine.generate(
@@ -140,7 +136,7 @@ class Sampler:
         )
 
     def next_seed(self) -> int:
-        """Of the training's seed, the step, the call in it and the process: a run that resumes at a step draws what it would have."""
+        """A seed from the run's seed, step, call in the step and process: a resumed run draws the same samples."""
         trainer = self.trainer
         if self.step != trainer.state.global_step:
             self.step, self.calls = trainer.state.global_step, Counter()
@@ -150,10 +146,10 @@ class Sampler:
         return rollout_seed(trainer.args.seed, self.step, call, trainer.accelerator.process_index, evaluates)
 
     def apply_correction(self, batch: dict) -> dict:
-        """The batch with our mask and weights in TRL's places for them, after its metrics are noted."""
+        """Write our mask and weights into TRL's batch, and log metrics."""
         mode = "train" if self.trainer.model.training else "eval"
         mask, sampled = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
-        notes = {
+        metrics = {
             "kv_tokens_saved": kv_tokens_saved(self.trajectories),
             "kv_bytes_saved": self.engine.kv_bytes_saved(self.trajectories),
         }
@@ -162,41 +158,42 @@ class Sampler:
             if self.replay:
                 mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.trainer.accelerator.mixed_precision)
                 check_replay(gap.cpu(), mask.cpu(), mixed or self.trainer.model.dtype)
-            fixed = self.fixed(gap, mask, batch)
-            notes |= gap_metrics(
-                gap.cpu(), mask.cpu(), Corrected(fixed.mask.cpu(), fixed.weights.cpu(), fixed.accepted.cpu())
-            )
-            notes |= {"reject/trajectories/frac": 1 - fixed.accepted.float().mean().item()}
-            notes |= {"reject/tokens/frac": 1 - (fixed.mask.sum() / mask.sum().clamp(min=1)).item()}
-            if self.how is not None:
-                counted = self.trainer.accelerator.gather(fixed.mask.sum()).sum()
-                weights = torch.where(fixed.mask, fixed.weights, 1.0)
+            corrected = self.correct(gap, mask, batch)
+            on_cpu = Corrected(corrected.mask.cpu(), corrected.weights.cpu(), corrected.accepted.cpu())
+            metrics |= gap_metrics(gap.cpu(), mask.cpu(), on_cpu)
+            metrics["reject/trajectories/frac"] = 1 - corrected.accepted.float().mean().item()
+            metrics["reject/tokens/frac"] = 1 - (corrected.mask.sum() / mask.sum().clamp(min=1)).item()
+            if self.correction is not None:
                 batch |= {
-                    "tool_mask": fixed.mask.long(),
-                    "importance_sampling_ratio": weights,
-                    "num_items_in_batch": counted,
+                    "tool_mask": corrected.mask.long(),
+                    "importance_sampling_ratio": torch.where(corrected.mask, corrected.weights, 1.0),
+                    "num_items_in_batch": self.trainer.accelerator.gather(corrected.mask.sum()).sum(),
                 }
-                if self.how.old == "sampler":
+                if self.correction.old == "sampler":
                     batch["old_per_token_logps"] = sampled
-        for name, value in notes.items():
+        for name, value in metrics.items():
             self.trainer._metrics[mode][f"sparse_rl/{name}"].append(value)
         return batch | {TRACES: self.traces} if self.replay else batch
 
-    def fixed(self, gap: Tensor, mask: Tensor, batch: dict) -> Corrected:
-        """What the correction makes of a gap. Of TRL's own, what it made: tokens of weight 0 are masked, rows of nothing else rejected."""
-        if self.how is not None:
-            return correct(torch.zeros_like(gap) if self.how.old == "sampler" else gap, mask, self.how)
+    def correct(self, gap: Tensor, mask: Tensor, batch: dict) -> Corrected:
+        """The corrected batch. TRL's own correction masks tokens of weight 0, and rejects rows of only such tokens."""
+        if self.correction is not None:
+            gap = torch.zeros_like(gap) if self.correction.old == "sampler" else gap
+            return correct(gap, mask, self.correction)
         weights = batch.get("importance_sampling_ratio", torch.ones_like(gap)).expand(mask.shape)
         kept = mask & (weights > 0)
         return Corrected(kept, weights, kept.any(1) | ~mask.any(1))
 
 
-class SparseRollouts:
-    """What is added to the trainer's own class."""
+_Trainer: Any = object  # in its place is the class of the user's trainer
+
+
+class SparseRollouts(_Trainer):
+    """What is added to the class of the user's trainer."""
 
     def _generate_and_score_completions(self, inputs):
         try:
-            return self.vllm_generation.corrected(super()._generate_and_score_completions(inputs))
+            return self.vllm_generation.apply_correction(super()._generate_and_score_completions(inputs))
         finally:
             self.vllm_generation.traces = None
 
@@ -239,21 +236,18 @@ def replayed(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, C] of the completions, each query seeing what its trace says. Differentiable.
 
-    ids, attended [B, P + C]; `model` may be wrapped, `whole` is what it wraps. A row is padding, then tokens as the sampler fed them: moved
-    to the left by that padding, it is what its trace speaks of.
+    ids, attended [B, P + C]; `model` may be wrapped, `whole` is what it wraps. A row is padding, then the tokens as the
+    sampler fed them: without that padding, its positions are those of its trace.
     """
     padding = (attended[:, :-keep] == 0).sum(1)  # [B]: before the prompt
     lengths = [trace.num_tokens for trace in traces]
-    place = (
-        torch.arange(max(lengths), device=ids.device) + padding[:, None]
-    )  # [B, T]: where a token stands in TRL's row
+    place = torch.arange(max(lengths), device=ids.device) + padding[:, None]  # [B, T]: a token's place in TRL's row
     inside = place.clamp(max=ids.shape[1] - 1)
     tokens = ids.gather(1, inside)
-    asked = attended.gather(1, inside).bool() & (place == inside) & (place >= ids.shape[1] - keep)
+    targets = attended.gather(1, inside).bool() & (place == inside) & (place >= ids.shape[1] - keep)
     seen = replay_of(whole, [(row[:n].cpu(), trace) for row, n, trace in zip(tokens, lengths, traces)])
-    values = over_chunks(
-        model, hidden_states(model, tokens, seen), asked, logprobs_entropies_ranks(temperature), tokens[asked]
-    )  # [n, 3]
+    states, measure = hidden_states(model, tokens, seen), logprobs_entropies_ranks(temperature)
+    values = over_chunks(model, states, targets, measure, tokens[targets])  # [n, 3]
     where = attended[:, -keep:].bool()  # the same tokens, in the same order
     logprobs, entropies, _ = (
         values.new_zeros(where.shape).masked_scatter(where, column) for column in values.unbind(-1)
@@ -268,7 +262,7 @@ def rollout_seed(seed: int, step: int, call: int = 0, process: int = 0, evaluate
 
 @contextmanager
 def _own_forward(model: nn.Module) -> Iterator[None]:
-    """The model with its class's forward: those that TRL and accelerate put in its place (for log-probs, autocast) slow sampling down."""
+    """Give the model its class's forward: wrappers of TRL and accelerate (log-probs, autocast) slow sampling down."""
     from transformers import PreTrainedModel
 
     modules = [model, next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)]
@@ -280,9 +274,9 @@ def _own_forward(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
-def _chosen(trainer, chosen: str | Correction | None, replay: bool) -> Correction | None:
+def _choose_correction(trainer: Any, given: str | Correction | None, replay: bool) -> Correction | None:
     """The correction; None: TRL's own."""
-    if chosen == "trl":
+    if given == "trl":
         mode = trainer.vllm_importance_sampling_mode
         by_sequence = trainer.vllm_importance_sampling_correction and mode.startswith("sequence")
         if by_sequence and trainer.loss_type == "vespo":
@@ -291,59 +285,57 @@ def _chosen(trainer, chosen: str | Correction | None, replay: bool) -> Correctio
             )
         if by_sequence and not replay:
             warnings.warn(
-                f"vllm_importance_sampling_mode={mode!r} multiplies the ratios of all tokens of a completion, so long compressed rollouts "
-                "count for nothing or too much; set vllm_importance_sampling_mode='token_truncate' in the GRPOConfig, or use a correction "
-                "of ours (correction='sparse-rl').",
+                f"vllm_importance_sampling_mode={mode!r} multiplies the ratios of all tokens of a completion, so long "
+                "compressed rollouts count for nothing or too much; set vllm_importance_sampling_mode='token_truncate' "
+                "in the GRPOConfig, or use one of our corrections (correction='sparse-rl').",
                 stacklevel=3,
             )
         return None
-    how = chosen if isinstance(chosen, Correction) else correction(chosen or ("none" if replay else "sparse-rl"))
-    Method(how, view="shadow" if replay else "dense")  # refuses what does not go together
-    if how.clip_kl is not None and trainer.args.beta:
+    chosen = given if isinstance(given, Correction) else correction(given or ("none" if replay else "sparse-rl"))
+    Method(chosen, view="shadow" if replay else "dense")  # refuses a correction that cannot go with this view
+    if chosen.clip_kl is not None and trainer.args.beta:
         raise SparseRLError(
-            f"the correction clips the KL at {how.clip_kl}, which TRL's loss cannot; set beta=0 (now {trainer.args.beta}), or take the "
-            "correction with clip_kl=None."
+            f"the correction clips the KL at {chosen.clip_kl}, which TRL's loss cannot; set beta=0 (it is "
+            f"{trainer.args.beta}), or use the correction with clip_kl=None."
         )
-    return how
+    return chosen
 
 
-def _check(trainer, replay: bool) -> None:
+def _check(trainer: Any, replay: bool) -> None:
     """Refuse, in one sentence, what cannot work."""
-    from trl import GRPOTrainer, __version__
+    from trl import __version__
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
-        raise SparseRLError(
-            f"{type(trainer).__name__} is not a GRPOTrainer; sparse rollouts can only go into that one."
-        )
+        raise SparseRLError(f"{type(trainer).__name__} is not a GRPOTrainer; sparse rollouts support only that one.")
     if isinstance(trainer, SparseRollouts):
         raise SparseRLError("this trainer has sparse rollouts already; make a new one to change their settings.")
     score = getattr(trainer, "_get_per_token_logps_and_entropies", None)
-    known = [] if score is None else inspect.signature(score).parameters
+    known = [] if score is None else list(inspect.signature(score).parameters)
     missing = [name for name in _NEEDED if not hasattr(trainer, name)]
-    missing += [
-        f"_get_per_token_logps_and_entropies({name})" for name in _SCORES if name not in known and "kwargs" not in known
-    ]
+    if "kwargs" not in known:
+        missing += [f"_get_per_token_logps_and_entropies({name})" for name in _SCORES if name not in known]
     if missing:
         raise SparseRLError(
             f"TRL {__version__} has no {missing[0]}: sparse rollouts support {VERSIONS}; install such a version."
         )
-    args, aux = trainer.args, getattr(trainer, "aux_loss_enabled", False)
+    args: Any = trainer.args
+    batching, liger = args.use_transformers_continuous_batching, getattr(trainer, "use_liger_kernel", False)
+    aux_loss = getattr(trainer, "aux_loss_enabled", False)
     refused = {
         "use_vllm brings another engine; set use_vllm=False": args.use_vllm,
-        "continuous batching is another engine; set use_transformers_continuous_batching=False": args.use_transformers_continuous_batching,
-        "a rollout_func samples by itself; leave it out": trainer.rollout_func,
-        "tools and environments write into completions; leave them out": trainer.tools or trainer.environment_factories,
+        "continuous batching is another engine; set use_transformers_continuous_batching=False": batching,
+        "a rollout_func samples by itself; omit it": trainer.rollout_func,
+        "tools and environments write into completions; omit them": trainer.tools or trainer.environment_factories,
         "vision-language models are not supported; give a text model and its tokenizer": trainer._is_vlm,
         f"min_p={args.min_p} is not supported; leave it None": args.min_p,
         f"repetition_penalty={args.repetition_penalty} is not supported; set it to 1.0": args.repetition_penalty != 1.0,
         f"generation_kwargs={args.generation_kwargs} are not supported; leave them None": args.generation_kwargs,
         f"temperature={args.temperature} is not supported; set it above 0": not args.temperature > 0,
-        "DeepSpeed shards or moves weights, and a process samples from whole ones; launch with DDP": trainer.is_deepspeed_enabled,
-        "FSDP shards weights, and a process samples from whole ones; launch with DDP": trainer.is_fsdp_enabled,
-        "this TRL's Liger loss knows no corrections and no replay; set use_liger_kernel=False": getattr(
-            trainer, "use_liger_kernel", False
-        ),
-        "replay has no load-balancing loss; set router_aux_loss_coef=0": replay and aux,
+        "DeepSpeed shards or moves weights; sampling needs whole ones: launch with DDP": trainer.is_deepspeed_enabled,
+        "FSDP shards weights; sampling needs whole ones: launch with DDP": trainer.is_fsdp_enabled,
+        "this TRL's Liger loss supports neither corrections nor replay; set use_liger_kernel=False": liger,
+        "replay has no load-balancing loss; set router_aux_loss_coef=0": replay and aux_loss,
     }
     for why in (why for why, holds in refused.items() if holds):
         raise SparseRLError(f"sparse rollouts: {why}.")

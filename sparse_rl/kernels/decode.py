@@ -1,7 +1,8 @@
-"""Triton kernels of the decode step: norm, rotate and store, attend over slots, gate. Twins and shapes: twins.py.
+"""Triton kernels of the decode step: norm, rotate and store, attend over slots, gate. Shapes: see twins.py.
 
-They round where the Hugging Face modules round, so that in bf16 the sampler differs from the learner by summation order alone. Everything a
-kernel must know about a row (how many slots it uses, whether it runs) it reads from device memory: nothing here depends on the host.
+They round where the Hugging Face modules round, so that in bf16 the sampler differs from the learner by summation order
+alone. A kernel reads all it must know about a row (how many slots it uses, whether it runs) from device memory:
+nothing here depends on the host.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache import LayerSlots
+from .jit import jit
 
 
-@triton.jit
+@jit
 def _add_rms_norm(new, residual, weight, out, size, all_of_it, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -22,7 +24,7 @@ def _add_rms_norm(new, residual, weight, out, size, all_of_it, eps, PARTS: tl.co
     x = tl.load(residual + row * size + i, mask=inside, other=0.0)
     if PARTS > 0:
         added = tl.load(new + row * size + i, mask=inside, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
+        for part in tl.static_range(1, PARTS):  # pyright: ignore[reportGeneralTypeIssues]
             added += tl.load(new + part * all_of_it + row * size + i, mask=inside, other=0.0).to(tl.float32)
         x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(residual + row * size + i, x, mask=inside)
@@ -43,7 +45,7 @@ def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: floa
     return out
 
 
-@triton.jit
+@jit
 def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -62,15 +64,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@jit
 def _partner(d, DIM: tl.constexpr):
-    """The dimension that each one is rotated with."""
+    """The dimension with which each dimension is rotated."""
     return tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
 
 
-@triton.jit
+@jit
 def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
-    """Queries or keys of some heads. x, there [N, D]: their values and those of each one's partner; weight begins there; cos, sin [D]"""
+    """Queries or keys of some heads. x, there [N, D]: values, and those of each dimension's partner; cos, sin [D]"""
     result = x
     if NORM:
         wide = x.to(tl.float32)
@@ -80,7 +82,8 @@ def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM
     if ROPE:
         if NORM:
             w = tl.load(weight + _partner(d, DIM), mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-            there = (w * (there.to(tl.float32) * scale).to(x.dtype).to(tl.float32)).to(x.dtype)
+            there = there.to(tl.float32) * scale  # pyright: ignore[reportPossiblyUnboundVariable]
+            there = (w * there.to(x.dtype).to(tl.float32)).to(x.dtype)
         turned = tl.where((d < DIM // 2)[None, :], -there.to(tl.float32), there.to(tl.float32))
         a = (result.to(tl.float32) * cos.to(tl.float32)[None, :]).to(x.dtype)
         b = (turned * sin.to(tl.float32)[None, :]).to(x.dtype)
@@ -88,15 +91,15 @@ def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM
     return result
 
 
-@triton.jit
+@jit
 def _store_and_attend(
     query, key, value, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight, out, partial,
     query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window, CAPACITY,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, RING: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, RING: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one KV head over one part of a row's slots. Softmax in base 2, running maximum.
+    """The query heads of one KV head over one part of a row's slots. Softmax to base 2, with a running maximum.
 
     One part also sees the new token, from registers, and writes it down.
     """
@@ -109,9 +112,8 @@ def _store_and_attend(
     place = query + row * query_row + heads[:, None] * query_head
     other = _partner(d, DIM)
     here = (d < DIM)[None, :]
-    new_key = tl.load(
-        key + row * key_row + head * key_head + d[None, :], mask=here, other=0.0
-    )  # [1, D]; on its way while the slots are read
+    # [1, D]; loaded while the slots are read
+    new_key = tl.load(key + row * key_row + head * key_head + d[None, :], mask=here, other=0.0)
     new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < DIM, other=0.0)
     q = tl.load(place + d[None, :], mask=real, other=0.0)
     if ROPE:
@@ -152,7 +154,7 @@ def _store_and_attend(
         total = total * shrink + tl.sum(probs, 1)
         acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         top = higher
-    if split == 0:  # last, so that the slots are on their way as early as can be
+    if split == 0:  # last, so that the loads of the slots begin as early as possible
         new_key = _norm_and_rotate(new_key, key_there, d, key_weight, c, s, eps, DIM, NORM, ROPE)
         new_logits = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
         if SOFTCAP:
@@ -169,9 +171,8 @@ def _store_and_attend(
             tl.store(values + there + d, new_value, mask=d < DIM)
             tl.store(feed + first + taken, fed.to(tl.int32))
             if RING > 0:
-                tl.store(
-                    ring + ((row * HEADS * GROUP + heads[:, None]) * RING + fed % RING) * DIM + d[None, :], q, mask=real
-                )
+                recent = (row * HEADS * GROUP + heads[:, None]) * RING + fed % RING
+                tl.store(ring + recent * DIM + d[None, :], q, mask=real)
     mine = row * HEADS * GROUP + heads
     if SPLITS == 1:
         tl.store(out + mine[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -182,7 +183,7 @@ def _store_and_attend(
         tl.store(partial + at + DIM + 1, total, mask=g < GROUP)
 
 
-@triton.jit
+@jit
 def _combine(partial, out, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     i, d = tl.arange(0, SPLIT_BLOCK), tl.arange(0, DIM_BLOCK)
@@ -192,12 +193,12 @@ def _combine(partial, out, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, DIM:
     total = tl.load(partial + place + DIM + 1, mask=there, other=0.0)
     share = tl.exp2(top - tl.max(top, 0))
     acc = tl.load(partial + place[:, None] + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
-    result = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
+    result = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)  # pyright: ignore[reportOperatorIssue]
     tl.store(out + head * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
 
 
 def splits_for(programs: int, capacity: int, processors: int) -> int:
-    """Into how many parts to cut a row's slots, so that few rows still fill the chip: at least 128 slots each."""
+    """How many parts to cut a row's slots into, of at least 128 slots each, so that few rows still fill the chip."""
     return max(1, min(triton.cdiv(2 * processors, programs), capacity // 128, 32))
 
 
@@ -225,25 +226,22 @@ def store_and_attend(
     assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())
     splits = splits or splits_for(rows * heads, capacity, _processors(query.device))
     out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
-    partial = (
-        torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
-        if splits > 1
-        else out
-    )
-    cos, sin = (query, query) if rope is None else rope  # where there is none, any address will do: it is not read
+    partial = out  # an address that is not read
+    if splits > 1:
+        partial = torch.empty(rows * query_heads * splits * (dim + 2), dtype=torch.float32, device=query.device)
+    cos, sin = (query, query) if rope is None else rope  # likewise
     query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
     group, dim_block = query_heads // heads, max(16, triton.next_power_of_2(dim))
-    num_stages = (
-        num_stages if dim_block * query.element_size() <= 1024 else 1
-    )  # wide heads would not fit into shared memory
+    if dim_block * query.element_size() > 1024:
+        num_stages = 1  # wide heads would not fit into shared memory
     _store_and_attend[(rows, heads, splits)](
         query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
         cos, sin, query_weight, key_weight, out, partial,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         eps, scaling, softcap or 1.0, sliding_window or 0, capacity,
-        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), RING=0 if ring is None else ring.shape[2],
-        DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block, NORM=norms is not None, ROPE=rope is not None,
-        SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
+        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        RING=0 if ring is None else ring.shape[2], DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block,
+        NORM=norms is not None, ROPE=rope is not None, SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:

@@ -1,14 +1,14 @@
 """Triton kernels of an eviction: how redundant keys are, what the last queries see in them, and compaction in place.
 
-redundancy: of the S x S similarities only one thing is not linear, each slot's newest copy. Finding it streams over key tiles in tensor
-cores and keeps one number per slot; the column sums follow from the sum U of all unit keys, u_s . (U - u_s), less the exempted cosines.
-observed_logits: every key tile is read once for all query heads of its group. compact: a program owns all slots of one layer, row and
-head, and moves them in ascending blocks; as a slot only ever moves down, no block overwrites what a later one reads.
+redundancy: only one thing about the S x S similarities is not linear, each slot's newest copy. Finding it streams
+over key tiles in tensor cores and keeps one number per slot; the column sums follow from the sum U of all unit keys,
+u_s . (U - u_s), less the exempted cosines. observed_logits: every key tile is read once for all query heads of its
+group. compact: a program owns all slots of one layer, row and head, and moves them in ascending blocks; as a slot
+only ever moves down, no block overwrites what a later one reads.
 
-Nothing here depends on values the host would have to read. No atomics: the same input gives the same bits.
-Twins: the torch paths of compressors/rkv.redundancy, of snapkv's attention_logits(...).amax(2) and of rollout/evict's compaction.
-Shapes: B rows, H KV heads, G query heads per KV head, S slots in use, D head dim, W queries; L layers, R rows and C slots of the cache,
-N rows that are compacted, K slots kept, T tokens of the trace.
+Nothing here depends on values that the host would have to read. There are no atomics: the same input gives the same
+bits. Shapes: B rows, H KV heads, G query heads per KV head, S slots in use, D head dim, W queries; L layers, R rows
+and C slots of the cache, N rows that are compacted, K slots kept, T tokens of the trace.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 64  # slots at a time, where nothing else is said
-_TENSOR_CORES = dict(
-    BLOCK=128, OTHERS=64, num_warps=8, maxnreg=128
-)  # two programs to a processor: one loads while the other multiplies
+from .jit import jit
+
+_BLOCK = 64  # slots at a time, unless a kernel has its own number
+# Two programs run on a processor: one loads while the other multiplies.
+_TENSOR_CORES = dict(BLOCK=128, OTHERS=64, num_warps=8, maxnreg=128)
 _PLAIN = dict(BLOCK=32, OTHERS=32, num_warps=4)  # fp32: the operands of a dot live in registers
 
 
-@triton.jit
+@jit
 def _tile(x, row, valid, d, DIM: tl.constexpr):
     """Rows of a matrix [.., DIM], zero where not valid. row, valid [N]; d [D_BLOCK] -> [N, D_BLOCK]"""
     return tl.load(x + row[:, None] * DIM + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
 
 
-@triton.jit
+@jit
 def _sum_units(keys, inverse, units, used, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """Inverse norms of one row and head's keys, and the sum of its unit keys."""
     head = tl.program_id(0).to(tl.int64)
@@ -46,12 +47,12 @@ def _sum_units(keys, inverse, units, used, DIM: tl.constexpr, DIM_BLOCK: tl.cons
     tl.store(units + head * DIM + d, tl.sum(total, 0), mask=d < DIM)
 
 
-@triton.jit
+@jit
 def _newest_copy(
     keys, inverse, newest, cosine, used, threshold,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """For a block of slots i the newest j with cos(i, j) > threshold, or -1, and the cosine there. cos(i, i) counts as 0."""
+    """For a block of slots i the newest j with cos(i, j) > threshold, or -1; and the cosine. cos(i, i) counts as 0."""
     blocks = tl.cdiv(used, BLOCK)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     keys += head * used * DIM
@@ -63,7 +64,8 @@ def _newest_copy(
     found = tl.where(i < used, -1, 0)
     missing = tl.min(found, 0)
     start = (tl.cdiv(used, OTHERS) - 1) * OTHERS
-    while (start >= 0) & (missing < 0):  # from the newest on, until every i has its copy
+    # from the newest on, until every i has its copy
+    while (start >= 0) & (missing < 0):  # pyright: ignore[reportOperatorIssue]
         j = start + tl.arange(0, OTHERS)
         other = _tile(keys, j, j < used, d, DIM)  # [J, D]
         similar = tl.dot(key, tl.trans(other), input_precision="ieee")  # [I, J]
@@ -75,16 +77,13 @@ def _newest_copy(
         start -= OTHERS
     has = (i < used) & (found >= 0) & (found != i)
     other = _tile(keys, found, has, d, DIM).to(tl.float32)
-    there = (
-        tl.sum(_tile(keys, i, has, d, DIM).to(tl.float32) * other, 1)
-        * scale
-        * tl.load(inverse + found, mask=has, other=0.0)
-    )
+    there = tl.sum(_tile(keys, i, has, d, DIM).to(tl.float32) * other, 1)
+    there = there * scale * tl.load(inverse + found, mask=has, other=0.0)
     tl.store(newest + head * used + i, found, mask=i < used)
     tl.store(cosine + head * used + i, there, mask=i < used)
 
 
-@triton.jit
+@jit
 def _column_sums(
     keys, inverse, units, newest, cosine, total, used, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -101,12 +100,13 @@ def _column_sums(
         i = start + tl.arange(0, BLOCK)
         copy = tl.load(newest + head * used + i, mask=i < used, other=-1)
         exempt = tl.load(cosine + head * used + i, mask=i < used, other=0.0)
-        result -= tl.sum(tl.where(copy[:, None] == s[None, :], exempt[:, None], 0.0), 0)
+        exempted = tl.sum(tl.where(copy[:, None] == s[None, :], exempt[:, None], 0.0), 0)
+        result -= exempted  # pyright: ignore[reportOperatorIssue]
     tl.store(total + head * used + s, result, mask=s < used)
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:
-    """How similar each key is to all others on average, as a softmax over the slots. keys [B, H, S, D] -> fp32 [B, H, S]"""
+    """keys [B, H, S, D] -> fp32 [B, H, S]"""
     rows, heads, used, dim = keys.shape
     keys, n = keys.contiguous(), rows * heads
     inverse, cosine, total = (torch.empty(rows, heads, used, dtype=torch.float32, device=keys.device) for _ in range(3))
@@ -124,7 +124,7 @@ def redundancy(keys: Tensor, threshold: float) -> Tensor:
     return total.div_(used).softmax(-1)
 
 
-@triton.jit
+@jit
 def _observed_logits(
     queries, keys, out, used, scaling, group,
     COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
@@ -143,8 +143,10 @@ def _observed_logits(
     tl.store(out + place, best, mask=(s < used)[:, None] & (w < COUNT)[None, :])
 
 
-def observed_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
-    """A group's highest logit for every query and slot. queries [B, H * G, W, D], keys [B, H, S, D] -> fp32 [B, H, W, S]"""
+def observed_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, unreachable: None = None
+) -> Tensor:
+    """queries [B, H * G, W, D], keys [B, H, S, D] -> fp32 [B, H, W, S]. All slots must be reachable."""
     (rows, query_heads, count, dim), (heads, used) = queries.shape, keys.shape[1:3]
     out = torch.empty(rows, heads, count, used, dtype=torch.float32, device=keys.device)
     block = 32 if keys.dtype == torch.float32 else 128
@@ -157,7 +159,7 @@ def observed_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: floa
     return out
 
 
-@triton.jit
+@jit
 def _move(x, kept, count, stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """x[k] = x[kept[k]] for all k < count, in place. x [C, D], its slots `stride` apart; kept [K], ascending"""
     d = tl.arange(0, DIM_BLOCK)
@@ -170,7 +172,7 @@ def _move(x, kept, count, stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BL
         tl.store(x + k[:, None] * stride + d[None, :], moved, mask=inside)
 
 
-@triton.jit
+@jit
 def _compact(
     keys, values, feed, mass, trace, rows, kept, fed, live, never, used, count, n, heads,
     key_layer, key_row, key_head, key_slot, value_layer, value_row, value_head, value_slot,
@@ -200,15 +202,8 @@ def _compact(
     if MASS:
         _move(mass + layer * mass_layer + row * mass_row + head * mass_head, kept, count, 1, 1, 1, SLOTS)
     _move(keys + layer * key_layer + row * key_row + head * key_head, kept, count, key_slot, KEY_DIM, KEY_BLOCK, BLOCK)
-    _move(
-        values + layer * value_layer + row * value_row + head * value_head,
-        kept,
-        count,
-        value_slot,
-        VALUE_DIM,
-        VALUE_BLOCK,
-        BLOCK,
-    )
+    values += layer * value_layer + row * value_row + head * value_head
+    _move(values, kept, count, value_slot, VALUE_DIM, VALUE_BLOCK, BLOCK)
 
 
 def compact(
@@ -225,19 +220,16 @@ def compact(
     live: Tensor,
     never: int,
 ) -> None:
-    """In place, for every live row: slot k becomes slot kept[k], and the trace says of every other token in use that it left at `fed`.
-
-    The whole cache: keys, values [L, R, H, C, D], feed int32 and mass fp32 [L, R, H, C], trace [R, L, H, T], `never` where a token stays.
-    For some of its layers: kept int64 [l, N, H, K], ascending, below `used`. rows (distinct), fed int64 [N]; live bool [N]
-    """
+    """keys, values [L, R, H, C, D]; feed, mass [L, R, H, C]; trace [R, L, H, T]; kept [l, N, H, K]; others [N]"""
     keys, values, feed, trace = keys[layers], values[layers], feed[layers], trace[:, layers].transpose(0, 1)
     mass = None if mass is None else mass[layers]
     assert all(x.stride(-1) == 1 for x in (keys, values, feed, trace, feed if mass is None else mass))
     num_layers, n, heads, count = kept.shape
     _compact[(num_layers * n * heads,)](
-        keys, values, feed, mass, trace, rows.contiguous(), kept.contiguous(), fed.contiguous(), live.contiguous().view(torch.int8),
-        never, used, count, n, heads,
-        *keys.stride()[:4], *values.stride()[:4], *feed.stride()[:3], *(feed if mass is None else mass).stride()[:3], *trace.stride()[:3],
+        keys, values, feed, mass, trace, rows.contiguous(), kept.contiguous(), fed.contiguous(),
+        live.contiguous().view(torch.int8), never, used, count, n, heads,
+        *keys.stride()[:4], *values.stride()[:4], *feed.stride()[:3], *(feed if mass is None else mass).stride()[:3],
+        *trace.stride()[:3],
         KEY_DIM=keys.shape[-1], KEY_BLOCK=triton.next_power_of_2(keys.shape[-1]),
         VALUE_DIM=values.shape[-1], VALUE_BLOCK=triton.next_power_of_2(values.shape[-1]),
         MASS=mass is not None, BLOCK=_BLOCK, SLOTS=512, num_warps=4, num_stages=1,

@@ -1,11 +1,12 @@
 """Sampling in two kernels that read the logits once, and one chunk of them a second time.
 
-Inverting the cumulative distribution needs no order but the vocabulary's: the first kernel leaves every chunk's maximum and sum, the second
-finds the chunk in which the drawn number falls, then the token in it, writes the token down and moves the row's counters.
+Inverting the cumulative distribution needs no order but the vocabulary's: the first kernel leaves every chunk's
+maximum and sum, the second finds the chunk in which the drawn number falls, then the token in it, writes the token
+down and moves the row's counters.
 
-Top-k and top-p need no order either, only the least logit they keep, which a kernel before the two finds: floats in their order are
-integers, and it takes 4 of their bits at a time, the highest first, from the mass above 15 candidates.
-Twin: rollout/sampling.sample and RowState.record.
+Top-k and top-p need no order either, only the least logit they keep, which a kernel before the two finds: floats in
+their order are integers, and it takes 4 of their bits at a time, the highest first, from the mass above 15
+candidates.
 """
 
 from __future__ import annotations
@@ -15,26 +16,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .jit import jit
+from .twins import Rows
+
 _CHUNK = 4096
-_BLOCK = 1024  # logits that the search for the least one looks at together
+_BLOCK = 1024  # logits that the search for the least kept one reads at a time
 
 
-@triton.jit
+@jit
 def _place(x, BITS: tl.constexpr):
-    """Integers in the order of floats, equal where these are. fp32 -> int32; of bfloat16's numbers, the 16 bits that they have."""
+    """Integers in the order of floats, equal where the floats are. fp32 -> int32, or the 16 bits that bfloat16 has"""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - BITS)
 
 
-@triton.jit
+@jit
 def _least(
     logits, size, floor, bound, highest, inverse_temperature,
     COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least place from `floor` on with less than `bound` above it: tokens (COUNT), or mass of those not below it. logits: of a row"""
-    low = tl.full((), -(1 << (BITS - 1)) - 1, tl.int64)  # above it is too much; above low + 16 * step is not
+    """The least place from `floor` on with less than `bound` above it: tokens (COUNT), or probability mass.
+
+    logits: those of a row. Tokens below `floor` do not count.
+    """
+    # Above `low` there is too much; above low + 16 * step there is not.
+    low = tl.full((), -(1 << (BITS - 1)) - 1, tl.int64)  # pyright: ignore[reportOperatorIssue]
     candidate = tl.arange(0, 16)
-    step = tl.full((), 1 << (BITS - 4), tl.int64)
+    step = tl.full((), 1 << (BITS - 4), tl.int64)  # pyright: ignore[reportOperatorIssue]
     for _ in range(BITS // 4):
         pivot = (low + candidate * step).to(tl.int32)  # the first one is known, and may lie below all integers
         above = tl.zeros([16, BLOCK], dtype=tl.float32)
@@ -51,15 +59,15 @@ def _least(
     return tl.maximum((low + 1).to(tl.int32), floor)
 
 
-@triton.jit
+@jit
 def _limit(
     logits, least, size, inverse_temperature, top_k, top_p,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of the least logit that is kept, of each row."""
+    """The place of the least logit that each row keeps."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
-    kept = tl.full((), -(1 << (BITS - 1)), tl.int32)
+    kept = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
     if TOP_K:
         kept = _least(logits, size, kept, top_k, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
     if TOP_P:
@@ -73,30 +81,21 @@ def _limit(
             i = start + tl.arange(0, BLOCK)
             x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
             mass += tl.where(_place(x, BITS) >= kept, tl.exp((x - highest) * inverse_temperature), 0.0)
-        kept = _least(
-            logits,
-            size,
-            kept,
-            top_p * tl.sum(mass, 0),
-            highest,
-            inverse_temperature,
-            COUNT=False,
-            BITS=BITS,
-            BLOCK=BLOCK,
-        )
+        bound = top_p * tl.sum(mass, 0)
+        kept = _least(logits, size, kept, bound, highest, inverse_temperature, COUNT=False, BITS=BITS, BLOCK=BLOCK)
     tl.store(least + row, kept)
 
 
-@triton.jit
+@jit
 def _scaled(logits, i, size, least, inverse_temperature, LIMITED: tl.constexpr, BITS: tl.constexpr):
-    """Logits over the temperature; -inf where they are not kept, and beyond the last. logits, least: of a row"""
+    """Logits over the temperature; -inf where they are not kept, and beyond the last. logits, least: those of a row"""
     x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
     if LIMITED:
         x = tl.where((_place(x, BITS) < tl.load(least)) & (x == x), -float("inf"), x)  # NaN stays, to be seen
     return x * inverse_temperature
 
 
-@triton.jit
+@jit
 def _summarise(
     logits, least, tops, sums, bests, size, inverse_temperature,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
@@ -113,7 +112,7 @@ def _summarise(
         tl.store(bests + row * CHUNKS + chunk, chunk * CHUNK + tl.argmax(x, 0))
 
 
-@triton.jit
+@jit
 def _uniform(stream, counter):
     """streams.uniform: splitmix64's finaliser, 52 bits, strictly inside (0, 1)."""
     x = stream.to(tl.uint64, bitcast=True) + (counter + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
@@ -123,12 +122,12 @@ def _uniform(stream, counter):
     return ((x >> 12).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
-@triton.jit
+@jit
 def _pick(
     logits, least, tops, sums, bests, size, inverse_temperature, capacity,
     token, index, used, stream, count, done, limit, stop_ids, tokens, logprobs, room,
-    CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, STOPS: tl.constexpr, STOPS_BLOCK: tl.constexpr,
-    GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STOPS: tl.constexpr, STOPS_BLOCK: tl.constexpr, GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS_BLOCK)
@@ -170,37 +169,38 @@ def _pick(
         if STOPS > 0:
             s = tl.arange(0, STOPS_BLOCK)
             stops = tl.load(stop_ids + s, mask=s < STOPS, other=-1)
-            ended = ended | (tl.max((stops == chosen).to(tl.int32), 0) > 0)
+            ended = ended | (tl.max((stops == chosen).to(tl.int32), 0) > 0)  # pyright: ignore[reportOperatorIssue]
         finite = (logprob - logprob) == 0.0
         tl.store(done + row, (ended | (finite == 0)).to(tl.int8))
 
 
 def sample_and_record(
-    logits: Tensor, state, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
+    logits: Tensor, state: Rows, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
 ) -> None:
-    """Draw one token for each of the first B rows that runs, and write it down. logits [B, V]; state: RowState; temperature 0: greedy."""
+    """logits [B, V]; temperature 0: greedy"""
     rows, size = logits.shape
     assert logits.is_contiguous()
     chunks = triton.cdiv(size, _CHUNK)
     greedy = temperature == 0
     inverse = 1.0 if greedy else 1.0 / temperature
     by_count, by_mass = not greedy and 0 < top_k < size, not greedy and top_p < 1
-    how = {"GREEDY": greedy, "LIMITED": by_count or by_mass, "BITS": 16 if logits.dtype == torch.bfloat16 else 32}
+    limited, bits = by_count or by_mass, 16 if logits.dtype == torch.bfloat16 else 32
+    options = {"GREEDY": greedy, "LIMITED": limited, "BITS": bits}
     tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     bests = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     least = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if how["LIMITED"]:
+    if limited:
         _limit[(rows,)](
             logits, least, size, inverse, float(top_k), max(top_p, 1e-30),
-            TOP_K=by_count, TOP_P=by_mass, BITS=how["BITS"], BLOCK=_BLOCK, num_warps=8,
+            TOP_K=by_count, TOP_P=by_mass, BITS=bits, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     _summarise[(rows, chunks)](
-        logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **how, num_warps=4
+        logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **options, num_warps=4
     )
     _pick[(rows,)](
         logits, least, tops, sums, bests, size, inverse, state.capacity,
-        state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit, stop_ids,
-        state.tokens, state.logprobs, state.tokens.shape[1],
+        state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit,
+        stop_ids, state.tokens, state.logprobs, state.tokens.shape[1],
         CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
-        STOPS=len(stop_ids), STOPS_BLOCK=triton.next_power_of_2(max(1, len(stop_ids))), **how, num_warps=8,
+        STOPS=len(stop_ids), STOPS_BLOCK=triton.next_power_of_2(max(1, len(stop_ids))), **options, num_warps=8,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Triton kernels of attention under a trace, forward and backward, by segments (cache/segments.py).
 
-A segment's keys are one list: the tokens kept at its begin, read in place through their indices, then its own. Programs of the forward
-pass and of dQ own a tile of queries and walk the list; programs of dK and dV own a tile of the list, walk the segment's queries of all
-query heads of the group, and add to fp32 gradients (a kept token belongs to many segments; so the order of a sum is not fixed). Scores
-exist a tile at a time.
+A segment's keys are one list: the tokens kept at its begin, read in place through their indices, then its own tokens.
+Programs of the forward pass and of dQ own a tile of queries and walk the list. Programs of dK and dV own a tile of
+the list, walk the segment's queries of all query heads of the group, and add to fp32 gradients (a kept token belongs
+to many segments, so the order of a sum is not fixed). Scores exist a tile at a time.
 
-Twin: attention/core.attend under the boolean mask. Shapes: B rows, H KV heads, G query heads per KV head, T tokens, S segments, K kept.
+Shapes: B rows, H KV heads, G query heads per KV head, T tokens, S segments, K kept.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cache.segments import Segments, key_tiles, query_tiles, typical_length
+from ..cache.segments import Replay, Segments, key_tiles, query_tiles, typical_length
+from .jit import jit
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LISTS = ["kept_b", "kept_h", "count_b", "count_h"]
-_SIZES = [
-    "num_tiles",
-    "most",
-    "tokens",
-    *_LISTS,
-]  # differ from micro-batch to micro-batch: no kernel of its own for each
+# These differ from micro-batch to micro-batch; a kernel compiled for each value would be one too many.
+_SIZES = ["num_tiles", "most", "tokens", "kept_b", "kept_h", "count_b", "count_h"]
 
 
-@triton.jit(do_not_specialize=["rows_heads", "tokens", "num_segments", "most"])
+@jit(do_not_specialize=["rows_heads", "tokens", "num_segments", "most"])
 def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most, BLOCK: tl.constexpr):
     """The tokens one head keeps at one segment's begin, ascending."""
     program, segment = (tl.program_id(0) // num_segments).to(tl.int64), tl.program_id(0) % num_segments
@@ -42,34 +38,33 @@ def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most,
         k = start + tl.arange(0, BLOCK)
         stays = (tl.load(evicted_at + k, mask=k < begin, other=0) > begin).to(tl.int32)
         place = found + tl.cumsum(stays, 0) - 1
-        tl.store(
-            kept + place, k, mask=(stays != 0) & (place < most)
-        )  # a row's missing segments begin at its end, and may see more
-        found += tl.sum(stays, 0)
+        # A row's missing segments begin at its end, and may see more tokens than fit.
+        tl.store(kept + place, k, mask=(stays != 0) & (place < most))
+        found += tl.sum(stays, 0)  # pyright: ignore[reportOperatorIssue]
 
 
-@triton.jit
+@jit
 def _tile_of(tiles, b, num_tiles):
-    """This program's line of the table: its first query or place (-1: none), its segment's end and begin, and the segment."""
+    """This program's line of the table: first query or place (-1: none), end and begin of its segment, the segment."""
     tiles += (b * num_tiles + tl.program_id(0)) * 4
     return tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
 
 
-@triton.jit
+@jit
 def _list_of(kept, counts, b, head, segment, most, kept_b, kept_h, count_b, count_h):
-    """How many tokens a segment keeps, and where they are listed. Heads may share their lists: then their strides are 0."""
+    """How many tokens a segment keeps, and where they are listed. Where heads share their lists, the strides are 0."""
     return tl.load(counts + b * count_b + head * count_h + segment), kept + b * kept_b + head * kept_h + segment * most
 
 
-@triton.jit
+@jit
 def _listed(n, count, begin, total, kept):
-    """Tokens at places n of a segment's list; a token no query sees beyond its end. [N]"""
+    """Tokens at places n of a segment's list; beyond its end a token that no query sees. [N]"""
     token = tl.load(kept + n, mask=n < count, other=0)
     token = tl.where(n < count, token, begin + n - count)
     return tl.where(n < total, token, 2147483647)
 
 
-@triton.jit
+@jit
 def _rows_of(x, row, valid, d, stride, DIM: tl.constexpr):
     """[N, D_BLOCK]: rows of a matrix, zero where not valid. row, valid [N]"""
     return tl.load(
@@ -77,28 +72,32 @@ def _rows_of(x, row, valid, d, stride, DIM: tl.constexpr):
     )
 
 
-@triton.jit
+@jit
 def _logits(product, scaling, SOFTCAP: tl.constexpr):
-    """Of base 2; and of base e, soft-capped, where the cap's slope needs them."""
+    """Logits to base 2, and soft-capped ones to base e, which the slope of the cap needs."""
     logits = product * scaling
     if SOFTCAP > 0:
         logits = SOFTCAP * (2 * tl.sigmoid(2 * logits / SOFTCAP) - 1)
     return logits * _LOG2E, logits
 
 
-@triton.jit
+@jit
 def _visible(q, token, WINDOW: tl.constexpr):
-    """Of a segment's list: what is not later, and within the layer's own window. q [M, 1] or [1, M], token the other way -> [M, N]"""
+    """Whether a query sees a token of its segment's list: it is not later, and within the layer's own window.
+
+    q [M, 1] or [1, M], token the other way -> [M, N]
+    """
     seen = token <= q
     if WINDOW > 0:
         seen &= q - token < WINDOW
     return seen
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=_SIZES)
 def _forward(
     query, key, value, out, lse, kept, counts, tiles, scaling, num_tiles, most, tokens,
-    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, kept_b, kept_h, count_b, count_h,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h,
+    kept_b, kept_h, count_b, count_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +134,7 @@ def _forward(
     tl.store(lse + (b * tl.num_programs(1) + head) * tokens + q, top + tl.log2(total), mask=q < end)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=_SIZES)
 def _backward_queries(
     query, key, value, out, upstream, lse, delta, d_query, kept, counts, tiles, scaling, num_tiles, most, tokens,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h, up_b, up_t, up_h,
@@ -166,11 +165,11 @@ def _backward_queries(
         token = _listed(n, count, begin, last, kept)
         key_tile = _rows_of(key, token, n < last, d, key_t, DIM)  # [N, D]
         value_tile = _rows_of(value, token, n < last, d, value_t, DIM)
-        logits, capped = _logits(
-            tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee"), scaling, SOFTCAP
-        )  # [M, N]
+        product = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee")  # [M, N]
+        logits, capped = _logits(product, scaling, SOFTCAP)
         weights = tl.where(_visible(q[:, None], token[None, :], WINDOW), tl.exp2(logits - norm[:, None]), 0.0)
-        slope = weights * (tl.dot(up_tile, tl.trans(value_tile), input_precision="ieee") - mean[:, None])
+        product = tl.dot(up_tile, tl.trans(value_tile), input_precision="ieee")
+        slope = weights * (product - mean[:, None])  # pyright: ignore[reportArgumentType]
         if SOFTCAP > 0:
             slope *= 1 - (capped / SOFTCAP) * (capped / SOFTCAP)
         result += tl.dot(slope.to(key_tile.dtype), key_tile, input_precision="ieee")
@@ -178,10 +177,11 @@ def _backward_queries(
     tl.store(place, (result * scaling).to(d_query.dtype.element_ty), mask=(q < end)[:, None] & (d < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=_SIZES)
 def _backward_keys(
     query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, tiles, scaling, num_tiles, most, tokens,
-    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, up_b, up_t, up_h, kept_b, kept_h, count_b, count_h,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, up_b, up_t, up_h,
+    kept_b, kept_h, count_b, count_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -206,16 +206,15 @@ def _backward_keys(
     query += b * query_b + head * GROUP * query_h
     upstream += b * up_b + head * GROUP * up_h
     for step in range(0, GROUP * steps):
-        member = (step // steps).to(tl.int64)  # of the group's query heads
+        member = (step // steps).to(tl.int64)  # which query head of the group
         q = first + (step % steps) * QUERIES + tl.arange(0, QUERIES)
         query_tile = _rows_of(query + member * query_h, q, q < end, d, query_t, DIM)  # [M, D]
         up_tile = _rows_of(upstream + member * up_h, q, q < end, d, up_t, DIM)
         place = ((b * heads + head) * GROUP + member) * tokens + q
         norm = tl.load(lse + place, mask=q < end, other=0.0)
         mean = tl.load(delta + place, mask=q < end, other=0.0)
-        logits, capped = _logits(
-            tl.dot(key_tile, tl.trans(query_tile), input_precision="ieee"), scaling, SOFTCAP
-        )  # [N, M]
+        product = tl.dot(key_tile, tl.trans(query_tile), input_precision="ieee")  # [N, M]
+        logits, capped = _logits(product, scaling, SOFTCAP)
         seen = _visible(q[None, :], token[:, None], WINDOW) & (q < end)[None, :]
         weights = tl.where(seen, tl.exp2(logits - norm[None, :]), 0.0)
         value_sum += tl.dot(weights.to(up_tile.dtype), up_tile, input_precision="ieee")
@@ -231,7 +230,7 @@ def _backward_keys(
 
 @dataclass(frozen=True)
 class Tiles:
-    """How many queries and keys at a time, and how a program runs."""
+    """How many queries and keys a program takes at a time, and how it runs."""
 
     queries: int
     keys: int
@@ -257,37 +256,56 @@ class Layout:
 
 
 def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles, Tiles]:
-    """For forward, dQ, dK and dV; `queries`: of a typical segment."""
+    """The tiles of forward, of dQ, and of dK and dV; `queries`: how many a typical segment has."""
     if dtype == torch.float32 or dim > 128:  # the operands of a dot live in registers, or are twice as wide
-        return (Tiles(16, 32, 4, 2),) * 3
+        small = Tiles(16, 32, 4, 2)
+        return small, small, small
     queries = max(16, triton.next_power_of_2(queries))
     return Tiles(min(queries, 128), 32, 4, 4), Tiles(min(queries, 64), 32, 4, 3), Tiles(min(queries, 64), 64, 4, 2)
 
 
-def insert_beacons(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
-    """evicted_at int32 [B, L, H, T], as the segments were found in; L = H = 1 where it is the same for all"""
+def make_layout(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
+    """evicted_at int32 [B, L, H, T], in which the segments were found; L = H = 1 where all layers and heads share it"""
     rows, layers, heads, tokens = evicted_at.shape
     num_segments, device = segments.begins.shape[1], evicted_at.device
     kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
     _list_kept[(rows * layers * heads * num_segments,)](
-        evicted_at.contiguous(),
-        segments.begins.contiguous(),
-        kept,
-        layers * heads,
-        tokens,
-        num_segments,
-        kept.shape[-1],
-        BLOCK=1024,
-    )
+        evicted_at.contiguous(), segments.begins.contiguous(), kept, layers * heads, tokens, num_segments,
+        kept.shape[-1], BLOCK=1024,
+    )  # fmt: skip
     forward, d_queries, d_keys = tiles_for(typical_length(segments), dim, dtype)
-    tables = (
-        query_tiles(segments, forward.queries),
-        query_tiles(segments, d_queries.queries),
-        key_tiles(segments, d_keys.keys),
-    )
     return Layout(
-        kept, segments.counts.contiguous(), *(table.to(device) for table in tables), (forward, d_queries, d_keys)
+        kept=kept,
+        counts=segments.counts.contiguous(),
+        forward=query_tiles(segments, forward.queries).to(device),
+        d_queries=query_tiles(segments, d_queries.queries).to(device),
+        d_keys=key_tiles(segments, d_keys.keys).to(device),
+        tiles=(forward, d_queries, d_keys),
     )
+
+
+def layout_of(replay: Replay, dim: int, dtype: torch.dtype) -> Layout:
+    """The layout of a micro-batch, made once for all layers."""
+    if (dim, dtype) not in replay.layouts:
+        replay.layouts[dim, dtype] = make_layout(replay.segments, replay.evicted_at, dim, dtype)
+    return replay.layouts[dim, dtype]
+
+
+def trace_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    replay: Replay,
+    layer: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """As `segment_attention`, with the layout of the micro-batch. Without dropout."""
+    assert dropout == 0
+    layout = layout_of(replay, query.shape[-1], query.dtype)
+    return segment_attention(query, key, value, layout, layer, scaling, sliding_window, softcap)
 
 
 def segment_attention(
@@ -311,13 +329,14 @@ class _SegmentAttention(torch.autograd.Function):
         rows, query_heads, tokens, dim = query.shape
         out = torch.zeros(rows, tokens, query_heads, dim, dtype=query.dtype, device=query.device)
         lse = torch.zeros(rows, query_heads, tokens, dtype=torch.float32, device=query.device)
-        how, table = layout.tiles[0], layout.forward
+        tile, table = layout.tiles[0], layout.forward
         kept, counts = layout.lists(layer, key.shape[1])
         meta = dict(GROUP=query_heads // key.shape[1], DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
         _forward[(table.shape[1], query_heads, rows)](
             query, key, value, out, lse, kept, counts, table, scaling, table.shape[1], kept.shape[-1], tokens,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
-            **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+            *kept.stride()[:2], *counts.stride()[:2],
+            **meta, QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.layer, ctx.scaling, ctx.meta = layout, layer, scaling, meta
@@ -325,7 +344,7 @@ class _SegmentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = ctx.saved_tensors
         layout, scaling, meta = ctx.layout, ctx.scaling, ctx.meta
         kept, counts = layout.lists(ctx.layer, key.shape[1])
@@ -333,20 +352,21 @@ class _SegmentAttention(torch.autograd.Function):
         upstream = upstream if upstream.stride(-1) == 1 else upstream.contiguous()
         d_query, delta = torch.zeros_like(query), torch.zeros_like(lse)
         strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3]
-        how, table = layout.tiles[1], layout.d_queries
+        tile, table = layout.tiles[1], layout.d_queries
         _backward_queries[(table.shape[1], query_heads, rows)](
             query, key, value, out, upstream, lse, delta, d_query, kept, counts, table, scaling,
             table.shape[1], kept.shape[-1], tokens,
-            *strides, *out.stride()[:3], *upstream.stride()[:3], *d_query.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
-            **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
+            *strides, *out.stride()[:3], *upstream.stride()[:3], *d_query.stride()[:3],
+            *kept.stride()[:2], *counts.stride()[:2],
+            **meta, QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         d_key, d_value = (torch.zeros(key.shape, dtype=torch.float32, device=key.device) for _ in range(2))
-        how, table = layout.tiles[2], layout.d_keys
+        tile, table = layout.tiles[2], layout.d_keys
         _backward_keys[(table.shape[1], key.shape[1], rows)](
             query, key, value, upstream, lse, delta, d_key, d_value, kept, counts, table, scaling,
             table.shape[1], kept.shape[-1], tokens,
             *strides, *upstream.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
-            **meta, QUERIES=how.queries, KEYS=how.keys, num_warps=how.warps, num_stages=how.stages,
+            **meta, QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None, None
 

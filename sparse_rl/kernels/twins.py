@@ -1,16 +1,32 @@
-"""What the kernels of decode.py compute, in plain torch. B rows, Hq query heads, H KV heads, C slots, D head dim."""
+"""What every kernel of this room computes, in plain torch.
+
+B rows, Hq = H * G query heads, H KV heads, G query heads per KV head, C slots of a row, S slots in use, D head dim,
+T tokens, V vocabulary.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache import LayerSlots
+from ..cache.segments import Replay
+from ..cache.trace import visible
+from ..streams import uniform
+
+BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
+
+# ---------------------------------------------------------------------------------------- the decode step (decode.py)
 
 
 def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += new, in place; its RMS norm. residual [B, N]; new [B, N] or the parts of a sum, fp32 [S, B, N]; weight [N] -> [B, N]"""
+    """residual += new, in place; its RMS norm. -> [B, N]
+
+    residual [B, N]; new [B, N] or the parts of a sum, fp32 [S, B, N]; weight [N]
+    """
     if new is not None:
         residual += new.sum(0).to(residual.dtype) if new.dim() == 3 else new
     wide = residual.float()
@@ -34,13 +50,14 @@ def store(
     rope: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Norm (where the architecture does) and rotate the new token's query and key, then write it to the next slot of every live row.
+    """Norm (if the architecture does) and rotate the new token's query and key; write it to the next slot of live rows.
 
-    query [B, Hq, D]; key, value [B, H, D];
-    used, index [B]; live bool [B]; rope: cos, sin [B, D]; norms: weights [D] of query and key, and epsilon -> query [B, Hq, D]
+    query [B, Hq, D]; key, value [B, H, D]; used, index [B]; live bool [B]; rope: cos, sin [B, D]; norms: the weights
+    [D] of query and key, and epsilon -> query [B, Hq, D]
     """
     if norms is not None:
-        query, key = (add_rms_norm(None, x, weight, norms[2]) for x, weight in ((query, norms[0]), (key, norms[1])))
+        query_weight, key_weight, eps = norms
+        query, key = add_rms_norm(None, query, query_weight, eps), add_rms_norm(None, key, key_weight, eps)
     if rope is not None:
         cos, sin = (x[:, None] for x in rope)
         query, key = (x * cos + _rotate_half(x) * sin for x in (query, key))
@@ -68,7 +85,10 @@ def store_and_attend(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """`store`, then the new queries over what every live row holds; what comes of the other rows means nothing. -> [B, Hq * D]"""
+    """`store`, then the attention of the new queries over what every live row holds. -> [B, Hq * D]
+
+    The result for other rows is meaningless.
+    """
     query = store(query, key, value, slots, used, index, live, rope, norms)
     keys, values, feed, _ = slots
     lengths = used * live + 1
@@ -77,11 +97,11 @@ def store_and_attend(
     logits = query.float().unflatten(1, (heads, -1)) @ keys.transpose(-1, -2) * scaling  # [B, H, G, S]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    visible = (torch.arange(longest, device=query.device) < lengths[:, None])[:, None, None]
+    seen = (torch.arange(longest, device=query.device) < lengths[:, None])[:, None, None]
     if sliding_window is not None:
         distance = index[:, None, None] - feed[:rows, :, :longest]
-        visible = visible & (distance < sliding_window)[:, :, None]
-    out = logits.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+        seen = seen & (distance < sliding_window)[:, :, None]
+    out = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
     return out.flatten(1).to(query.dtype)
 
 
@@ -94,3 +114,247 @@ def _write(tensor: Tensor, rows: Tensor, place: Tensor, new: Tensor, live: Tenso
     """tensor[row, :, place[row]] = new[row] for every live row. tensor [R, H, C, ...]; new [B, H, ...]"""
     old = tensor[rows, :, place]
     tensor[rows, :, place] = torch.where(live.view(-1, *[1] * (old.dim() - 1)), new, old)
+
+
+# ------------------------------------------------------------------------------------------------ sampling (sample.py)
+
+
+class Rows(Protocol):
+    """What sampling reads and writes of rows, as rollout/decode.RowState has it."""
+
+    token: Tensor
+    index: Tensor
+    used: Tensor
+    stream: Tensor
+    count: Tensor
+    done: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    limit: Tensor
+    capacity: Tensor
+
+    def live(self, width: int) -> Tensor: ...
+
+    def record(
+        self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor, live: Tensor
+    ) -> None: ...
+
+
+def sample_and_record(
+    logits: Tensor, state: Rows, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
+) -> None:
+    """Sample a token for each of the first B rows that runs, and write it down. logits [B, V]; temperature 0: greedy"""
+    width = len(logits)
+    live = state.live(width)
+    tokens, logprobs = sample(logits, state.stream[:width], state.count[:width], temperature, top_k, top_p)
+    state.used[:width] += live
+    state.record(slice(0, width), tokens, logprobs, stop_ids, live)
+
+
+def sample(
+    logits: Tensor, stream: Tensor, step: Tensor, temperature: float, top_k: int, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row: (tokens [B], log-probs fp32 [B]). A row with non-finite logits has a non-finite log-prob.
+
+    logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
+    """
+    logprobs = log_distribution(logits, temperature, top_k, top_p)
+    if temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        point = uniform(stream, step)[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def log_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """fp32 log-probs [B, V] of the distribution to sample from: temperature, top-k, top-p, then renormalised."""
+    logits = logits.float()
+    if temperature == 0:
+        return logits.log_softmax(-1)
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1:
+        ordered = logits.sort(-1, descending=True).values
+        probs = (ordered.double() / temperature).softmax(-1)  # fp32 over a large vocabulary would not sum to 1
+        beyond = probs.cumsum(-1) - probs >= top_p  # the likelier tokens suffice already
+        least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -torch.inf)  # tokens as likely as the last kept one stay too
+    return (logits / temperature).log_softmax(-1)
+
+
+# ------------------------------------------------------------------------------------------------ evictions (evict.py)
+
+
+def redundancy(keys: Tensor, threshold: float) -> Tensor:
+    """How similar each key is to all others on average, as a softmax over the slots. [B, H, S, D] -> [B, H, S]"""
+    rows, heads, used, _ = keys.shape
+    unit = F.normalize(keys.float(), dim=-1)
+    slot = torch.arange(used, device=keys.device)
+    total = torch.zeros(rows, heads, used, device=keys.device)
+    block = max(1, BLOCK_ELEMENTS // (rows * heads * used))
+    for start in range(0, used, block):
+        i = slot[start : start + block]
+        similar = unit[:, :, i] @ unit.transpose(-1, -2)  # [B, H, i, S]
+        similar.masked_fill_(i[:, None] == slot, 0.0)
+        copies = similar > threshold
+        newest = torch.where(copies, slot, -1).amax(-1, keepdim=True)  # [B, H, i, 1]; -1: no copy
+        similar.masked_fill_(slot == newest, 0.0)
+        total += similar.sum(2)
+    return (total / used).softmax(-1)
+
+
+def observed_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, unreachable: Tensor | None = None
+) -> Tensor:
+    """The highest logit of a group's query heads, for every query and slot. -> fp32 [B, H, W, S]
+
+    queries [B, H * G, W, D], keys [B, H, S, D]; unreachable bool [B, H, S]: slots that no later query can see
+    """
+    return grouped_logits(queries, keys, scaling, softcap, unreachable).amax(2)
+
+
+def grouped_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None, unreachable: Tensor | None
+) -> Tensor:
+    """The same of every query head. -> fp32 [B, H, G, W, S]"""
+    heads, count = keys.shape[1], queries.shape[2]
+    grouped = group_heads(queries.float(), heads)  # keys are not repeated
+    logits = (grouped @ keys.float().transpose(-1, -2) * scaling).unflatten(2, (-1, count))
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if unreachable is not None:
+        logits = logits.masked_fill(unreachable[:, :, None, None], -1e30)
+    return logits
+
+
+def compact(
+    keys: Tensor,
+    values: Tensor,
+    feed: Tensor,
+    mass: Tensor | None,
+    trace: Tensor,
+    layers: slice,
+    rows: Tensor,
+    used: int,
+    kept: Tensor,
+    fed: Tensor,
+    live: Tensor,
+    never: int,
+) -> None:
+    """In place, for live rows: slot k becomes slot kept[k], and the trace says that every other token left at `fed`.
+
+    The whole cache: keys, values [L, R, H, C, D], feed int32 and mass fp32 [L, R, H, C]; trace [R, L, H, T], `never`
+    where a token stays. For some of its layers: kept int64 [l, N, H, K], ascending, below `used`. rows (distinct),
+    fed int64 [N]; live bool [N]
+    """
+    rows, kept, fed = rows[live], kept[:, live], fed[live]
+    budget, heads = kept.shape[-1], kept.shape[2]
+    tokens = feed[layers][:, rows, :, :used]  # a copy, as are the gathers below
+    gone = torch.ones_like(tokens, dtype=torch.bool).scatter_(-1, kept, False)
+    evicted = tokens[gone].view(*tokens.shape[:-1], used - budget).long()  # [l, N, H, X]
+    for tensor in (keys, values):
+        part = tensor[layers][:, rows, :, :used]
+        tensor[layers, rows, :, :budget] = part.gather(3, kept[..., None].expand(*kept.shape, part.shape[-1]))
+    feed[layers, rows, :, :budget] = tokens.gather(3, kept)
+    if mass is not None:
+        mass[layers, rows, :, :budget] = mass[layers][:, rows, :, :used].gather(3, kept)
+    layer = torch.arange(len(keys), device=rows.device)[layers][:, None, None, None]
+    head = torch.arange(heads, device=rows.device)[None, None, :, None]
+    now = fed.to(trace.dtype)[None, :, None, None].expand(evicted.shape)
+    trace[rows[None, :, None, None], layer, head, evicted] = now
+
+
+# -------------------------------------------------------------------- attention under a trace (segments.py, flex.py)
+
+
+def trace_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    replay: Replay,
+    layer: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of every query to the tokens that the sampler's cache still held for it. -> [B, T, H * G, D]
+
+    query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists.
+    """
+    mask = layer_mask(replay.of_layer(layer, key.shape[1]), sliding_window)
+    return attend(query, key, value, mask, scaling, softcap, dropout)
+
+
+def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:
+    """[B, H, T] -> bool [B, H, T, T]"""
+    mask = visible(evicted_at)
+    if sliding_window is None:
+        return mask
+    index = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
+    return mask & (index[:, None] - index[None, :] < sliding_window)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention under a mask. query [B, H * G, T, D]; key, value [B, H, S, D]; seen bool [B, 1 or H, T, S]
+
+    The G query heads of a KV head become G more queries of that head, so keys and values are never repeated.
+    -> [B, T, H * G, D]
+    """
+    heads, tokens = key.shape[1], query.shape[2]
+    if softcap is not None:
+        return attend_with_probs(query, key, value, seen, scaling, softcap, dropout)[0]
+    mask = group_mask(seen, query.shape[1] // heads)
+    out = F.scaled_dot_product_attention(
+        group_heads(query, heads), key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return ungroup_heads(out, tokens)
+
+
+def attend_with_probs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, written out, for soft-capped logits; and the probabilities [B, H, G * T, S], in fp32 or wider."""
+    heads, tokens = key.shape[1], query.shape[2]
+    logits = group_heads(query, heads) @ key.transpose(-1, -2) * scaling
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.masked_fill(~group_mask(seen, query.shape[1] // heads), -torch.inf)
+    probs = logits.softmax(-1)
+    out = F.dropout(probs.to(value.dtype), dropout) @ value
+    return ungroup_heads(out, tokens), probs
+
+
+def group_heads(query: Tensor, heads: int) -> Tensor:
+    """[B, H * G, T, D] -> [B, H, G * T, D]"""
+    return query.unflatten(1, (heads, -1)).flatten(2, 3)
+
+
+def ungroup_heads(out: Tensor, tokens: int) -> Tensor:
+    """[B, H, G * T, D] -> [B, T, H * G, D]"""
+    return out.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def group_mask(seen: Tensor, groups: int) -> Tensor:
+    """[B, 1 or H, T, S] -> [B, 1 or H, G * T, S]"""
+    if groups == 1 or seen.shape[2] == 1:
+        return seen
+    return seen[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)

@@ -1,20 +1,66 @@
-"""Advantages: how much better a completion was than the others of its group.
+"""Advantages: how much better a completion was than the other completions of its group.
 
-Pure functions over rewards [N] and the group each belongs to. N trajectories of an optimizer step.
+Every function here is pure: from the rewards [N] of a step and the group of each trajectory to fp64 advantages [N].
 
     grpo      (r - mean) / (std + eps)      unbiased std over the whole group; 0 for a group of one
     dr-grpo   r - mean
     rloo      r - mean of the others        = (r - mean) * n / (n - 1)
+
+To add an estimator, decorate a function; `learn.advantage` then accepts its name:
+
+    @estimator("sign")
+    def sign(group: GroupRewards, eps: float) -> Tensor:
+        return group.centred.sign()
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import SparseRLError, nearest
 
-ESTIMATORS = ("grpo", "dr-grpo", "rloo")
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """What an estimator is given: every trajectory's reward and the statistics of its group. All fp64 [N]."""
+
+    rewards: Tensor
+    centred: Tensor  # reward - mean of the group's members
+    std: Tensor  # unbiased, of the group's members
+    count: Tensor  # members of the group
+
+
+Estimator = Callable[[GroupRewards, float], Tensor]  # (group, eps) -> advantages [N]
+ESTIMATORS: dict[str, Estimator] = {}
+
+
+def estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """Register an advantage estimator under the name that recipes give as `learn.advantage`."""
+
+    def register(function: Estimator) -> Estimator:
+        ESTIMATORS[name] = function
+        return function
+
+    return register
+
+
+@estimator("grpo")
+def grpo(group: GroupRewards, eps: float) -> Tensor:
+    return group.centred / (group.std + eps)
+
+
+@estimator("dr-grpo")
+def dr_grpo(group: GroupRewards, eps: float) -> Tensor:
+    return group.centred
+
+
+@estimator("rloo")
+def rloo(group: GroupRewards, eps: float) -> Tensor:
+    return group.centred * (group.count / (group.count - 1).clamp(min=1))
 
 
 def advantage(
@@ -22,33 +68,28 @@ def advantage(
 ) -> tuple[Tensor, dict[str, float]]:
     """fp64 advantages [N] and metrics.
 
-    rewards [N]; group [N] int64 ids; members [N] bool: who sets the baseline (None: everyone). With `rebaseline`, that is the accepted
-    trajectories; the others' advantages are then 0. A group whose baseline has no spread teaches nothing: its advantages are 0.
+    rewards [N]; group int64 [N]: the group's id; members bool [N]: the trajectories that set the baseline (None: all).
+    With `learn.rebaseline` the members are the accepted trajectories, and the advantage of every other one is 0. A
+    group whose members all have the same reward teaches nothing: its advantages are 0.
     """
     if estimator not in ESTIMATORS:
         raise SparseRLError(f"there is no advantage estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
     rewards = rewards.double()
     members = torch.ones_like(group, dtype=torch.bool) if members is None else members
-    ids, place = group.unique(return_inverse=True)  # place [N]: 0 .. groups - 1
+    ids, group_of = group.unique(return_inverse=True)  # group_of [N]: 0 .. groups - 1
 
     def per_group(values: Tensor) -> Tensor:
         """Sum over the members of each group. [N] -> [groups]"""
-        return torch.zeros(len(ids), dtype=torch.float64, device=group.device).index_add(
-            0, place, values.double() * members
-        )
+        sums = torch.zeros(len(ids), dtype=torch.float64, device=group.device)
+        return sums.index_add(0, group_of, values.double() * members)
 
     count = per_group(torch.ones_like(rewards))
     mean = per_group(rewards) / count.clamp(min=1)
-    centred = rewards - mean[place]
+    centred = rewards - mean[group_of]
     variance = per_group(centred**2) / (count - 1).clamp(min=1)
-    flat = per_group(centred.abs()) <= 1e-12 * count  # rewards of the group are all the same
-    if estimator == "grpo":
-        result = centred / (variance.sqrt()[place] + eps)
-    elif estimator == "rloo":
-        result = centred * (count / (count - 1).clamp(min=1))[place]
-    else:
-        result = centred
-    result = torch.where(flat[place] | ~members, 0.0, result)
+    flat = per_group(centred.abs()) <= 1e-12 * count  # the group's members all have the same reward
+    statistics = GroupRewards(rewards, centred, variance.sqrt()[group_of], count[group_of])
+    result = torch.where(flat[group_of] | ~members, 0.0, ESTIMATORS[estimator](statistics, eps))
     metrics = {
         "advantage/groups_without_variance/frac": flat.double().mean().item(),
         "advantage/abs/mean": result.abs().mean().item(),

@@ -1,11 +1,13 @@
 """From trajectories to what an optimizer step needs: padded tensors, old log-probs, weights, micro-batches.
 
-    collate -> Sampled      what the engine recorded
-    score   -> Scored       + what the learner thinks of it before the update (old), and the reference
-    make_batches   -> [Batch]      + advantages, corrections and the scale of every token, one batch per optimizer step
-    pack    -> [rows]       which rows go through the model together
+    collate           -> Sampled      what the engine recorded
+    score             -> Scored       + the learner's log-probs before the update (old), and the reference's
+    apply_correction  -> Corrected    the tokens that count, their weights, the accepted trajectories (correct.py)
+    make_batches      -> [Batch]      + advantages and the scale of every token, one batch per optimizer step
+    pack              -> [rows]       which rows go through the model together
 
-Shapes: N trajectories, T tokens (prompt + response, padded at the end). Log-probs at t are those of token t. All on the CPU.
+Shapes: N trajectories, T tokens (prompt + response, padded at the end). Log-probs at t are those of token t. Everything
+is on the CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +25,12 @@ from ..cache import Trace
 from ..errors import SparseRLError
 from ..models import evaluating
 from ..records import Trajectory
-from .correct import Corrected, Correction, correct
+from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .loss import Loss, token_scale
 from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
 
-_ROUNDING = {
-    torch.bfloat16: 0.1,
-    torch.float16: 0.1,
-    torch.float32: 0.02,
-}  # mean nats between two kernels: ten times what is seen
+# Mean nats by which two kernels may differ in their log-probs: ten times what is seen.
+_ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Sampled:
     lengths: Tensor  # int64 [N]: prompt + response
     mask: Tensor  # bool [N, T]: response tokens
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
-    owner: Tensor  # int64 [N]: the process that sampled each, and so has its whole trace
+    owner_rank: Tensor  # int64 [N]: the process that sampled each trajectory, and so has its whole trace
     traces: tuple[Trace, ...]  # [N]: what each query could see
 
 
 @dataclass(frozen=True)
 class Scored:
     sampled: Sampled
-    old_logprobs: Tensor  # fp32 [N, T]: the learner's view before the update
+    old_logprobs: Tensor  # fp32 [N, T]: the learner's, in its view, before the update
     entropies: Tensor  # fp32 [N, T]: of the old distributions
-    ranks: Tensor  # fp32 [N, T]: of the tokens in them, 1 for the likeliest; 0 off the mask
+    ranks: Tensor  # fp32 [N, T]: of the tokens in the old distributions, 1 for the likeliest; 0 off the mask
     reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
-    view: str = "dense"  # in which they were computed, and in which the learner must see the trajectories
+    view: str = "dense"  # in which the log-probs were computed, and in which the learner must see the trajectories
 
     @property
     def gap(self) -> Tensor:
@@ -75,12 +75,12 @@ class Batch:
     weights: Tensor  # fp32 [N, T]: w
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
-    clipped: Tensor  # bool [N, T]: the learner marks the tokens whose gain it clipped
-    owner: Tensor  # int64 [N]: the process that learns from each
+    owner_rank: Tensor  # int64 [N]: the process that learns from each trajectory
     traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
 
 
-def collate(trajectories: Sequence[Trajectory]) -> Sampled:
+def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
+    """Trajectories side by side. `rank`: the process that sampled them."""
     lengths = torch.tensor([len(t.tokens) for t in trajectories])
     shape = (len(trajectories), int(lengths.max()))
     tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float32)
@@ -89,25 +89,35 @@ def collate(trajectories: Sequence[Trajectory]) -> Sampled:
         mask[i, : len(t.tokens)] = t.response_mask
         tokens[i, : len(t.tokens)] = t.tokens
         logprobs[i, : len(t.tokens)] = t.sampler_logprobs
-    owner = torch.zeros(len(trajectories), dtype=torch.int64)
-    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner, tuple(t.trace for t in trajectories))
+    owner_rank, traces = torch.full_like(lengths, rank), tuple(t.trace for t in trajectories)
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces)
 
 
 def join(*parts: Scored) -> Scored:
-    """All of them, one after the other, padded to the longest."""
+    """The rows of all parts, one part after the other, padded to the longest."""
     width = max(part.sampled.tokens.shape[1] for part in parts)
 
-    def every(name: str, records: Sequence) -> Tensor | None:
-        tensors = [getattr(record, name) for record in records]
-        if tensors[0] is None or tensors[0].dim() == 1:
-            return None if tensors[0] is None else torch.cat(tensors)
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
 
     sampled = [part.sampled for part in parts]
-    tensors = {name: every(name, sampled) for name in Sampled.__dataclass_fields__ if name != "traces"}
-    whole = Sampled(**tensors, traces=tuple(trace for s in sampled for trace in s.traces))
-    rest = {name: every(name, parts) for name in ("old_logprobs", "entropies", "ranks", "reference_logprobs")}
-    return Scored(whole, **rest, view=parts[0].view)
+    references = [part.reference_logprobs for part in parts if part.reference_logprobs is not None]
+    assert len(references) in (0, len(parts))
+    return Scored(
+        Sampled(
+            tokens=padded([s.tokens for s in sampled]),
+            lengths=torch.cat([s.lengths for s in sampled]),
+            mask=padded([s.mask for s in sampled]),
+            sampler_logprobs=padded([s.sampler_logprobs for s in sampled]),
+            owner_rank=torch.cat([s.owner_rank for s in sampled]),
+            traces=tuple(trace for s in sampled for trace in s.traces),
+        ),
+        old_logprobs=padded([part.old_logprobs for part in parts]),
+        entropies=padded([part.entropies for part in parts]),
+        ranks=padded([part.ranks for part in parts]),
+        reference_logprobs=padded(references) if references else None,
+        view=parts[0].view,
+    )
 
 
 @torch.no_grad()
@@ -116,22 +126,24 @@ def score(
     sampled: Sampled,
     micro_batch_tokens: int,
     temperature: float = 1.0,
-    reference: AbstractContextManager | None = None,
+    reference: AbstractContextManager[nn.Module] | None = None,
     view: str = "dense",
 ) -> Scored:
-    """Teacher-forced old log-probs in a view. `reference`: a context whose value is the reference model, seen in the same view."""
+    """Teacher-forced old log-probs in a view.
+
+    `reference`: a context whose value is the reference model, which is seen in the same view.
+    """
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     micro_batches = pack(sampled.lengths, micro_batch_tokens)
     with evaluating(model):
         for rows in micro_batches:
-            tokens, asked = _cut(sampled, rows)
+            tokens, response = _cut(sampled, rows)
             states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
-            values = over_chunks(
-                model, states, asked.to(device), logprobs_entropies_ranks(temperature), tokens[asked].to(device)
-            ).cpu()
+            function = logprobs_entropies_ranks(temperature)
+            values = over_chunks(model, states, response.to(device), function, tokens[response].to(device)).cpu()
             for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
-                whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(asked, part)
+                whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
     if view == "shadow":
         check_replay(old - sampled.sampler_logprobs, sampled.mask, next(model.parameters()).dtype)
     if reference is None:
@@ -139,58 +151,78 @@ def score(
     references = torch.zeros_like(old)
     with reference as other, evaluating(other):
         for rows in micro_batches:
-            tokens, asked = _cut(sampled, rows)
+            tokens, response = _cut(sampled, rows)
             seen = replay(model, sampled, rows) if view == "shadow" else None
-            references[rows, : tokens.shape[1]] = batch_logprobs(
-                other, tokens.to(device), asked.to(device), temperature, seen
-            ).cpu()
+            logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
+            references[rows, : tokens.shape[1]] = logprobs.cpu()
     return Scored(sampled, old, entropies, ranks, references, view)
 
 
 def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
-    """Refuse traces that are not those of their tokens: under its own trace a trajectory has the sampler's log-probs, up to rounding."""
+    """Refuse traces that do not belong to their tokens: under its own trace a trajectory has the sampler's log-probs,
+    up to rounding.
+    """
     rounding, tokens = _ROUNDING.get(dtype, _ROUNDING[torch.float32]), mask.sum(1)
     off = (gap.abs() * mask).sum(1)  # nats, per trajectory; a few tokens may be off by more than many are on average
     bad = ~(off <= rounding * tokens.clamp(min=64))
-    if not off.sum() <= rounding * tokens.sum().clamp(min=64):  # many short ones, each of them off by little
+    if not off.sum() <= rounding * tokens.sum().clamp(min=64):  # many short trajectories, each of them off by little
         bad |= off > rounding * tokens
     if bad.any():
         raise SparseRLError(
             f"in the shadow view the learner's log-probs of {int(bad.sum())} of {len(bad)} trajectories are up to "
-            f"{(off / tokens.clamp(min=1))[bad].max().item():.3g} nats off the sampler's on average, where rounding in "
-            f"{str(dtype).removeprefix('torch.')} explains {rounding}: the traces are not those of these tokens, or other weights or "
-            "another temperature sampled them; sample the trajectories again."
+            f"{(off / tokens.clamp(min=1))[bad].max().item():.3g} nats off the sampler's on average, but rounding in "
+            f"{str(dtype).removeprefix('torch.')} explains only {rounding}: the traces do not belong to these tokens, "
+            "or other weights or another temperature sampled them; sample the trajectories again."
         )
 
 
-def ratio_baseline(scored: Scored, how: Correction) -> Tensor:
-    """What a correction takes for old: the recomputed log-probs, or (naive) the sampler's own, so that its gap is 0. fp32 [N, T]"""
-    return scored.sampled.sampler_logprobs if how.old == "sampler" else scored.old_logprobs
+def ratio_baseline(scored: Scored, correction: Correction) -> Tensor:
+    """The log-probs that a correction takes for old: recomputed, or (naive) the sampler's own. fp32 [N, T]"""
+    return scored.sampled.sampler_logprobs if correction.old == "sampler" else scored.old_logprobs
 
 
-def apply_correction(scored: Scored, how: Correction) -> Corrected:
-    return correct(ratio_baseline(scored, how) - scored.sampled.sampler_logprobs, scored.sampled.mask, how)
+def accepted_rows(scored: Scored, correction: Correction) -> Tensor:
+    """Which trajectories a correction does not reject: bool [N]"""
+    return accept(_corrected_gap(scored, correction), scored.sampled.mask, correction)
 
 
-def make_batches(scored: Scored, advantages: Tensor, how: Correction, loss: Loss, minibatches: int) -> list[Batch]:
-    """One batch per optimizer step, trajectories in the order given. advantages [N]"""
+def apply_correction(scored: Scored, correction: Correction, accepted: Tensor | None = None) -> Corrected:
+    """The correction of a whole step, before weights are normalised, so that its rows can be cut into optimizer steps.
+
+    `accepted`: the result of `accepted_rows`, where it is known already.
+    """
+    return correct_rows(_corrected_gap(scored, correction), scored.sampled.mask, correction, accepted)
+
+
+def _corrected_gap(scored: Scored, correction: Correction) -> Tensor:
+    """The gap that a correction looks at; 0 for naive."""
+    return ratio_baseline(scored, correction) - scored.sampled.sampler_logprobs
+
+
+def make_batches(
+    scored: Scored, corrected: Corrected, advantages: Tensor, correction: Correction, loss: Loss, minibatches: int
+) -> list[Batch]:
+    """One batch per optimizer step, trajectories in the given order.
+
+    corrected: `apply_correction` of the same N trajectories; its weights are normalised here. advantages [N]
+    """
     batches = []
     for rows in torch.arange(len(advantages)).tensor_split(minibatches):
         part = scored.rows(rows)
-        sampled, fixed = part.sampled, apply_correction(part, how)
+        sampled = part.sampled
+        kept = normalise_weights(corrected.rows(rows), sampled.mask, correction)
         batches.append(
             Batch(
                 tokens=sampled.tokens,
                 lengths=sampled.lengths,
-                mask=fixed.mask,
-                old_logprobs=ratio_baseline(part, how),
+                mask=kept.mask,
+                old_logprobs=ratio_baseline(part, correction),
                 reference_logprobs=part.reference_logprobs,
                 advantages=advantages[rows].float(),
-                weights=fixed.weights,
-                scale=token_scale(fixed.mask, fixed.accepted, loss),
+                weights=kept.weights,
+                scale=token_scale(kept.mask, kept.accepted, loss),
                 response_tokens=int(sampled.mask.sum()),
-                clipped=torch.zeros_like(sampled.mask),
-                owner=sampled.owner,
+                owner_rank=sampled.owner_rank,
                 traces=sampled.traces if scored.view == "shadow" else None,
             )
         )
@@ -199,11 +231,16 @@ def make_batches(scored: Scored, advantages: Tensor, how: Correction, loss: Loss
 
 def replay(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Replay:
     """What the queries of some rows could see."""
-    return replay_of(model, [(record.tokens[i, : record.lengths[i]], record.traces[i]) for i in rows.tolist()])
+    traces = record.traces
+    assert traces is not None, "a batch of the dense view has no traces"
+    return replay_of(model, [(record.tokens[i, : record.lengths[i]], traces[i]) for i in rows.tolist()])
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
-    """Rows [N] in micro-batches of at most `micro_batch_tokens` tokens, padding included, longest first; a longer row goes alone."""
+    """Rows [N] in micro-batches of at most `micro_batch_tokens` tokens, padding included, longest rows first.
+
+    A row that is longer than that goes alone.
+    """
     order = lengths.argsort(descending=True, stable=True)
     packed, start = [], 0
     while start < len(order):
@@ -219,6 +256,9 @@ def _cut(sampled: Sampled, rows: Tensor) -> tuple[Tensor, Tensor]:
     return sampled.tokens[rows, :width], sampled.mask[rows, :width]
 
 
-def _rows(record, index: Tensor):
+Record = TypeVar("Record", Sampled, Scored)
+
+
+def _rows(record: Record, index: Tensor) -> Record:
     """Some rows of every tensor of a record."""
     return replace(record, **{name: value[index] for name, value in vars(record).items() if isinstance(value, Tensor)})

@@ -2,18 +2,23 @@
 
     gap_t = old_logprob_t - sampler_logprob_t        xi_t = exp(gap_t)
 
-A correction turns (gap, response mask) into a token mask M and token weights w for the loss. It is a record of parts that combine
-freely; a preset is a vetted combination. Everything is a pure function of detached tensors.
+A correction turns (gap, response mask) into a token mask M and token weights w for the loss. It is a record of parts
+that combine freely; a preset is a vetted combination (learn/method.py says how to register one). Everything here is a
+pure function of detached tensors.
 
-Left out on purpose: anything that looks at rewards. Diagnostics always use the mask as it was before any rejection.
+`correct_rows` treats every trajectory by itself, so a whole step is corrected once and then cut into optimizer steps;
+only `normalise_weights` looks at all trajectories of one optimizer step. `correct` does both.
 
-Shapes: N trajectories of one optimizer step, T tokens (padded).
+Corrections never look at rewards. Diagnostics always use the mask as it was before any rejection.
+
+Shapes: N trajectories, T tokens (padded).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +28,11 @@ from ..errors import SparseRLError, nearest
 
 @dataclass(frozen=True)
 class Correction:
-    old: str = "learner"  # whose log-probs stand for `old`: recomputed in the learner's view, or the sampler's own (then xi = 1)
+    old: str = "learner"  # whose log-probs are `old`: `learner` recomputes them; `sampler` takes its own, so xi = 1
     reject_below: float | None = None  # reject a trajectory in which any xi is below this
     reject_outside: tuple[float, float] | None = None  # reject a trajectory whose exp(mean gap) is outside
     mask_outside: tuple[float, float] | None = None  # drop tokens whose xi is outside
-    cap: float | None = None  # weight tokens by min(xi, cap); infinity: by xi; None: not at all
+    cap: float | None = None  # weight tokens by min(xi, cap); infinity: by xi; None: all weights are 1
     normalise_weights: bool = False  # divide the weights by their mean over the response tokens of the optimizer step
     clip_gap: float | None = None  # clip the gap to +- this before anything else
     clip_kl: float | None = None  # clip the k3 estimate of KL(learner || reference) to +- this
@@ -46,7 +51,7 @@ class Correction:
 
     @property
     def rejects(self) -> bool:
-        """Whether it may reject trajectories: it has a bound, and a gap to compare with it."""
+        """Whether it may reject trajectories: it has a bound, and a gap to compare with the bound."""
         return self.old == "learner" and (self.reject_below is not None or self.reject_outside is not None)
 
 
@@ -64,46 +69,82 @@ PRESETS = {
 PRESETS["icepop"] = PRESETS["mis"]
 
 
-def correction(preset: str, **parts) -> Correction:
+def correction(preset: str, **parts: Any) -> Correction:
     """A preset, with parts of it changed."""
     if preset not in PRESETS:
         raise SparseRLError(f"there is no correction {preset!r}; {nearest(preset, PRESETS)}")
     return changed(PRESETS[preset], **parts)
 
 
-def changed(how: Correction, **parts) -> Correction:
+def changed(correction: Correction, **parts: Any) -> Correction:
     unknown = set(parts) - set(Correction.__dataclass_fields__)
     if unknown:
         name = sorted(unknown)[0]
         raise SparseRLError(f"a correction has no part {name!r}; {nearest(name, Correction.__dataclass_fields__)}")
-    return replace(how, **parts)
+    return replace(correction, **parts)
 
 
 @dataclass(frozen=True)
 class Corrected:
+    """What a correction makes of N trajectories."""
+
     mask: Tensor  # bool [N, T]: M, the tokens that count
     weights: Tensor  # fp32 [N, T]: w, detached; meaningless where the mask is off
     accepted: Tensor  # bool [N]
 
+    def rows(self, index: Tensor) -> Corrected:
+        return Corrected(self.mask[index], self.weights[index], self.accepted[index])
 
-def correct(gap: Tensor, mask: Tensor, how: Correction) -> Corrected:
-    """gap fp32 [N, T] = old - sampler log-prob; mask bool [N, T]: the response tokens."""
+
+def correct(gap: Tensor, mask: Tensor, correction: Correction) -> Corrected:
+    """The correction of one optimizer step.
+
+    gap fp32 [N, T]: old - sampler log-prob; mask bool [N, T]: the response tokens
+    """
+    return normalise_weights(correct_rows(gap, mask, correction), mask, correction)
+
+
+def correct_rows(gap: Tensor, mask: Tensor, correction: Correction, accepted: Tensor | None = None) -> Corrected:
+    """The correction before weights are normalised: no row depends on another, so the result can be sliced.
+
+    accepted bool [N]: the result of `accept`, where it is known already.
+    """
+    gap = _clipped_gap(gap, mask, correction)
+    if accepted is None:
+        accepted = _accept(gap, mask, correction)
+    xi, kept = gap.exp(), mask & accepted[:, None]
+    if correction.mask_outside is not None:
+        low, high = correction.mask_outside
+        kept &= (xi >= low) & (xi <= high)
+    weights = torch.ones_like(xi) if correction.cap is None else xi.clamp(max=correction.cap)
+    return Corrected(kept, weights, accepted)
+
+
+def normalise_weights(corrected: Corrected, mask: Tensor, correction: Correction) -> Corrected:
+    """Divide the weights by their mean over the response tokens, where the correction asks for it. mask bool [N, T]"""
+    if not correction.normalise_weights:
+        return corrected
+    weights = corrected.weights
+    mean = (weights * mask).sum().div(mask.sum().clamp(min=1)).clamp(min=1e-12)
+    return replace(corrected, weights=weights / mean)
+
+
+def accept(gap: Tensor, mask: Tensor, correction: Correction) -> Tensor:
+    """Which trajectories a correction does not reject: bool [N]"""
+    return _accept(_clipped_gap(gap, mask, correction), mask, correction)
+
+
+def _clipped_gap(gap: Tensor, mask: Tensor, correction: Correction) -> Tensor:
     gap = torch.where(mask, gap.detach().float(), 0.0)
-    if how.clip_gap is not None:
-        gap = gap.clamp(-how.clip_gap, how.clip_gap)
-    xi = gap.exp()
+    return gap if correction.clip_gap is None else gap.clamp(-correction.clip_gap, correction.clip_gap)
+
+
+def _accept(gap: Tensor, mask: Tensor, correction: Correction) -> Tensor:
     accepted = torch.ones(len(gap), dtype=torch.bool, device=gap.device)
-    if how.reject_below is not None:
-        accepted &= (gap >= math.log(how.reject_below)).all(1)  # off the mask the gap is 0, which never rejects
-    if how.reject_outside is not None:
-        low, high = how.reject_outside
+    if correction.reject_below is not None:
+        accepted &= (gap >= math.log(correction.reject_below)).all(1)  # off the mask the gap is 0, which never rejects
+    if correction.reject_outside is not None:
+        low, high = correction.reject_outside
         mean = (gap.sum(1) / mask.sum(1).clamp(min=1)).exp()
         accepted &= (mean >= low) & (mean <= high)
-    kept = mask & accepted[:, None]
-    if how.mask_outside is not None:
-        low, high = how.mask_outside
-        kept &= (xi >= low) & (xi <= high)
-    weights = torch.ones_like(xi) if how.cap is None else xi.clamp(max=how.cap)
-    if how.normalise_weights:
-        weights = weights / (weights * mask).sum().div(mask.sum().clamp(min=1)).clamp(min=1e-12)
-    return Corrected(kept, weights, accepted)
+    return accepted

@@ -4,8 +4,8 @@
 
 Pure functions of detached tensors; keys are stage/quantity/stat. Shapes: N trajectories, T tokens (padded).
 
-Names elsewhere (verl): gap/k3/mean = rollout_corr/k3_kl, gap/ess/frac = rollout_is_eff_sample_size, gap/chi2/mean = chi2_token,
-gap/ppl_ratio/mean = ppl_ratio.
+The same quantities in verl: gap/k3/mean = rollout_corr/k3_kl, gap/ess/frac = rollout_is_eff_sample_size, gap/chi2/mean
+= chi2_token, gap/ppl_ratio/mean = ppl_ratio.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PERCENTILES = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 LOOP_TOKENS, LOOP_REPEATS, LONGEST_PERIOD = 24, 4, 64
 
 
-def gap_metrics(gap: Tensor, mask: Tensor, fixed: Corrected) -> dict[str, float]:
-    """gap fp32 [N, T], mask bool [N, T]: the original response mask; fixed: what a correction made of them."""
+def gap_metrics(gap: Tensor, mask: Tensor, corrected: Corrected) -> dict[str, float]:
+    """gap fp32 [N, T], mask bool [N, T]: the original response mask; corrected: what a correction made of them."""
     values = gap[mask].double()
     if not len(values):
         return {}
     xi = values.exp()
-    used = (fixed.weights * fixed.mask)[mask].double()
+    used = (corrected.weights * corrected.mask)[mask].double()
     sequence = (gap * mask).sum(1).double() / mask.sum(1).clamp(min=1)
     quantiles = torch.tensor([*PERCENTILES.values()], dtype=torch.float64)
     return {
@@ -52,12 +52,12 @@ def percentiles(values: Tensor, quantiles: Tensor) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], place - low)
 
 
-def rejection_metrics(mask: Tensor, fixed: Corrected, rewards: Tensor) -> dict[str, float]:
+def rejection_metrics(mask: Tensor, corrected: Corrected, rewards: Tensor) -> dict[str, float]:
     """How much a correction throws away, of all trajectories and of those with and without reward. rewards [N]"""
-    rejected = ~fixed.accepted
+    rejected = ~corrected.accepted
     metrics = {
         "reject/trajectories/frac": _share(rejected),
-        "reject/tokens/frac": _share((mask & ~fixed.mask)[mask]),
+        "reject/tokens/frac": _share((mask & ~corrected.mask)[mask]),
         "reject/rewarded/frac": _share(rejected[rewards > 0]),
         "reject/unrewarded/frac": _share(rejected[rewards <= 0]),
     }
@@ -67,8 +67,8 @@ def rejection_metrics(mask: Tensor, fixed: Corrected, rewards: Tensor) -> dict[s
 def gap_since_eviction(
     gap: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], interval: int
 ) -> dict[str, float]:
-    """Mean |gap| in each quarter of the interval after an eviction, and before the first one. A token belongs to the query before it,
-    which predicted it.
+    """Mean |gap| in each quarter of the interval after an eviction, and before the first one. A token belongs to the
+    query before it, which predicted it.
 
     Every layer and head of a row evicts at the same moments, so the first head of the first layer tells when.
     """
@@ -77,9 +77,9 @@ def gap_since_eviction(
         tokens = len(t.tokens)
         moments = torch.zeros(tokens + 1, dtype=torch.bool)
         moments[t.trace.evicted_at[0, 0].to(torch.int64).clamp(max=tokens)] = True
-        place = torch.arange(tokens)
-        last = torch.where(moments[:tokens], place, -1).cummax(0).values
-        since[i, 1:tokens] = torch.where(last < 0, -1, place - last)[:-1]
+        query = torch.arange(tokens)
+        last = torch.where(moments[:tokens], query, -1).cummax(0).values
+        since[i, 1:tokens] = torch.where(last < 0, -1, query - last)[:-1]
     quarter = torch.where(since < 0, -1, (since * 4 // interval).clamp(max=3))
     size = gap.abs().double()
     found = {}
@@ -110,7 +110,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Tensor) -> dict
 
 
 def ends_in_loop(response: Tensor) -> bool:
-    """Whether a response ends by repeating itself: at least 4 times, over at least 24 tokens, with a period of at most 64 tokens.
+    """Whether a response ends by repeating itself: at least 4 times, over at least 24 tokens, with a period of at most
+    64 tokens.
 
     Inside a loop xi is near 1, so no correction sees it.
     """

@@ -1,17 +1,18 @@
 """The learner: one optimizer step from one batch, micro-batch by micro-batch, in the weights the engine samples from.
 
-With several processes each goes through its own rows of the batch; gradients and the sums of metrics are added up over all of them. Every
-process knows the whole batch, so all scale and count alike, and all agree without asking.
+With several processes each goes through its own rows of the batch; gradients and the sums of metrics are added up over
+all processes. Every process knows the whole batch, so all of them scale and count alike, and they agree without asking.
 
-Trajectories that cannot move the weights (rejected, without an advantage and without a KL term, empty) do not go through the model. A step
-in which nothing is left, or in which a number is not finite, leaves weights and optimizer as they were and is counted.
+Trajectories that cannot move the weights do not go through the model: those that are rejected or empty, and those
+without an advantage where there is no KL term. A step in which no trajectory is left, or in which a number is not
+finite, leaves the weights and the optimizer as they were, and is counted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,23 @@ from torch import Tensor, nn
 from ..distributed.world import World
 from ..errors import SparseRLError
 from .batch import Batch, pack, replay
-from .distill import distillation
+from .distill import DISTILL_WEIGHT, distillation
 from .loss import Loss, policy_loss
-from .optimizer import MasterAdamW, OptimizerSettings
+from .optimizer import MasterAdamW, OptimizerSettings, count_skipped
 from .score import hidden_states, logprobs_of
 from .shards import Sharded
 
 
 class Disagreement(SparseRLError):
-    """Processes have different weights: which of them are right nobody knows, so none are saved."""
+    """Processes have different weights. Nobody knows which of them are right, so none are saved."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step found."""
+
+    metrics: dict[str, float]
+    clipped: Tensor  # bool [N, T]: the tokens whose gain was clipped; of this process's own rows only
 
 
 class Learner:
@@ -42,79 +51,90 @@ class Learner:
         clip_kl: float | None = None,
         max_skipped: int = 5,
         distill: str | None = None,
-        distill_weight: float = 0.1,
+        distill_weight: float = DISTILL_WEIGHT,
         world: World | None = None,
         sharded: Sharded | None = None,
     ):
-        """`sharded`: the model divided among the processes; None: every one has all of it."""
+        """`sharded`: the model divided among the processes; None: every process has all of it."""
         self.model, self.loss = model, loss
         self.world, self.sharded = world or World(), sharded
-        self.micro_batch_tokens, self.temperature, self.clip_kl, self.max_skipped = (
-            micro_batch_tokens,
-            temperature,
-            clip_kl,
-            max_skipped,
-        )
+        self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
+        self.clip_kl, self.max_skipped = clip_kl, max_skipped
         self.distill, self.distill_weight = distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
         self.version = 0  # optimizer steps behind the weights
-        self.skipped = 0  # steps in a row that were skipped for non-finite numbers
+        self.skipped = 0  # steps in a row that were skipped because a number was not finite
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Forward, loss, backward, clip, update. Returns metrics."""
+    def step(self, batch: Batch) -> UpdateResult:
+        """Forward, loss, backward, clip, update."""
         if self.distill is not None and batch.traces is None:
             raise SparseRLError(
-                "distillation needs the shadow view, but the batch was scored in the dense one: score(..., view='shadow')."
+                "distillation needs the shadow view, but the batch was scored in the dense one: "
+                "score(..., view='shadow')."
             )
-        moves = batch.mask.any(1)
-        if self.loss.beta == 0 and self.distill is None:
-            moves &= batch.advantages != 0
-        active = moves.nonzero()[:, 0]
+        clipped = torch.zeros_like(batch.mask)
+        active = self._active_rows(batch)
         if not len(active):
-            return {"update/empty/count": 1.0}
-        sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
-        shares = [self._packed(batch, active[batch.owner[active] == rank]) for rank in range(self.world.size)]
-        with learning(self.model):
-            for rows in shares[self.world.rank]:
-                for name, value in self._backward(batch, rows).items():
-                    sums[name] += value
-            if self.sharded is not None:
-                for _ in range(max(map(len, shares)) - len(shares[self.world.rank])):
-                    self._empty_micro_batch()
-        sums = self.world.add_numbers(sums)
-        if self.sharded is None:
-            self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
-        finite = math.isfinite(sums["loss"])
-        warm = min(1.0, (self.version + 1) / max(self.optimizer.how.warmup_steps, 1))
-        norm, lr = self.optimizer.step(warm) if finite else (math.nan, math.nan)
-        if not (finite and math.isfinite(norm)):
-            self.optimizer.clear()
-            return self._skip(sums["loss"], norm)
+            return UpdateResult({"update/empty/count": 1.0}, clipped)
+        sums = self._accumulate_gradients(batch, active, clipped)
+        norm, lr = self.optimizer.step(self.version, sums["loss"])
+        self.skipped = count_skipped(self.skipped, norm, self.max_skipped, lambda n: self._diverged(n, sums, norm))
+        if self.skipped:
+            return UpdateResult({"update/skipped/count": 1.0}, clipped)
         self.version += 1
-        self.skipped = 0
+        tokens = max(sums["tokens"], 1)
         metrics = {
             "update/loss": sums["loss"],
             "update/grad_norm": norm,
             "update/lr": lr,
             "update/clip/frac": sums["clipped"] / max(batch.response_tokens, 1),
-            "update/drift/mean": sums["drift"] / max(sums["tokens"], 1),
+            "update/drift/mean": sums["drift"] / tokens,
         }
         if self.loss.beta > 0:
-            metrics["update/kl/mean"] = sums["kl"] / max(sums["tokens"], 1)
+            metrics["update/kl/mean"] = sums["kl"] / tokens
         if self.distill is not None:
-            metrics["update/distill/mean"] = sums["distill"] / max(sums["tokens"], 1)
-        return metrics
+            metrics["update/distill/mean"] = sums["distill"] / tokens
+        return UpdateResult(metrics, clipped)
 
-    def _backward(self, batch: Batch, rows: torch.Tensor) -> dict[str, float]:
-        """Accumulate the gradient of a micro-batch; the sums its metrics are made of."""
+    def _active_rows(self, batch: Batch) -> Tensor:
+        """The rows that can move the weights."""
+        moves = batch.mask.any(1)
+        if self.loss.beta == 0 and self.distill is None:
+            moves &= batch.advantages != 0
+        return moves.nonzero()[:, 0]
+
+    def _accumulate_gradients(self, batch: Batch, active: Tensor, clipped: Tensor) -> dict[str, float]:
+        """The gradients of some rows, over all processes; returns the sums that metrics are made of.
+
+        `clipped` is filled in for this process's own rows.
+        """
+        sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
+        shares = [self._packed(batch, active[batch.owner_rank[active] == rank]) for rank in range(self.world.size)]
+        own = shares[self.world.rank]
+        with learning(self.model):
+            for rows in own:
+                found, cut = self._backward(batch, rows)
+                clipped[rows, : cut.shape[1]] = cut
+                for name, value in found.items():
+                    sums[name] += value
+            if self.sharded is not None:
+                for _ in range(max(map(len, shares)) - len(own)):
+                    self._empty_micro_batch(self.sharded)
+        sums = self.world.add_numbers(sums)
+        if self.sharded is None:
+            self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
+        return sums
+
+    def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, float], Tensor]:
+        """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         width = int(batch.lengths[rows].max())
 
-        def cut(tensor):
-            return None if tensor is None else tensor[rows, :width].to(self.device)
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[rows, :width].to(self.device)
 
         tokens, mask, scale = cut(batch.tokens), cut(batch.mask), cut(batch.scale)
         seen = None if batch.traces is None else replay(self.model, batch, rows)
@@ -126,7 +146,7 @@ class Learner:
                 return logprobs, None
             return logprobs, distillation(model, tokens, mask, states, self.distill, self.temperature or 1.0)
 
-        logprobs, gap = forward(self.model) if self.sharded is None else self.sharded(forward)
+        logprobs, view_kl = forward(self.model) if self.sharded is None else self.sharded(forward)
         loss, sums, clipped = policy_loss(
             logprobs,
             cut(batch.old_logprobs),
@@ -135,56 +155,58 @@ class Learner:
             cut(batch.weights),
             scale,
             self.loss,
-            cut(batch.reference_logprobs),
+            None if batch.reference_logprobs is None else cut(batch.reference_logprobs),
             self.clip_kl,
         )
-        batch.clipped[rows, :width] = clipped.cpu()
-        if gap is not None:
-            loss = loss + self.distill_weight * (scale * gap).sum()
-            sums["distill"] = gap.detach().sum()
+        if view_kl is not None:
+            loss = loss + self.distill_weight * (scale * view_kl).sum()
+            sums["distill"] = view_kl.detach().sum()
         self._accumulate(loss)
-        return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}
+        return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}, clipped.cpu()
 
     def _packed(self, batch: Batch, rows: Tensor) -> list[Tensor]:
         """Some rows in micro-batches."""
         return [rows[part] for part in pack(batch.lengths[rows], self.micro_batch_tokens)]
 
     def _accumulate(self, loss: Tensor) -> None:
-        """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of theirs."""
+        """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of their losses."""
         (loss if self.sharded is None else loss * self.world.size).backward()
 
-    def _empty_micro_batch(self) -> None:
-        """A micro-batch of nothing, while others have more than this process: shards are gathered and reduced by all of them at once."""
+    def _empty_micro_batch(self, sharded: Sharded) -> None:
+        """A micro-batch without effect, while other processes have more than this one: all processes gather and reduce
+        shards at once.
+        """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        asked = torch.tensor([[False, True]], device=self.device)
+        target_mask = torch.tensor([[False, True]], device=self.device)
 
         def forward(model: nn.Module) -> Tensor:
             states = hidden_states(model, tokens)
-            logprobs = logprobs_of(model, states, tokens, asked, self.temperature)
-            if self.distill is not None:
-                logprobs = logprobs + distillation(model, tokens, asked, states, self.distill, self.temperature or 1.0)
-            return logprobs
+            logprobs = logprobs_of(model, states, tokens, target_mask, self.temperature)
+            if self.distill is None:
+                return logprobs
+            return logprobs + distillation(model, tokens, target_mask, states, self.distill, self.temperature or 1.0)
 
-        self._accumulate(self.sharded(forward).sum() * 0.0)
+        self._accumulate(sharded(forward).sum() * 0.0)
 
-    def _skip(self, loss: float, norm: float) -> dict[str, float]:
-        self.skipped += 1
-        if self.skipped >= self.max_skipped:
-            raise SparseRLError(
-                f"{self.skipped} optimizer steps in a row had a loss ({loss}) or gradient norm ({norm}) that is not finite; the weights "
-                f"are those of optimizer step {self.version}. Lower optimizer.lr (now {self.optimizer.how.lr}) or use bfloat16 or float32."
-            )
-        return {"update/skipped/count": 1.0}
+    def _diverged(self, count: int, sums: dict[str, float], norm: float) -> str:
+        return (
+            f"{count} optimizer steps in a row had a loss ({sums['loss']}) or gradient norm ({norm}) that is not "
+            f"finite; the weights are those of optimizer step {self.version}. Lower optimizer.lr (now "
+            f"{self.optimizer.settings.lr}) or use bfloat16 or float32."
+        )
 
     def check_agreement(self) -> None:
-        """Refuse to go on from weights that differ between processes: each made the same updates, so they must be the same bits."""
+        """Refuse to go on from weights that differ between processes: all made the same updates, so the weights must be
+        the same bits.
+        """
         sums = self.world.run_on_all(
             lambda: [master.detach().double().sum().item() for master in self.optimizer.masters]
         )
         if any(other != sums[0] for other in sums):
             raise Disagreement(
-                f"the weights of the {self.world.size} processes are not the same after {self.version} optimizer steps; they must have the "
-                "same kind of device, torch and model files. Go on from the last checkpoint with --resume."
+                f"the weights of the {self.world.size} processes are not the same after {self.version} optimizer "
+                "steps; the processes must have the same kind of device, torch and model files. Go on from the last "
+                "checkpoint with --resume."
             )
 
     def state_dict(self) -> dict:
@@ -197,28 +219,30 @@ class Learner:
 
 @contextmanager
 def learning(model: nn.Module) -> Iterator[None]:
-    """Train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and a ratio must start at 1."""
+    """Train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and a ratio must start
+    at 1.
+    """
     training = [(module, module.training) for module in model.modules()]
-    shares = _dropouts(model)
+    rates = _dropouts(model)
     try:
         for module, _ in training:
             module.training = True
-        for module, name, _ in shares:
+        for module, name, _ in rates:
             setattr(module, name, 0.0)
         yield
     finally:
         for module, mode in training:
             module.training = mode
-        for module, name, value in shares:
+        for module, name, value in rates:
             setattr(module, name, value)
 
 
 def without_dropout(model: nn.Module) -> list[float]:
-    """Set every share that is dropped to 0, for good, and say which they were."""
-    shares = [(module, name, value) for module, name, value in _dropouts(model) if value]
-    for module, name, _ in shares:
+    """Set every dropout rate to 0, for good; returns the rates that were not 0."""
+    rates = [(module, name, value) for module, name, value in _dropouts(model) if value]
+    for module, name, _ in rates:
         setattr(module, name, 0.0)
-    return [value for *_, value in shares]
+    return [value for *_, value in rates]
 
 
 def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
@@ -231,6 +255,6 @@ def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 def _is_dropout(module: nn.Module, name: str, value) -> bool:
-    """Whether an attribute is the share of something to drop: a Dropout module's p, or what a layer hands to a function."""
+    """Whether an attribute is a dropout rate: a Dropout module's p, or what a layer hands to a function."""
     inside = isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"
     return isinstance(value, float) and (inside or "drop" in name or "jitter" in name)

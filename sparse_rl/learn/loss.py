@@ -1,9 +1,9 @@
-"""The loss: a clipped surrogate and a KL term, each token scaled once and for all.
+"""The loss: a clipped surrogate and a KL term, with one scale per token.
 
     L = sum over tokens of  scale_it * ( w_it * surrogate_it + beta * k3_it )
 
-`token_scale` turns the choice of means into one number per token, before the batch is cut into micro-batches. So the micro-batches'
-losses simply add up to the loss of the optimizer step, however it was cut.
+`token_scale` turns the choice of means into one number per token, before the batch is cut into micro-batches. So the
+losses of the micro-batches add up to the loss of the optimizer step, however it was cut.
 
 Shapes: N trajectories, T tokens (padded). M the mask after corrections, w the token weights.
 """
@@ -40,36 +40,35 @@ class Loss:
         for name, known in (("mean", MEANS), ("level", LEVELS)):
             if getattr(self, name) not in known:
                 raise SparseRLError(f"loss.{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
-        if (
-            self.clip_low < 0
-            or self.clip_high < 0
-            or self.beta < 0
-            or (self.constant is not None and self.constant < 1)
-        ):
+        negative = min(self.clip_low, self.clip_high, self.beta) < 0
+        if negative or (self.constant is not None and self.constant < 1):
             raise SparseRLError(
-                f"loss: clip_low {self.clip_low}, clip_high {self.clip_high} and beta {self.beta} must not be negative, "
-                f"constant {self.constant} must be at least 1."
+                f"loss: clip_low {self.clip_low}, clip_high {self.clip_high} and beta {self.beta} must not be "
+                f"negative, and constant {self.constant} must be at least 1."
             )
 
 
-def token_scale(mask: Tensor, accepted: Tensor, how: Loss) -> Tensor:
-    """What each token's loss is multiplied with so that the sum is the chosen mean. mask bool [N, T], accepted bool [N] -> fp32 [N, T]"""
-    trajectories = accepted.sum().clamp(min=1) if how.renormalise else len(mask)
-    if how.mean == "token-mean":
+def token_scale(mask: Tensor, accepted: Tensor, loss: Loss) -> Tensor:
+    """The factor of each token's loss that makes the sum over tokens the chosen mean.
+
+    mask bool [N, T], accepted bool [N] -> fp32 [N, T]
+    """
+    trajectories = accepted.sum().clamp(min=1) if loss.renormalise else len(mask)
+    if loss.mean == "token-mean":
         scale = 1 / mask.sum().clamp(min=1)
-    elif how.mean == "dr-grpo":
-        if how.constant is None:
+    elif loss.mean == "dr-grpo":
+        if loss.constant is None:
             raise SparseRLError(
                 "loss.mean is dr-grpo but loss.constant is not given; use the longest response, such as max_new_tokens."
             )
-        scale = torch.as_tensor(1 / (trajectories * how.constant), device=mask.device)
+        scale = torch.as_tensor(1 / (trajectories * loss.constant), device=mask.device)
     else:
         scale = 1 / (trajectories * mask.sum(1, keepdim=True).clamp(min=1))
     return scale * mask.float()
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """r = exp(learner - old), of each token or of the sequence (then the same number for all its tokens). -> [N, T]"""
+    """r = exp(learner - old), of each token or of the sequence (then all its tokens have the same number). -> [N, T]"""
     drift = torch.where(mask, logprobs - old_logprobs, 0.0)
     if level == "sequence":
         drift = (drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(drift)
@@ -84,11 +83,14 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor, clip: float | None = None) 
 
 
 def surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, how: Loss
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, loss: Loss
 ) -> tuple[Tensor, Tensor]:
-    """Every token's weighted, clipped loss before any mean, and which tokens were clipped. All [N, T]; advantages may be [N, 1]."""
-    r = ratio(logprobs, old_logprobs, mask, how.level)
-    clipped = r.clamp(1 - how.clip_low, 1 + how.clip_high)
+    """Every token's weighted, clipped loss before any mean, and which tokens were clipped.
+
+    All tensors are [N, T]; advantages may be [N, 1].
+    """
+    r = ratio(logprobs, old_logprobs, mask, loss.level)
+    clipped = r.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     gain, clipped_gain = r * advantages, clipped * advantages
     return weights * -torch.minimum(gain, clipped_gain), (clipped_gain < gain) & mask
 
@@ -100,22 +102,24 @@ def policy_loss(
     mask: Tensor,
     weights: Tensor,
     scale: Tensor,
-    how: Loss,
+    loss: Loss,
     reference_logprobs: Tensor | None = None,
     clip_kl: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The loss of a micro-batch, the sums its metrics are made of, and which tokens were clipped.
 
-    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T]. -> (loss, sums, clipped bool [N, T])
+    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T].
+    -> (loss, sums, clipped bool [N, T])
     """
-    token_loss, cut = surrogate(logprobs, old_logprobs, advantages[:, None], mask, weights, how)
+    token_loss, clipped = surrogate(logprobs, old_logprobs, advantages[:, None], mask, weights, loss)
     sums = {
         "tokens": mask.sum(),
-        "clipped": cut.sum(),
+        "clipped": clipped.sum(),
         "drift": ((logprobs - old_logprobs).detach() * mask).sum(),
     }
-    if how.beta > 0:
+    if loss.beta > 0:
+        assert reference_logprobs is not None, "a KL term needs the reference's log-probs"
         penalty = k3(logprobs, reference_logprobs, clip_kl)
         sums["kl"] = (penalty.detach() * mask).sum()
-        token_loss = token_loss + how.beta * penalty
-    return torch.where(mask, scale * token_loss, 0.0).sum(), sums, cut
+        token_loss = token_loss + loss.beta * penalty
+    return torch.where(mask, scale * token_loss, 0.0).sum(), sums, clipped

@@ -1,19 +1,24 @@
-"""A method: how the learner sees a trajectory, what it does about the difference from the sampler, and what else it learns from.
+"""A method: how the learner sees a trajectory, what it does about the gap to the sampler, and what else it learns from.
 
-    view        `dense`: every token sees all before it. `shadow`: exactly what the sampler's cache still held, replayed from the trace
-    correction  what to do about the gap; in the shadow view there is none but rounding
-    distill     the view that is trained is pulled to the other one, or the other one to it (distill.py)
+    view        `dense`: every token sees all tokens before it. `shadow`: exactly what the sampler's cache still held,
+                replayed from the trace
+    correction  what to do about the gap (correct.py); in the shadow view the gap is only rounding
+    distill     a direction of distillation between the two views (distill.py)
 
-A preset is a vetted combination.
+A preset is a vetted combination. To add one, register it; `learn.method` then accepts its name, and
+`sparse-rl list presets` shows it:
+
+    register_method("tis-5", Method(Correction(cap=5.0)))
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import SparseRLError, nearest
 from .correct import PRESETS, Correction
-from .distill import DIRECTIONS
+from .distill import DIRECTIONS, DISTILL_WEIGHT
 
 VIEWS = ("dense", "shadow")
 
@@ -23,30 +28,47 @@ class Method:
     correction: Correction = PRESETS["none"]
     view: str = "dense"
     distill: str | None = None  # a direction of distill.py; needs the shadow view
+    distill_weight: float = DISTILL_WEIGHT  # lambda; without a direction it has no effect
 
     def __post_init__(self):
         if self.view not in VIEWS:
             raise SparseRLError(f"learn.view is {self.view!r}; {nearest(self.view, VIEWS)}")
         if self.distill is not None and self.distill not in DIRECTIONS:
             raise SparseRLError(
-                f"learn.distill is {self.distill!r}; it must be one of {', '.join(DIRECTIONS)}, or null for the method's."
+                f"learn.distill is {self.distill!r}; it must be one of {', '.join(DIRECTIONS)}, or null for the "
+                "method's own."
             )
         if self.distill is not None and self.view != "shadow":
             raise SparseRLError(
-                f"distillation ({self.distill}) is between the two views, so it goes with learn.view: shadow, not {self.view}."
+                f"distillation ({self.distill}) works between the two views, so it needs learn.view: shadow, not "
+                f"{self.view}."
             )
         if self.view == "shadow" and self.correction.old == "sampler":
             raise SparseRLError(
-                "a correction with old: sampler (naive) takes the sampler's own log-probs, so it has no view to replay; use shadow."
+                "a correction with old: sampler (naive) takes the sampler's own log-probs, so it has no view to "
+                "replay; use learn.method: shadow."
             )
 
 
-METHODS = {name: Method(how) for name, how in PRESETS.items()}
-METHODS["shadow"] = Method(view="shadow")
-METHODS["smd"] = Method(view="shadow", distill="a")
+METHODS: dict[str, Method] = {name: Method(correction) for name, correction in PRESETS.items()}
 
 
-def method(preset: str, **parts) -> Method:
+def register_method(name: str, method: Method) -> Method:
+    """Make a method known under a name, to recipes and to `sparse-rl list presets`.
+
+    A method that only corrects is also a correction preset, which `correction(name)` and other trainers' adapters find.
+    """
+    METHODS[name] = method
+    if method == Method(method.correction):
+        PRESETS[name] = method.correction
+    return method
+
+
+register_method("shadow", Method(view="shadow"))
+register_method("smd", Method(view="shadow", distill="dense-to-shadow"))
+
+
+def method(preset: str, **parts: Any) -> Method:
     """A preset, with parts of it changed."""
     if preset not in METHODS:
         raise SparseRLError(f"there is no method {preset!r}; {nearest(preset, METHODS)}")

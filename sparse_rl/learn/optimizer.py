@@ -1,13 +1,15 @@
 """AdamW that always works in fp32, whatever the model's dtype.
 
-At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So for every trained parameter below
-fp32 an fp32 master is kept; gradients are accumulated into the master as they arise, the master is updated, and the parameter is its
-rounding. An fp32 parameter is its own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16.
+At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So every trained
+parameter below fp32 has an fp32 master; gradients are accumulated into the master as they arise, the master is updated,
+and the parameter is the master's rounding. An fp32 parameter is its own master. Memory per trained parameter: 16 bytes
+in fp32, 18 in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,18 +32,22 @@ class OptimizerSettings:
     def __post_init__(self):
         require_int(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
         positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and self.eps > 0
-        if not (
-            positive and self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
-        ):  # NaN fails every comparison
+        decays = self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        if not (positive and decays):  # NaN fails every comparison
             raise SparseRLError(
-                f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm {self.max_grad_norm} above 0, "
-                f"weight_decay {self.weight_decay} not negative, betas {list(self.betas)} from 0 to below 1."
+                f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm "
+                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative, betas "
+                f"{list(self.betas)} from 0 to below 1."
             )
+
+    def lr_after(self, steps: int) -> float:
+        """The learning rate of the optimizer step that follows `steps` others: it rises linearly, then stays."""
+        return self.lr * min(1.0, (steps + 1) / max(self.warmup_steps, 1))
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[nn.Parameter], how: OptimizerSettings):
-        self.how = how
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings):
+        self.settings = settings
         self.parameters = [p for p in parameters if p.requires_grad]
         if not self.parameters:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
@@ -52,30 +58,34 @@ class MasterAdamW:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_into(master))
+                parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
         decays = [m for m in self.masters if m.dim() > 1]
         plain = [m for m in self.masters if m.dim() <= 1]
-        groups = [{"params": decays, "weight_decay": how.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
-            lr=how.lr,
-            betas=how.betas,
-            eps=how.eps,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
             fused=self.masters[0].device.type == "cuda",
         )
 
-    def step(self, share: float) -> tuple[float, float]:
-        """One update from the accumulated gradients at a share of the learning rate: (gradient norm before clipping, learning rate).
+    def step(self, steps_done: int, loss: float = 0.0) -> tuple[float, float]:
+        """One update from the accumulated gradients: (gradient norm before clipping, learning rate).
 
-        A norm that is not finite means that nothing was updated. Gradients are cleared either way.
+        steps_done: the optimizer steps before this one, for the warm-up. If the loss or the norm is not finite, nothing
+        is updated and the norm that is returned is not finite. Gradients are cleared in any case.
         """
-        lr = self.how.lr * share
-        norm = full(nn.utils.clip_grad_norm_(self.masters, self.how.max_grad_norm)).item()
-        if norm == norm and norm != float("inf"):
+        if not math.isfinite(loss):
+            self.clear()
+            return math.nan, math.nan
+        lr = self.settings.lr_after(steps_done)
+        norm = full(nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm)).item()
+        if math.isfinite(norm):
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
-            self._publish()
+            self._round_masters()
         self.clear()
         return norm, lr
 
@@ -84,21 +94,23 @@ class MasterAdamW:
             tensor.grad = None
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def _round_masters(self) -> None:
         """Every parameter becomes the rounding of its master."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
 
     def gradients(self) -> list[Tensor]:
-        """What was accumulated so far, in fp32; zeros where there was nothing."""
+        """The gradients accumulated so far, in fp32; zeros where there are none."""
+        found = []
         for master in self.masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return [master.grad for master in self.masters]
+            found.append(master.grad)
+        return found
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Masters, moments and steps of all parameters, in their order. Zeros where nothing was updated yet."""
+        """Masters, moments and steps of all parameters, in their order; zeros where nothing was updated yet."""
         states = [
             self.adamw.state.get(m) or {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)}
             for m in self.masters
@@ -114,8 +126,9 @@ class MasterAdamW:
     def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
         if missing := {"masters", "exp_avg", "exp_avg_sq", "step"} - state.keys():
             raise SparseRLError(
-                f"the optimizer's state has no {', '.join(sorted(missing))} (it has: {', '.join(state)}): another version of sparse-rl "
-                "wrote it; go on with that one, or start another run from the checkpoint's folder with model.name."
+                f"the optimizer's state has no {', '.join(sorted(missing))} (it has: {', '.join(state)}): another "
+                "version of sparse-rl wrote it; go on with that version, or start another run from the checkpoint's "
+                "folder with model.name."
             )
         for i, master in enumerate(self.masters):
             put(state["masters"][i], master)
@@ -124,13 +137,26 @@ class MasterAdamW:
                 put(state[name][i], tensor)
             step = state["step"][i].to(master.device if self.adamw.defaults["fused"] else "cpu", copy=True)
             self.adamw.state[master] = {"step": step, **moments}
-        self._publish()
+        self._round_masters()
 
 
-def _into(master: Tensor):
+def count_skipped(skipped: int, norm: float, limit: int, sentence: Callable[[int], str]) -> int:
+    """Steps in a row that were skipped for numbers that are not finite, after a step with this gradient norm.
+
+    At `limit` it raises the sentence, which is given the count.
+    """
+    if math.isfinite(norm):
+        return 0
+    if skipped + 1 >= limit:
+        raise SparseRLError(sentence(skipped + 1))
+    return skipped + 1
+
+
+def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
     """A hook that moves a parameter's gradient into its master's, in fp32."""
 
-    def hook(parameter: nn.Parameter) -> None:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
         if master.grad is None:
             master.grad = parameter.grad.float()
         else:

@@ -1,10 +1,11 @@
 """Log-probs of tokens that are already there, in the learner's view: dense (stock attention) or shadow (under a trace).
 
-The decoder runs once over whole sequences. The head runs on chunks of the tokens that are asked for, and again during backward, so
-[tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. What a model does to its logits (scales,
-soft-caps) is kept, because the head is the model's own forward with the decoder's output put in.
+The decoder runs once over whole sequences. The head runs on chunks of the target tokens, and again during backward, so
+[tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. What a model does to its
+logits (scales, soft-caps) is kept, because the head is the model's own forward with the decoder's output put in.
 
-Shapes: B sequences, T tokens (padded at the end: causal attention never looks there), n tokens asked for, V vocabulary.
+Shapes: B sequences, T tokens (padded at the end, where causal attention never looks), n target tokens, V vocabulary.
+`target_mask` bool [B, T] marks the tokens whose log-probs are wanted; it never marks the first token of a sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,40 +26,46 @@ from ..errors import SparseRLError
 from ..models import head_chunk
 from ..records import Trajectory
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None, temperature: float = 1.0) -> Tensor:
-    """fp32 [T]: the log-prob of each token given those before it; 0 for the first, and for beacons. Differentiable.
+    """fp32 [T]: the log-prob of each token given those before it; 0 for the first token and beacons. Differentiable.
 
-    tokens [T]. Without a trace every token sees all before it; with one, exactly what the sampler's cache still held. Temperature 0
-    reads as 1, as in the sampler.
+    tokens [T]. Without a trace every token sees all tokens before it; with one, exactly what the sampler's cache still
+    held. Temperature 0 reads as 1, as in the sampler.
     """
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens, device=device)[None]
-    asked = torch.arange(tokens.shape[1], device=device)[None] > 0
+    target_mask = torch.arange(tokens.shape[1], device=device)[None] > 0
     if (beacon := beacon_of(model)) is not None:
-        asked &= ~beacon.is_beacon(tokens)
+        target_mask &= ~beacon.is_beacon(tokens)
     replay = None if trace is None else replay_of(model, [(tokens[0], trace)])
-    return batch_logprobs(model, tokens, asked, temperature, replay)[0]
+    return batch_logprobs(model, tokens, target_mask, temperature, replay)[0]
 
 
 def batch_logprobs(
-    model: nn.Module, tokens: Tensor, asked: Tensor, temperature: float = 1.0, replay: Replay | None = None
+    model: nn.Module, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0, replay: Replay | None = None
 ) -> Tensor:
-    """fp32 [B, T]: log-probs of the tokens `asked` for (bool [B, T], never the first of a sequence), 0 elsewhere. Differentiable.
+    """fp32 [B, T]: log-probs of the target tokens, 0 elsewhere. Differentiable.
 
     tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view.
     """
-    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, asked, temperature)
+    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, target_mask, temperature)
 
 
-def logprobs_of(model: nn.Module, states, tokens: Tensor, asked: Tensor, temperature: float = 1.0) -> Tensor:
-    """`batch_logprobs` from hidden states that are there already."""
-    values = over_chunks(model, states, asked, chosen_logprobs(temperature or 1.0), tokens[asked])
-    return values.new_zeros(tokens.shape).masked_scatter(asked, values)
+def logprobs_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0) -> Tensor:
+    """`batch_logprobs` from hidden states that were computed already."""
+    values = over_chunks(model, states, target_mask, chosen_logprobs(temperature or 1.0), tokens[target_mask])
+    return values.new_zeros(tokens.shape).masked_scatter(target_mask, values)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
-    """What the decoder hands to the head, as the model's own output record. tokens [B, T] -> last_hidden_state [B, T, hidden]"""
+    """What the decoder hands to the head, as the model's own output record.
+
+    tokens [B, T] -> last_hidden_state [B, T, hidden]
+    """
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
     inputs = {"input_ids": tokens, "use_cache": False}
@@ -76,21 +84,23 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
         hook.remove()
     if not caught:
         raise SparseRLError(
-            f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: log-probs of it are not supported."
+            f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: its log-probs are not supported."
         )
     states = caught[0]
-    if beacon is not None:  # what follows a beacon was predicted before it
+    if beacon is not None:  # the token after a beacon was predicted by the state before the beacon
         after = states.last_hidden_state
         states.last_hidden_state = torch.where(beacon.is_beacon(tokens)[..., None], after.roll(1, 1), after)
     return states
 
 
-def over_chunks(model: nn.Module, states, asked: Tensor, function: Callable[..., Tensor], *per_token: Tensor) -> Tensor:
-    """function(logits fp32 [c, V], *per_token [c]) -> [c, ...] for chunks of the tokens asked for, put together: [n, ...].
+def over_chunks(
+    model: nn.Module, states, target_mask: Tensor, function: Callable[..., Tensor], *per_token: Tensor
+) -> Tensor:
+    """function(logits fp32 [c, V], *per_token [c]) -> [c, ...] for chunks of the target tokens, put together: [n, ...].
 
-    The logits of a token are those that predict it, made from the state one place before it. asked bool [B, T].
+    The logits of a token are those that predict it, made from the state before it.
     """
-    before = states.last_hidden_state[:, :-1][asked[:, 1:]]  # [n, hidden]
+    before = states.last_hidden_state[:, :-1][target_mask[:, 1:]]  # [n, hidden]
 
     def chunk(part: Tensor, *others: Tensor) -> Tensor:
         return function(head(model, states, part), *others)
@@ -101,7 +111,7 @@ def over_chunks(model: nn.Module, states, asked: Tensor, function: Callable[...,
 
 
 def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
-    """The logits the model makes of given hidden states, in fp32. [n, hidden] -> [n, V]"""
+    """The logits that the model makes of given hidden states, in fp32. [n, hidden] -> [n, V]"""
     causal_lm = _causal_lm(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
@@ -125,7 +135,7 @@ def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """For `over_chunks`: log-prob of the target, entropy of the distribution it was drawn from, its rank there (1: likeliest). -> [n, 3]"""
+    """For `over_chunks`: the target's log-prob, its distribution's entropy, its rank there (1: likeliest). -> [n, 3]"""
 
     def function(logits: Tensor, targets: Tensor) -> Tensor:
         logprobs = (logits / temperature).log_softmax(-1)
@@ -137,7 +147,7 @@ def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], T
 
 
 def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay:
-    """What the queries of several (tokens, trace) could see, side by side, after checking that each belongs to its tokens."""
+    """What the queries of several (tokens, trace) pairs could see, after a check that each trace fits its tokens."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(tokens) for tokens, _ in items])
     return Replay(pad_traces(model, items).to(device), lengths.to(device))
@@ -145,7 +155,7 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
 
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
     """The traces side by side, padded with "never": int32 [B, L, H, T]"""
-    config = model.config.get_text_config(decoder=True)
+    config = _causal_lm(model).config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     longest = max(len(tokens) for tokens, _ in items)
     padded = torch.full(
@@ -153,29 +163,30 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
     )
     if beacon_of(model) is None and (highest := max(int(tokens.max()) for tokens, _ in items)) >= config.vocab_size:
         raise SparseRLError(
-            f"the tokens hold id {highest}, outside this model's vocabulary of {config.vocab_size}: a beacon's, or another tokenizer's; "
-            "use the model that sampled them."
+            f"the tokens hold id {highest}, outside this model's vocabulary of {config.vocab_size}: it is a beacon's "
+            "or another tokenizer's; use the model that sampled them."
         )
     for row, (tokens, trace) in zip(padded, items, strict=True):
         expected = (config.num_hidden_layers, heads, len(tokens))
         if tuple(trace.evicted_at.shape) != expected:
             raise SparseRLError(
-                f"the trace is for (layers, KV heads, tokens) {tuple(trace.evicted_at.shape)} but this model and these tokens have "
-                f"{expected}; it belongs to another trajectory or another model."
+                f"the trace is for (layers, KV heads, tokens) {tuple(trace.evicted_at.shape)} but this model and these "
+                f"tokens have {expected}; it belongs to another trajectory or another model."
             )
         row[..., : len(tokens)] = trace.evicted_at.to(torch.int32)
         if (row[..., : len(tokens)] <= torch.arange(len(tokens))).any():
             raise SparseRLError(
-                "the trace says of a token that it was gone before it was fed: it is damaged; sample the trajectory again."
+                "the trace says that a token was evicted before it was fed: it is damaged; sample the trajectory again."
             )
     return padded
 
 
 @torch.no_grad()
 def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> Tensor:
-    """alpha of every response token: sum over the vocabulary of min(dense, sampler) probability = 1 - total variation. fp32 [response]
+    """alpha of every response token: the sum over the vocabulary of min(dense, sampler) probability = 1 - total
+    variation.
 
-    The sampler's distribution comes from the shadow view, which equals it; so both are exact.
+    The sampler's distribution comes from the shadow view, which equals it; so both are exact. -> fp32 [response]
     """
     device = next(model.parameters()).device
     whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
@@ -183,9 +194,9 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     shadow = hidden_states(
         model, trajectory.tokens.to(device)[None], replay_of(model, [(trajectory.tokens, trajectory.trace)])
     )
-    asked = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
-    views = ((dense, asked), (shadow, trajectory.response_mask.to(device)[None]))
-    pairs = (states.last_hidden_state[:, :-1][asked[:, 1:]].split(_chunk(model)) for states, asked in views)
+    target_mask = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
+    views = ((dense, target_mask), (shadow, trajectory.response_mask.to(device)[None]))
+    pairs = (states.last_hidden_state[:, :-1][target_mask[:, 1:]].split(_chunk(model)) for states, target_mask in views)
     shares = []
     for ours, theirs in zip(*pairs, strict=True):
         p, q = ((head(model, dense, part) / temperature).softmax(-1) for part in (ours, theirs))
@@ -194,7 +205,7 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
 
 
 class _FixedOutput(nn.Module):
-    """Stands in for the decoder and returns what it is given."""
+    """A stub of the decoder that returns the output it was made with."""
 
     def __init__(self, output):
         super().__init__()
@@ -208,7 +219,7 @@ def _chunk(model: nn.Module) -> int:
     return head_chunk(_causal_lm(model).config.get_text_config(decoder=True).vocab_size)
 
 
-def _causal_lm(model: nn.Module) -> nn.Module:
+def _causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside whatever wraps it."""
     from transformers import PreTrainedModel
 
@@ -220,11 +231,11 @@ def _decoder(model: nn.Module) -> nn.Module:
     decoder = getattr(causal_lm, causal_lm.base_model_prefix, None)
     if decoder is None:
         raise SparseRLError(
-            f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: not supported."
+            f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: it is not supported."
         )
     return decoder
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder's layers, whatever it calls them."""
+    """The decoder's layers, whatever the decoder calls them."""
     return next(child for child in _decoder(model).children() if isinstance(child, nn.ModuleList))

@@ -1,10 +1,11 @@
 """A model whose weights, gradients and moments are divided among the processes (FSDP2).
 
-Every process still samples and scores with whole weights of its own; only learning, which takes 16 bytes and more for a parameter, is
-divided. Shards are fp32, whatever the model's dtype: they are the masters, and what goes through the model is their rounding.
+Every process still samples and scores with whole weights of its own; only learning, which takes 16 bytes or more per
+parameter, is divided. Shards are fp32, whatever the model's dtype: they are the masters, and their rounding goes
+through the model.
 
-FSDP gathers weights when a module is called, on all processes at once. So all that the learner does with the model happens inside one call
-(`Sharded.forward`), and every process makes as many calls as the others.
+FSDP gathers weights when a module is called, on all processes at once. So everything that the learner does with the
+model happens inside one call (`Sharded.forward`), and every process makes as many calls as the others.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from .score import decoder_layers
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 T = TypeVar("T")
 
@@ -32,7 +37,7 @@ class Sharded(nn.Module):
 
 
 def shard(model: nn.Module, processes: int) -> Sharded:
-    """The model, divided among all processes: layer by layer, and what is around them. It is changed, not copied."""
+    """The model, divided among all processes: layer by layer, then the rest. The model is changed, not copied."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -47,13 +52,16 @@ def shard(model: nn.Module, processes: int) -> Sharded:
     for parameter in model.parameters():
         if not is_divided(parameter):
             parameter.data = parameter.data.float()
-    return fully_shard(around, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return cast(Sharded, fully_shard(around, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
 
 
 @torch.no_grad()
-def publish(shards: nn.Module, whole: nn.Module) -> None:
-    """Whole weights become what the shards are, rounded to their dtype. All processes do it together."""
-    for theirs, ours in zip(shards.parameters(), whole.parameters(), strict=True):
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy the trained weights of a model, whole or divided, into a whole one, rounded to its dtype.
+
+    All processes do it together.
+    """
+    for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         if ours.requires_grad:
             ours.copy_(full(theirs.to(ours.dtype)))
 
@@ -63,13 +71,14 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
-def is_divided(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # torch.distributed's DTensor
+def is_divided(value: object) -> TypeIs[DTensor]:
+    """Whether a value is a tensor that is divided among processes, torch.distributed's DTensor."""
+    return hasattr(value, "full_tensor")
 
 
 @torch.no_grad()
 def put(whole: Tensor, into: Tensor) -> None:
-    """Copy a whole tensor, which every process has, into one that may be divided."""
+    """Copy a whole tensor, which every process has, into a tensor that may be divided."""
     if is_divided(into) and not is_divided(whole):
         from torch.distributed.tensor import distribute_tensor
 
@@ -78,25 +87,27 @@ def put(whole: Tensor, into: Tensor) -> None:
 
 
 def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Every process writes its own part. All do it together."""
-    import torch.distributed.checkpoint as dcp
+    """Every process writes its own part. All processes do it together."""
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with readable_checkpoint_errors():
-        dcp.save(tensors, checkpoint_id=folder)
+        save(tensors, checkpoint_id=folder)
 
 
 def load_shards(into: dict[str, Tensor], folder: Path) -> None:
     """Read what any number of processes wrote, into tensors that are whole or divided in any other way."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     with readable_checkpoint_errors():
-        dcp.load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+        load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
 
 
 @contextmanager
 def readable_checkpoint_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint raises, on all processes, something that is not even an Exception: say what went wrong first."""
-    from torch.distributed.checkpoint import CheckpointException
+    """torch.distributed.checkpoint raises, on all processes, an object that is not even an Exception: raise what went
+    wrong first.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield

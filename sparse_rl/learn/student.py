@@ -1,12 +1,15 @@
-"""Students: copies of the model that learn, from its own rollouts, to think while their chunks are folded into beacons (Breadcrumbs).
+"""Students: copies of the model that learn from its rollouts to reason while their chunks are folded into beacons.
 
-    for every minibatch of a step's trajectories, as the teacher (the model that sampled them) sees them whole:
-        lay beacons into each, one after every chunk: c tokens, drawn for the sequence or for every chunk
-        KL( sg(teacher) || student ) of every response token, exact over the vocabulary, in chunks of it
-        one optimizer step of the student
+The method is Breadcrumbs. For every minibatch of a step's trajectories, which the teacher (the model that sampled them)
+sees whole:
 
-So the teacher's rollouts, already paid for by its own learning, are the students' data; a batch costs one more forward pass of the teacher
-and one forward-backward pass of each student. Shapes: B rows, T tokens as fed, beacons included, n response tokens of a micro-batch.
+    insert a beacon into each trajectory after every chunk: c tokens, drawn for the sequence or for every chunk
+    KL( sg(teacher) || student ) of every response token, exact over the vocabulary, in chunks
+    one optimizer step of the student
+
+So the students learn from the teacher's rollouts, which its own learning has paid for already; a batch costs one more
+forward pass of the teacher and one forward-backward pass of each student. Shapes: B rows, T tokens as fed, beacons
+included, n response tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,26 +41,27 @@ from ..streams import stream_key
 from .batch import Sampled, pack
 from .distill import divergence
 from .learner import learning
-from .optimizer import MasterAdamW, OptimizerSettings
+from .optimizer import MasterAdamW, OptimizerSettings, count_skipped
 from .score import head, hidden_states, over_chunks
 
 DRAWS = ("sequence", "chunk")
 _NEVER = torch.iinfo(torch.int32).max
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class StudentSettings:
     chunks: list[Any] = key(
-        "students that fold their reasoning into beacons, each by its chunks' tokens: 8, or a list; []: none", []
+        "students that fold their reasoning into beacons, each by its tokens per chunk: 8, or a list; []: none", []
     )
-    draw: str = key("with several sizes, which one is drawn for: every sequence, or every chunk", "sequence")
-    position: str = key("a beacon's: shared (the last token's of its chunk) or own", "shared")
-    lr: float = key("learning rate of the students; everything else is the optimizer's", 1e-4)
+    draw: str = key("with several chunk sizes, one is drawn for every `sequence` or for every `chunk`", "sequence")
+    position: str = key("the RoPE position of a beacon: shared (with the last token of its chunk) or own", "shared")
+    lr: float = key("learning rate of the students; all other settings are those of the optimizer section", 1e-4)
     lora_rank: int = key(
-        "0: a student has weights of its own; else it is the teacher as it stands, with adapters of that rank", 0
+        "0: a student has weights of its own; else it is the current teacher with adapters of this rank", 0
     )
     lora_alpha: int = key("scale of the adapters: alpha / rank", 16)
-    late: bool = key("the model is a finished teacher: it samples, but only students learn", False)
+    freeze_teacher: bool = key("the model is a finished teacher: it samples, but only students learn", False)
 
     def __post_init__(self):
         if not isinstance(self.chunks, (list, tuple)) or not all(map(sizes_of, self.chunks)):
@@ -69,21 +73,21 @@ class StudentSettings:
             raise SparseRLError(f"student.chunks is {self.chunks!r}: two students are the same; name each once.")
         if self.draw not in DRAWS or self.position not in POSITIONS:
             raise SparseRLError(
-                f"student.draw is {self.draw!r} and student.position {self.position!r}; they must be one of {', '.join(DRAWS)} and one of "
-                f"{', '.join(POSITIONS)}."
+                f"student.draw is {self.draw!r} and student.position is {self.position!r}; draw must be one of "
+                f"{', '.join(DRAWS)}, and position one of {', '.join(POSITIONS)}."
             )
         if not 0 < self.lr < 1:
             raise SparseRLError(f"student.lr is {self.lr}; it must be between 0 and 1.")
         require_int(at_least=0, **{"student.lora_rank": self.lora_rank})
         require_int(**{"student.lora_alpha": self.lora_alpha})
-        if self.late and not self.chunks:
+        if self.freeze_teacher and not self.chunks:
             raise SparseRLError(
-                "student.late is true, but there is no student; say which with student.chunks, such as [8]."
+                "student.freeze_teacher is true, but there is no student; name one with student.chunks, such as [8]."
             )
 
 
 def sizes_of(entry) -> tuple[int, ...]:
-    """What a student's chunks may have: 8 -> (8,), [2, 4] -> (2, 4)."""
+    """The chunk sizes of a student: 8 -> (8,), [2, 4] -> (2, 4)."""
     sizes = tuple(entry) if isinstance(entry, (list, tuple)) else (entry,)
     for size in sizes:
         check_chunk(size)
@@ -95,66 +99,93 @@ def name_of(sizes: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TeacherStates:
     """What the teacher made of a micro-batch, without beacons."""
 
     model: nn.Module
-    output: Any  # its decoder's
+    output: Any  # the decoder's output
     states: Tensor  # [n, hidden]: those that predict each response token
 
 
 class Student:
     def __init__(
-        self, teacher: nn.Module, sizes: tuple[int, ...], how: StudentSettings, optimizer: OptimizerSettings, seed: int
+        self,
+        teacher: nn.Module,
+        sizes: tuple[int, ...],
+        settings: StudentSettings,
+        optimizer: OptimizerSettings,
+        seed: int,
     ):
-        self.name, self.sizes, self.how = name_of(sizes), sizes, how
-        self.model = add_beacon(copied(teacher), sizes, how.position, seed)
-        self.follows = list(zip(self.model.parameters(), _in_order(self.model, teacher))) if how.lora_rank else []
-        if how.lora_rank:
-            self.model = with_lora(self.model, how.lora_rank, how.lora_alpha, key="student.lora_rank")
-        self.optimizer = MasterAdamW(self.model.parameters(), replace(optimizer, lr=how.lr))
+        self.name, self.sizes, self.settings = name_of(sizes), sizes, settings
+        self.model = add_beacon(copied(teacher), sizes, settings.position, seed)
+        self.follows = list(zip(self.model.parameters(), _in_order(self.model, teacher))) if settings.lora_rank else []
+        if settings.lora_rank:
+            self.model = with_lora(self.model, settings.lora_rank, settings.lora_alpha, key="student.lora_rank")
+        self.optimizer = MasterAdamW(self.model.parameters(), replace(optimizer, lr=settings.lr))
         self.version = 0  # optimizer steps
-        self.skipped = 0  # of them in a row, for non-finite numbers
+        self.skipped = 0  # steps in a row that were skipped because a number was not finite
 
     def insert_beacons(self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int]) -> BeaconLayout:
-        """Trajectories with this student's beacons. tokens int64 [B, T - beacons], prompts, lengths [B], streams: of what is drawn"""
-        if self.how.draw == "chunk":
+        """Trajectories with this student's beacons.
+
+        tokens int64 [B, T - beacons]; prompts, lengths [B]; streams: one random stream per row, for the sizes drawn
+        """
+        beacon = beacon_of(self.model)
+        assert beacon is not None
+        if self.settings.draw == "chunk":
             ends = random_chunk_ends(self.sizes, streams, prompts, lengths, tokens.shape[1])
         else:
             chunks = torch.tensor([self.sizes[stream % len(self.sizes)] for stream in streams])
             ends = fixed_chunk_ends(chunks, prompts, lengths, tokens.shape[1])
-        return insert_beacons(tokens, prompts, lengths, ends, beacon_of(self.model).id, _NEVER)
+        return insert_beacons(tokens, prompts, lengths, ends, beacon.id, _NEVER)
 
-    def kl(self, fed: BeaconLayout, teacher: Seen, temperature: float) -> Tensor:
+    def kl(self, fed: BeaconLayout, teacher: TeacherStates, temperature: float) -> Tensor:
         """KL(teacher || student) of every response token. -> fp32 [n]"""
         device = teacher.states.device
-        replay = Replay(
-            fed.evicted_at.to(device, torch.int32)[:, None, None], fed.lengths.to(device)
-        )  # all layers and heads alike
+        evicted_at = fed.evicted_at.to(device, torch.int32)[:, None, None]  # the same for all layers and heads
+        replay = Replay(evicted_at, fed.lengths.to(device))
         hidden = hidden_states(self.model, fed.tokens.to(device), replay)
 
-        def between(logits: Tensor, theirs: Tensor) -> Tensor:
+        def divergence_of(logits: Tensor, theirs: Tensor) -> Tensor:
             with torch.no_grad():
                 target = (head(teacher.model, teacher.output, theirs) / temperature).log_softmax(-1)
             return divergence(target, (logits / temperature).log_softmax(-1))
 
-        return over_chunks(self.model, hidden, fed.sampled.to(device), between, teacher.states)
+        return over_chunks(self.model, hidden, fed.sampled.to(device), divergence_of, teacher.states)
 
-    def update(self) -> float:
-        """One optimizer step: its gradient norm; if that is not finite nothing was updated."""
-        norm, _ = self.optimizer.step(min(1.0, (self.version + 1) / max(self.optimizer.how.warmup_steps, 1)))
+    def update(self, kl: float, max_skipped: int) -> float:
+        """One optimizer step; returns its gradient norm.
+
+        A step in which a number is not finite changes nothing; too many such steps in a row end the run.
+        """
+        norm, _ = self.optimizer.step(self.version, kl)
         self.version += math.isfinite(norm)
+        self.skipped = count_skipped(
+            self.skipped,
+            norm,
+            max_skipped,
+            lambda count: (
+                f"{count} steps in a row of the student {self.name} had a KL ({kl}) or gradient norm ({norm}) that is "
+                f"not finite; lower student.lr (now {self.settings.lr})."
+            ),
+        )
         return norm
 
     @torch.no_grad()
     def follow(self) -> None:
-        """A student that is its teacher with adapters stands on the teacher as it is now."""
+        """Copy the teacher's current weights under the adapters of a student that has some."""
         for mine, theirs in self.follows:
             mine.copy_(theirs)
 
     def to_save(self) -> nn.Module:
         """The model as a folder holds it: adapters merged into the weights."""
-        return copied(self.model).merge_and_unload() if self.how.lora_rank else self.model
+        if not self.settings.lora_rank:
+            return self.model
+        from peft import PeftModel
+
+        adapted = copied(self.model)
+        assert isinstance(adapted, PeftModel)
+        return adapted.merge_and_unload()
 
     def state_dict(self) -> dict:
         return {"optimizer": self.optimizer.state_dict(), "version": self.version}
@@ -171,7 +202,7 @@ class Students:
     def __init__(
         self,
         teacher: nn.Module,
-        how: StudentSettings,
+        settings: StudentSettings,
         optimizer: OptimizerSettings,
         micro_batch_tokens: int = 16384,
         temperature: float = 1.0,
@@ -180,91 +211,83 @@ class Students:
         world: World | None = None,
     ):
         self.world = world or World()
-        self.micro_batch_tokens, self.temperature, self.seed, self.max_skipped = (
-            micro_batch_tokens,
-            temperature,
-            seed,
-            max_skipped,
-        )
-        self.every = [Student(teacher, sizes_of(entry), how, optimizer, seed) for entry in how.chunks]
+        self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
+        self.seed, self.max_skipped = seed, max_skipped
+        self.members = [Student(teacher, sizes_of(entry), settings, optimizer, seed) for entry in settings.chunks]
 
     def learn(self, teacher: nn.Module, sampled: Sampled, minibatches: int, step: int) -> dict[str, float]:
         """One optimizer step of every student per minibatch. The teacher is as it was when it sampled."""
-        sums = {student.name: [] for student in self.every}
-        for number, rows in enumerate(
-            torch.arange(len(sampled.lengths)).tensor_split(minibatches if self.every else 0)
-        ):
-            for name, found in self._step(teacher, sampled, rows, stream_key(self.seed, [step, number])).items():
-                sums[name].append(found)
+        if not self.members:
+            return {}
+        found: dict[str, list[tuple[float, float]]] = {student.name: [] for student in self.members}
+        for number, rows in enumerate(torch.arange(len(sampled.lengths)).tensor_split(minibatches)):
+            for name, result in self._step(teacher, sampled, rows, stream_key(self.seed, [step, number])).items():
+                found[name].append(result)
         return {
-            f"student/{name}/{quantity}": sum(f[i] for f in found) / len(found)
-            for name, found in sums.items()
+            f"student/{name}/{quantity}": sum(result[i] for result in results) / len(results)
+            for name, results in found.items()
             for i, quantity in enumerate(("kl", "grad_norm"))
         }
 
     def _step(self, teacher: nn.Module, sampled: Sampled, rows: Tensor, stream: int) -> dict[str, tuple[float, float]]:
-        """(mean KL of a token, gradient norm) of each student."""
-        count, sums = int(sampled.mask[rows].sum()), {student.name: 0.0 for student in self.every}
-        longer = 1 + 1 / min(min(student.sizes) for student in self.every)  # with beacons
-        mine = rows[sampled.owner[rows] == self.world.rank]
-        for part in pack(sampled.lengths[mine], int(self.micro_batch_tokens / longer)):
-            which = mine[part]
-            taught, lengths = seen(teacher, sampled, which), sampled.lengths[which]
-            tokens, prompts = sampled.tokens[which, : int(lengths.max())], sampled.mask[which].int().argmax(1)
-            for student in self.every:
-                streams = [
-                    stream_key(stream, [i], *student.sizes) % 2**62 for i in which.tolist()
-                ]  # run's seed, step, trajectory, student
-                fed = student.insert_beacons(tokens, prompts, lengths, streams)
-                with learning(student.model):
-                    kl = student.kl(fed, taught, self.temperature).sum()
-                    (kl / count).backward()
-                sums[student.name] += kl.item()
+        """(mean KL of a token, gradient norm) of each student. rows: the trajectories of one optimizer step"""
+        count, sums = int(sampled.mask[rows].sum()), {student.name: 0.0 for student in self.members}
+        longer = 1 + 1 / min(min(student.sizes) for student in self.members)  # with beacons
+        own_rows = rows[sampled.owner_rank[rows] == self.world.rank]
+        for part in pack(sampled.lengths[own_rows], int(self.micro_batch_tokens / longer)):
+            for name, kl in self._backward(teacher, sampled, own_rows[part], stream, count).items():
+                sums[name] += kl
         means = {name: total / count for name, total in self.world.add_numbers(sums).items()}
-        for student in self.every if self.world.size > 1 else ():
+        for student in self.members if self.world.size > 1 else ():
             self.world.add(student.optimizer.gradients())
-        return {
-            student.name: (means[student.name], self._update(student, means[student.name])) for student in self.every
-        }
+        return {s.name: (means[s.name], s.update(means[s.name], self.max_skipped)) for s in self.members}
 
-    def _update(self, student: Student, kl: float) -> float:
-        """The gradient norm. A step in which a number is not finite changes nothing; too many of them in a row end the run."""
-        norm = student.update() if math.isfinite(kl) else math.nan
-        student.optimizer.clear()
-        student.skipped = 0 if math.isfinite(norm) else student.skipped + 1
-        if student.skipped >= self.max_skipped:
-            raise SparseRLError(
-                f"{student.skipped} steps in a row of the student {student.name} had a KL ({kl}) or gradient norm ({norm}) that is not "
-                f"finite; lower student.lr (now {student.how.lr})."
-            )
-        return norm
+    def _backward(
+        self, teacher: nn.Module, sampled: Sampled, rows: Tensor, stream: int, count: int
+    ) -> dict[str, float]:
+        """Accumulate the gradients of a micro-batch in every student; returns the sum of each student's KL.
+
+        count: the response tokens of the optimizer step
+        """
+        taught, lengths = teacher_states(teacher, sampled, rows), sampled.lengths[rows]
+        tokens, prompts = sampled.tokens[rows, : int(lengths.max())], sampled.mask[rows].int().argmax(1)
+        sums = {}
+        for student in self.members:
+            # A stream for each (seed of the run, step, trajectory, student).
+            streams = [stream_key(stream, [i], *student.sizes) % 2**62 for i in rows.tolist()]
+            fed = student.insert_beacons(tokens, prompts, lengths, streams)
+            with learning(student.model):
+                kl = student.kl(fed, taught, self.temperature).sum()
+                (kl / count).backward()
+            sums[student.name] = kl.item()
+        return sums
 
     def follow(self) -> None:
-        for student in self.every:
+        for student in self.members:
             student.follow()
 
     @property
     def versions(self) -> list[int]:
-        return [student.version for student in self.every]
+        return [student.version for student in self.members]
 
     def state_dict(self) -> dict[str, dict]:
-        return {student.name: student.state_dict() for student in self.every}
+        return {student.name: student.state_dict() for student in self.members}
 
     def load_state_dict(self, state: dict[str, dict]) -> None:
-        for student in self.every:
+        for student in self.members:
             student.load_state_dict(state[student.name])
 
 
 @torch.no_grad()
-def seen(teacher: nn.Module, sampled: Sampled, rows: Tensor) -> Seen:
+def teacher_states(teacher: nn.Module, sampled: Sampled, rows: Tensor) -> TeacherStates:
     width, device = int(sampled.lengths[rows].max()), next(teacher.parameters()).device
     with evaluating(teacher):
         output = hidden_states(teacher, sampled.tokens[rows, :width].to(device))
-    return Seen(teacher, output, output.last_hidden_state[:, :-1][sampled.mask[rows, 1:width].to(device)])
+    return TeacherStates(teacher, output, output.last_hidden_state[:, :-1][sampled.mask[rows, 1:width].to(device)])
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy. Handles of hooks that transformers keeps on a model would not survive a second one: they are shared."""
+def copied(model: AnyModule) -> AnyModule:
+    """A deep copy, which shares the handles of hooks that transformers keeps: a second copy would lose them."""
     handles = [
         h
         for m in model.modules()
@@ -275,6 +298,6 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _in_order(student: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
-    """The teacher's parameters by the names of the student's; the beacon, which only the student has, follows itself."""
+    """For each of the student's parameters, the teacher's of that name; for the beacon, which it alone has, itself."""
     theirs = dict(teacher.named_parameters())
     return [theirs.get(name, mine) for name, mine in student.named_parameters()]

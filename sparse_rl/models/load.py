@@ -97,7 +97,9 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
     if (about := Path(source) / TEMPLATE_FILE).is_file():
         model.config.sparse_rl_template = json.loads(about.read_text())["template"]
     repair(model, tokenizer)
-    return set_logits(load_beacon(source, model).to(device).eval(), logits), tokenizer
+    model = load_beacon(source, model)
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return set_logits(model.eval(), logits), tokenizer
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:

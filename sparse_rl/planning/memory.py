@@ -192,7 +192,7 @@ def make_plan(
     logits = shape.vocabulary * 4  # in fp32, whatever the dtype of the weights
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # fp32 logits, softmax and cumulative sum of a row
     activations = 6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim
-    evicts, folds = compressor.evicts and not compressor.folds, compressor.folds
+    evicts, folds = compressor.has_budget, compressor.folds
     beside = compressor.interval if compressor.evicts_response or folds else new_tokens
     return Plan(
         compressor=compressor.name,

@@ -1,4 +1,4 @@
-"""A report of runs: their folders read as they are, made into one page, one picture, or Markdown."""
+"""A report of runs: read run folders as they are, and make one page, one picture or one Markdown file of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMATS = ("html", "png", "md")
 
 
 def write(runs: Sequence[str | os.PathLike], out: Path, kind: str = "html") -> Path:
-    """Write the report of these runs, whole or not at all."""
+    """Write the report of these runs. The file is complete or not there."""
     from ..files import replace_file
     from . import figures
     from .document import document

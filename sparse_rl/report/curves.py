@@ -1,4 +1,4 @@
-"""Files of metrics as curves, and notes on what is odd about them. N points of a curve, which are NaN where a number is missing: a gap."""
+"""Curves from files of metrics, and notes on what is odd about the files. A curve has N points; NaN marks a gap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ EXPECTED = {  # what every step of a run writes
     ),
     "timing.jsonl": ("time/step", "rollout/tokens_per_s", "cache/bytes/allocated"),
 }
-NAMES, LONGEST_NAME = 1000, 200  # metrics of a file, and characters of one
+MAX_NAMES = 1000  # metrics of one file that are shown
+MAX_NAME = 200  # characters of a metric's name
+NOT_FINITE, NOT_A_NUMBER, MISSING = "null, not finite or beyond 1e100", "not a number", "missing"  # reasons for a gap
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +36,11 @@ class Curve:
         return self.value[np.isfinite(self.value)]
 
 
+Curves = dict[str, Curve]  # name -> curve
+
+
 def lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path, links followed, is inside a folder. A link that leads to itself leads nowhere."""
+    """Whether a path is inside a folder once links are followed. A link that leads to itself is inside no folder."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
@@ -43,137 +48,123 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether a metric is one of held-out evaluations, which have lines of their own."""
+    """Whether a metric belongs to held-out evaluations, which write lines of their own."""
     return name.startswith("eval/") or name == "time/eval"
 
 
-Known = tuple[
-    tuple, Reading, tuple[dict[str, Curve], list[str]]
-]  # how a file looked, what was read of it, its curves and notes
-_read: dict[Path, Known] = {}
+@dataclass(frozen=True)
+class _Cached:
+    """A file when it was last read."""
+
+    status: tuple[int, ...]
+    reading: Reading
+    curves: Curves
+    notes: list[str]
 
 
-def read_curves(path: Path, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
-    """Numbers of a file of metrics as curves, by name, and notes. A file that did not change is not read; one that grew is read on."""
+_cache: dict[Path, _Cached] = {}
+
+
+def read_curves(path: Path, expected: Sequence[str]) -> tuple[Curves, list[str]]:
+    """The curves of a file, and notes. An unchanged file is not read; of one that grew, only the rest is parsed."""
     try:
-        known = _read.get(path)
-        if known is None or known[0] != _looks(path):
-            known = _read[path] = _look_into(path, expected, Reading() if known is None else known[1])
-        return known[2]
+        status, known = _status(path), _cache.get(path)
+        if known is None or known.status != status:
+            reading = read_on(path, Reading() if known is None else known.reading)
+            known = _cache[path] = _Cached(status, reading, *curves_of(reading, path.name, expected))
+        return known.curves, known.notes
+    except FileNotFoundError:
+        _cache.pop(path, None)
+        return {}, [f"there is no {path.name}"]
     except OSError as error:
-        _read.pop(path, None)
-        return {}, [
-            f"there is no {path.name}"
-            if isinstance(error, FileNotFoundError)
-            else f"{path.name} cannot be read ({error.strerror})"
-        ]
+        _cache.pop(path, None)
+        return {}, [f"{path.name} cannot be read ({error.strerror})"]
 
 
-def _looks(path: Path) -> tuple:
-    about = path.stat()
-    return about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size
+def _status(path: Path) -> tuple[int, ...]:
+    """A tuple that changes when the file does."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _look_into(path: Path, expected: Sequence[str], before: Reading) -> Known:
-    looks, reading = _looks(path), read_on(path, before)
-    return looks, reading, curves_of(reading, path.name, expected)
-
-
-def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[dict[str, Curve], list[str]]:
-    """Curves of what was read of a file, and notes."""
+def curves_of(reading: Reading, title: str, expected: Sequence[str]) -> tuple[Curves, list[str]]:
+    """The curves of what was read of a file, and notes."""
     notes = damage(title, reading.lines, reading.torn, reading.wrong)
     tables = list(reading.tables.values())
-    line, step = (
-        np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
-        for name in ("line", "step")
-    )
+    line, step = _lines_and_steps(tables)
     order = np.argsort(line)
     line, step = line[order], step[order]
-    if (stepless := line[step < 0]).size:
+    if stepless := line[step < 0].tolist():
         verb = "has no whole step and is" if len(stepless) == 1 else "have no whole step and are"
-        notes.append(f"{_lines(stepless)} of {title} {verb} left out")
+        notes.append(f"{_lines(stepless)} of {title} {verb} omitted")
     line, step = line[step >= 0], step[step >= 0]
-    late = line[1:][np.diff(step) < 0]
     known = dict.fromkeys(name for table in tables for name in table.names)
-    short = [name for name in dict.fromkeys([*expected, *known]) if name in known and len(name) <= LONGEST_NAME]
-    shown = set(short[:NAMES])
+    short = [name for name in dict.fromkeys([*expected, *known]) if name in known and len(name) <= MAX_NAME]
+    shown = set(short[:MAX_NAMES])
     if many := len(known) - len(shown):
-        limits = f"beyond {NAMES:,}, or with names of more than {LONGEST_NAME} characters"
-        notes.append(f"{_count(many, 'metric')} of {title} {_is(many)} left out: {limits}")
-    gaps: dict[str, Counter[str]] = {
-        "null, not finite or beyond 1e100": Counter(),
-        "no number": Counter(),
-        "missing": Counter(),
-    }
-    steps, curves, again = _columns(tables, {name for name in shown if not is_evaluation(name)}, gaps)
-    _, held_out, twice = _columns(tables, set(filter(is_evaluation, shown)), gaps)
+        limits = f"beyond {MAX_NAMES:,}, or with names of more than {MAX_NAME} characters"
+        notes.append(f"{_count(many, 'metric')} of {title} {_is(many)} omitted: {limits}")
+    gaps: dict[str, Counter[str]] = {NOT_FINITE: Counter(), NOT_A_NUMBER: Counter(), MISSING: Counter()}
+    steps, curves, repeated = _columns(tables, {name for name in shown if not is_evaluation(name)}, gaps)
+    _, held_out, repeated_too = _columns(tables, set(filter(is_evaluation, shown)), gaps)
     curves |= held_out
-    if twice := np.union1d(again, twice).tolist():
+    if twice := np.union1d(repeated, repeated_too).tolist():
         notes.append(f"{title} has {_count(len(twice), 'step')} more than once ({_some(twice)}): the later line counts")
-    if late.size:
-        notes.append(
-            f"{_lines(late)} of {title} {'goes' if len(late) == 1 else 'go'} back to an earlier step: shown in order of steps"
-        )
-    absent = [name for name in expected if name not in curves] if len(steps) else []
-    if absent:
+    if late := line[1:][np.diff(step) < 0].tolist():
+        verb = "goes" if len(late) == 1 else "go"
+        notes.append(f"{_lines(late)} of {title} {verb} back to an earlier step: shown in order of steps")
+    if len(steps) and (absent := [name for name in expected if name not in curves]):
         notes.append(f"{title} has no {', '.join(absent)}: an older version may have written it")
-    if holes := int(steps[-1] - steps[0]) + 1 - len(steps) if len(steps) else 0:
-        notes.append(
-            f"{_count(holes, 'step')} between {steps[0]} and {steps[-1]} {_is(holes)} missing in {title}: gaps"
-        )
-    gaps["missing"] = Counter(
-        {name: count for name, count in gaps["missing"].items() if name in expected}
-    )  # others come and go
-    notes += [f"{title}: {_per_name(counts)} {what}: gaps" for what, counts in gaps.items() if counts]
+    if len(steps) and (holes := int(steps[-1] - steps[0]) + 1 - len(steps)):
+        between = f"between {steps[0]} and {steps[-1]}"
+        notes.append(f"{_count(holes, 'step')} {between} {_is(holes)} missing in {title}: gaps")
+    gaps[MISSING] = Counter({name: count for name, count in gaps[MISSING].items() if name in expected})
+    notes += [f"{title}: {_per_name(counts)} {why}: gaps" for why, counts in gaps.items() if counts]
     return curves, notes
+
+
+def _lines_and_steps(tables: Sequence[Table]) -> tuple[np.ndarray, np.ndarray]:
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *(t.line for t in tables)]), np.concatenate([none, *(t.step for t in tables)])
 
 
 def _columns(
     tables: Sequence[Table], wanted: set[str], gaps: dict[str, Counter[str]]
-) -> tuple[np.ndarray, dict[str, Curve], np.ndarray]:
-    """Steps [N], curves of the names that are wanted, and steps that come more than once, of which the last line counts.
+) -> tuple[np.ndarray, Curves, np.ndarray]:
+    """Steps [N], the curves of the wanted names, and the steps that occur more than once: their last line counts.
 
-    `gaps` counts what is no finite number, by name.
+    Adds to `gaps`, for each reason, how many points of a curve are not finite numbers.
     """
     tables = [table for table in tables if not wanted.isdisjoint(table.names)]
-    line, step = (
-        np.concatenate([np.zeros(0, np.int64), *(getattr(table, name) for table in tables)])
-        for name in ("line", "step")
-    )
+    line, step = _lines_and_steps(tables)
     order = np.lexsort((line, step))
     order = order[step[order] >= 0]
     last = np.diff(step[order], append=-1) != 0
-    index, place = step[order][last], np.full(len(step), -1)
-    place[order[last]] = np.arange(len(index))  # row of all tables -> its point
+    steps, point = step[order][last], np.full(len(step), -1)
+    point[order[last]] = np.arange(len(steps))  # row of all tables -> its point
     values: dict[str, np.ndarray] = {}
     odd, there = Counter(), Counter()
     end = 0
     for table in tables:
-        at = place[end : end + len(table.line)]
+        at = point[end : end + len(table.line)]
         end += len(at)
         kept, at = at >= 0, at[at >= 0]
-        rows, strange = np.ascontiguousarray(table.value[kept].T), table.odd[kept].sum(0)  # [K, N]
+        rows, strange = np.ascontiguousarray(table.value[kept].T), table.odd[kept].sum(0)  # [K, N], [K]
         for name, row, count in zip(table.names, rows, strange.tolist()):
             if name in wanted:
-                values.setdefault(name, np.full(len(index), np.nan))[at] = row
+                values.setdefault(name, np.full(len(steps), np.nan))[at] = row
                 odd[name] += count
                 there[name] += len(at)
-    curves = {name: Curve(index, value) for name, value in values.items()}
+    curves = {name: Curve(steps, value) for name, value in values.items()}
     for name, curve in curves.items():
-        if lost := len(index) - len(curve.finite):
-            missing = len(index) - there[name]
-            counts = {
-                "null, not finite or beyond 1e100": lost - missing - odd[name],
-                "no number": odd[name],
-                "missing": missing,
-            }
-            for what, count in counts.items():
-                if count:
-                    gaps[what][name] = count
-    kept = {
-        name: curve for name, curve in curves.items() if len(curve.finite) or not odd[name]
-    }  # text all along: no curve
-    return index, kept, np.unique(step[order][~last])
+        missing = len(steps) - there[name]
+        not_finite = len(steps) - len(curve.finite) - missing - odd[name]
+        for why, count in ((NOT_FINITE, not_finite), (NOT_A_NUMBER, odd[name]), (MISSING, missing)):
+            if count:
+                gaps[why][name] = count
+    text_only = {name for name, curve in curves.items() if odd[name] and not len(curve.finite)}
+    curves = {name: curve for name, curve in curves.items() if name not in text_only}
+    return steps, curves, np.unique(step[order][~last])
 
 
 def _per_name(counts: dict[str, int]) -> str:
@@ -201,11 +192,11 @@ def _is(number: int) -> str:
 
 
 def damage(title: str, lines: int, torn: bool, wrong: Sequence[int]) -> list[str]:
-    """What is to be said of a file's lines: none, the last one cut off, some no objects."""
+    """Notes on a file without lines, a last line that was cut off, and lines that are not objects."""
     notes = [] if lines or torn else [f"{title} is empty"]
     if torn:
-        notes.append(f"line {lines + 1} of {title} was cut off and is left out")
+        notes.append(f"line {lines + 1} of {title} was cut off and is omitted")
     if len(wrong):
-        verb = "is no JSON object and is" if len(wrong) == 1 else "are no JSON objects and are"
-        notes.append(f"{_lines(wrong)} of {title} {verb} left out")
+        verb = "is not a JSON object and is" if len(wrong) == 1 else "are not JSON objects and are"
+        notes.append(f"{_lines(wrong)} of {title} {verb} omitted")
     return notes

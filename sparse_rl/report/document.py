@@ -15,12 +15,12 @@ from .trajectories import SPACE, read_samples
 from .verdict import verdict
 
 VERSION = 1
-LARGEST = 14_000_000  # bytes of a document: curves first, trajectories in what is left
+MAX_BYTES = 14_000_000  # of a document: curves first, then trajectories in the space that remains
 
 
 def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> dict[str, Any]:
-    """The runs that paths name, as the page has them. `live`: seconds between its questions; runs may then vanish meanwhile."""
-    runs, notes = read_runs(paths, gone=live is not None)
+    """The runs at these paths as the page has them. `live`: seconds until the page asks again; then runs may vanish."""
+    runs, notes = read_runs(paths, may_vanish=live is not None)
     most = points_for(sum(len(run.curves) for run in runs))
     shown = [described(run, most) for run in runs]
     whole = {
@@ -30,7 +30,7 @@ def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> d
         "differences": differences([run.recipe for run in runs]) if len(runs) > 1 else [],
         "notes": bounded(notes),
     }
-    space = (LARGEST - len(dumped(whole))) // max(len(runs), 1)
+    space = (MAX_BYTES - len(dumped(whole))) // max(len(runs), 1)
     for run, entry in zip(runs, shown):
         entry["trajectories"], more = read_samples(run.folder, space=min(max(space, 0), SPACE))
         entry["notes"] = bounded([*run.notes, *more])
@@ -38,7 +38,7 @@ def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> d
 
 
 def described(run: Run, most: int) -> dict[str, Any]:
-    """All about a run but its trajectories. `most`: points of a curve."""
+    """Everything about a run except its trajectories. `most`: points of a curve."""
     clock = binned(run.clock(), most, regular=False)
     return {
         "name": run.name,
@@ -56,7 +56,5 @@ def described(run: Run, most: int) -> dict[str, Any]:
 
 
 def dumped(value: Any) -> str:
-    """JSON in ASCII, without NaN, and without what could end a script."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )  # U+2028 and the like are escaped already
+    """ASCII JSON without NaN, and without a `<` that could end a script. ASCII also escapes U+2028 and the like."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

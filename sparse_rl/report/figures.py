@@ -1,10 +1,11 @@
-"""A report without a page: the main figures as one picture, and a summary in Markdown for a README or a tracker."""
+"""A report without a page: the main figures as one picture, or a summary in Markdown for a README or a tracker."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,11 @@ from .read import Run, bounded
 from .recipe import command, differences
 from .verdict import verdict
 
-DENSE = "cache/bytes/dense"  # what dense rows would take: not a metric, made of two
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Colour = tuple[float, float, float, float]  # red, green, blue, alpha
+DENSE = "cache/bytes/dense"  # bytes that dense rows would take: not a metric, but computed from two
 LINES = {  # panel -> its curves and their styles
     "reward": {"reward/mean": "-"},
     "held-out accuracy (dashed: small cache)": {"eval/dense/accuracy": "-", "eval/sparse/accuracy": "--"},
@@ -30,7 +35,7 @@ LINES = {  # panel -> its curves and their styles
 }
 XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha_5 (dotted: 0.86)"
 STAGES = ("rollout", "grade", "score", "diagnose", "students", "update")
-COLUMNS = {  # heading -> its curve, and how its numbers are written
+COLUMNS = {  # heading -> its curve, and the format of its numbers
     "reward": ("reward/mean", "{:.3f}"),
     "dense accuracy": ("eval/dense/accuracy", "{:.3f}"),
     "sparse accuracy": ("eval/sparse/accuracy", "{:.3f}"),
@@ -50,17 +55,18 @@ def dense_bytes(run: Run) -> Curve | None:
     return Curve(taken.step, taken.value / np.where(saved.value < 1, 1 - saved.value, np.nan))
 
 
-# ------------------------------------------------------------------------------------------------------------ PNG
+# ---------- PNG
 
 
 def png(runs: Sequence[Run]) -> bytes:
-    """The main figures of runs, overlaid."""
+    """The main figures, with all runs in each."""
     try:
         import matplotlib
     except ImportError as error:
         raise SparseRLError("pictures need matplotlib; pip install 'sparse-rl[plot]', or use --format md.") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     figure, axes = pyplot.subplots(3, 4, figsize=(17, 10), layout="constrained")
     most = points_for(sum(len(run.curves) for run in runs))
@@ -85,7 +91,7 @@ def png(runs: Sequence[Run]) -> bytes:
     split_of_time(axes.flat[len(LINES)], runs)
     for axis in axes.flat[len(LINES) + 1 :]:
         axis.axis("off")
-    handles = [pyplot.Line2D([], [], color=colour(number)) for number in range(len(runs))]
+    handles = [Line2D([], [], color=colour(number)) for number in range(len(runs))]
     names = axes.flat[len(LINES) + 1].legend(
         handles,
         [label(run) for run in runs],
@@ -94,34 +100,34 @@ def png(runs: Sequence[Run]) -> bytes:
         ncols=1 + (len(runs) > 24),
         loc="upper left",
     )
-    names.set_in_layout(False)  # a long list takes no room from the curves
+    names.set_in_layout(False)  # so that a long list takes no room from the curves
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)
     pyplot.close(figure)
     return file.getvalue()
 
 
-def draw(axis, name: str, curve: Curve, most: int, color: str, style: str) -> None:
-    """A curve with its extremes as a shade; gaps stay open."""
+def draw(axis: Axes, name: str, curve: Curve, most: int, color: Colour, style: str) -> None:
+    """Draw a curve, with its extremes shaded; gaps stay open."""
     points = binned(curve, most, regular=not is_evaluation(name))
     mean = numbers(points["mean"])
     few = len(mean) < 15
     axis.plot(points["step"], mean, style, color=color, marker="o" if few else None, markersize=3, linewidth=1.2)
     if "low" in points:
-        axis.fill_between(
-            points["step"], numbers(points["low"]), numbers(points["high"]), color=color, alpha=0.15, linewidth=0
-        )
+        low, high = numbers(points["low"]), numbers(points["high"])
+        axis.fill_between(points["step"], low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def shade(axis, run: Run, most: int, color: str) -> None:
+def shade(axis: Axes, run: Run, most: int, color: Colour) -> None:
+    """Shade from the 5th to the 95th percentile of xi."""
     if "gap/xi/p05" in run.curves and "gap/xi/p95" in run.curves:
         low, high = (binned(run.curves[f"gap/xi/{name}"], most) for name in ("p05", "p95"))
         lowest, highest = low.get("low", low["mean"]), high.get("high", high["mean"])
         axis.fill_between(low["step"], numbers(lowest), numbers(highest), color=color, alpha=0.2, linewidth=0)
 
 
-def split_of_time(axis, runs: Sequence[Run]) -> None:
-    """Mean seconds of a step by stage, a bar for each run."""
+def split_of_time(axis: Axes, runs: Sequence[Run]) -> None:
+    """Draw the mean seconds of a step by stage, one bar per run."""
     axis.set_title("seconds of a step", fontsize=10)
     left = np.zeros(len(runs))
     for number, stage in enumerate(STAGES):
@@ -136,11 +142,11 @@ def split_of_time(axis, runs: Sequence[Run]) -> None:
         axis.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
-def colour(number: int) -> tuple[float, ...]:
-    """Twenty that differ."""
+def colour(number: int) -> Colour:
+    """One of twenty different colours, strong ones first."""
     import matplotlib
 
-    return matplotlib.colormaps["tab20"]((2 * number + number // 10) % 20)  # strong ones first
+    return matplotlib.colormaps["tab20"]((2 * number + number // 10) % 20)
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray:
@@ -148,16 +154,16 @@ def numbers(values: Sequence[float | None]) -> np.ndarray:
 
 
 def label(run: Run) -> str:
-    """A run's name as text that matplotlib takes for nothing else; the end of a long one."""
+    """A run's name, or the end of a long one, as text that matplotlib does not interpret."""
     name = visible(run.name).replace("$", r"\$")
-    return " " + (name if len(name) <= 40 else "..." + name[-37:])  # a leading _ would hide it
+    return " " + (name if len(name) <= 40 else "..." + name[-37:])  # a name that begins with _ would be hidden
 
 
-# ------------------------------------------------------------------------------------------------------------ Markdown
+# ---------- Markdown
 
 
 def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
-    """Verdicts, a table of runs, what their recipes differ in, and the commands to run them again."""
+    """A table of runs, their verdicts, the differences of their recipes, and the commands that run them again."""
     parts = ["# Report", *([bullets([escaped(note) for note in bounded(notes)])] if notes else []), table_of_runs(runs)]
     for run in runs:
         said = [f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves)]
@@ -166,7 +172,7 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     if len(runs) > 1:
         rows = [
             [escaped(row["key"]), *(escaped("" if v is None else str(v)) for v in row["values"])]
-            for row in differences_of(runs)
+            for row in differences([run.recipe for run in runs])
         ]
         parts += [
             "## Recipes",
@@ -180,12 +186,8 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def differences_of(runs: Sequence[Run]) -> list[dict]:
-    return differences([run.recipe for run in runs])
-
-
 def table_of_runs(runs: Sequence[Run]) -> str:
-    """The last value of each column, and the best of some in brackets."""
+    """The last value of each column, and of some the best in brackets."""
     rows = []
     for run in runs:
         clock = run.clock()
@@ -196,7 +198,7 @@ def table_of_runs(runs: Sequence[Run]) -> str:
             f"{clock.value[-1]:,.0f} s" if len(clock.value) else "",
         ]
         for heading, (name, form) in COLUMNS.items():
-            values = run.curves[name].finite if name in run.curves else ()
+            values = run.curves[name].finite.tolist() if name in run.curves else []
             best = f" ({form.format(max(values))})" if heading in WITH_BEST and len(values) else ""
             cells.append(form.format(values[-1]) + best if len(values) else "")
         rows.append(cells)
@@ -214,10 +216,10 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
+    """Text, on one line, that Markdown shows as it is."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$!&])", r"\\\1", visible(text)).strip()
 
 
 def visible(text: str, keep: str = "") -> str:
-    """What cannot be seen (control and bidi characters, lone surrogates) as a replacement sign; white space as a space."""
+    """Text with invisible characters (control, bidi, lone surrogates) replaced, and white space as spaces."""
     return "".join(c if c in keep or c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

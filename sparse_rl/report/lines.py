@@ -1,12 +1,13 @@
-"""Files of metrics as tables of numbers. Lines with the same names are read together, and a file that grew only from where it ended.
+"""Read files of metrics into tables of numbers. Of a file that has grown, only the new lines are parsed.
 
-N lines of a table, K names. Nothing is rounded: a number is the one that `json.loads` makes of its text.
+Every line is one JSON object, and its numbers are exactly those of `json.loads`. N lines of a table, K names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 2**53  # whole numbers that JavaScript knows
-BEYOND = 1e100  # no metric is so large, and neither sums nor pictures can be made of what is
-_BLOCK = 1 << 20  # bytes of lines read together
+MAX_STEP = 2**53  # JavaScript represents whole numbers exactly up to here
+BEYOND = 1e100  # no metric is this large, and larger numbers overflow in sums and plots
+_BLOCK = 1 << 20  # bytes of lines that are parsed together, which bounds memory
 
 
 @dataclass(frozen=True)
 class Table:
-    """Lines that have the same names beside their step."""
+    """Lines that have the same names, apart from `step`."""
 
     names: tuple[str, ...]
     line: np.ndarray  # int64 [N], their numbers in the file, in any order
@@ -35,147 +36,97 @@ class Table:
 class Reading:
     """What was read of a file so far."""
 
-    size: int = 0  # bytes of its whole lines
-    digest: bytes = hashlib.sha256().digest()  # of them
+    size: int = 0  # bytes of its complete lines
+    digest: bytes = hashlib.sha256().digest()  # of these bytes
     lines: int = 0
-    torn: bool = False  # more follows, without an end
-    wrong: list[int] = field(default_factory=list)  # numbers of lines that are no JSON object
+    torn: bool = False  # the file ends with an incomplete line
+    wrong: list[int] = field(default_factory=list)  # numbers of lines that are not JSON objects
     tables: dict[tuple[str, ...], Table] = field(default_factory=dict)
 
 
 def contents(path: Path) -> bytes:
-    """The bytes of a file; OSError where it is none, so that no pipe or device is waited for."""
+    """The bytes of a regular file. Anything else raises OSError, so that we never wait for a pipe or a device."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(0, "it is no file")
+        raise OSError(0, "it is not a file")
     return path.read_bytes()
 
 
 def read_on(path: Path, before: Reading) -> Reading:
-    """A file as it is now, of which `before` was read: that is not parsed again, unless it is no longer how the file begins."""
+    """Read a file of which `before` was read already; parse everything again if the file no longer begins with that."""
     data = contents(path)
     begins = len(data) >= before.size and hashlib.sha256(memoryview(data)[: before.size]).digest() == before.digest
     known = before if begins else Reading()
     whole = data.rfind(b"\n") + 1
     if begins and whole == before.size:
         return replace(before, torn=whole < len(data))
-    parts, wrong = [list(known.tables.values())], list(known.wrong)
+    tables, wrong = list(known.tables.values()), list(known.wrong)
     lines, start = known.lines, known.size
     while start < whole:
         end = data.find(b"\n", min(start + _BLOCK, whole - 1)) + 1
         texts = data[start : end - 1].split(b"\n")
-        tables, damaged = parsed(texts, lines + 1)
-        parts.append(tables)
+        found, damaged = parse(texts, lines + 1)
+        tables += found
         wrong += damaged
         lines, start = lines + len(texts), end
     digest = hashlib.sha256(memoryview(data)[:whole]).digest()
-    return Reading(whole, digest, lines, whole < len(data), wrong, joined(table for part in parts for table in part))
+    return Reading(whole, digest, lines, whole < len(data), wrong, joined(tables))
 
 
-def joined(tables: Iterable[Table]) -> dict[tuple[str, ...], Table]:
-    """One table for each tuple of names, in the order in which they come."""
-    found: dict[tuple[str, ...], list[Table]] = {}
-    for table in tables:
-        found.setdefault(table.names, []).append(table)
-    columns = ("line", "step", "value", "odd")
-    return {
-        names: same[0]
-        if len(same) == 1
-        else Table(names, *(np.concatenate([getattr(table, c) for table in same]) for c in columns))
-        for names, same in found.items()
-    }
-
-
-def parsed(texts: list[bytes], first: int) -> tuple[list[Table], list[int]]:
-    """Lines, the first of which has this number, as tables in the order of their first lines; and numbers of those that are no objects."""
-    alike: dict[
-        tuple[bytes, ...] | None, tuple[list[int], list[bytes]]
-    ] = {}  # names -> numbers, lines with a quote for every name
+def parse(texts: list[bytes], first: int) -> tuple[list[Table], list[int]]:
+    """Tables of these lines, and the numbers of lines that are not JSON objects. `first`: the first line's number."""
+    rows: dict[tuple[str, ...], list[tuple[int, int, list[Any]]]] = {}  # names -> (line number, step, values)
+    wrong = []
     for number, text in enumerate(texts, first):
-        pieces = text.split(b'"')
-        numbers, rests = alike.setdefault(tuple(pieces[1::2]) if len(pieces) % 2 else None, ([], []))
-        numbers.append(number)
-        rests.append(b'"'.join(pieces[::2]))
-    tables, wrong = [], []
-    for names, (numbers, rests) in alike.items():
-        table = _together(names, numbers, rests) if names is not None else None
-        if table is not None:
-            tables.append(table)
+        line = json_object(text)
+        if line is None:
+            wrong.append(number)
             continue
-        for number in numbers:
-            found = _alone(number, texts[number - first])
-            if found is None:
-                wrong.append(number)
-            else:
-                tables.append(found)
-    return sorted(tables, key=lambda table: int(table.line[0])), sorted(wrong)
+        step = line.pop("step", None)
+        if type(step) is not int or not 0 <= step < MAX_STEP:
+            step = -1
+        rows.setdefault(tuple(line), []).append((number, step, list(line.values())))
+    return [_table(names, same) for names, same in rows.items()], wrong
 
 
-def _together(quoted: tuple[bytes, ...], numbers: list[int], rests: list[bytes]) -> Table | None:
-    """Lines `{"step": 1, "a": 0.5}` with nothing but numbers and nulls behind the same names; None where they are anything else.
-
-    Their rests are `{": 1, ": 0.5}`. Between two values stands `, ": ` in a line, and from one line to the next `}`, its end, `{": `. With
-    a comma for each they are one list. A quote that was part of neither makes it no list, or one that holds text; and as no name can then
-    have fewer values than one, the count says that none has more.
-    """
-    text = b"\n".join(rests)
-    if not (text.startswith(b'{": ') and text.endswith(b"}") and text.count(b'}\n{": ') == len(rests) - 1):
-        return None
-    text = text[4:-1].replace(b'}\n{": ', b",").replace(b', ": ', b",")
-    try:
-        names = [json.loads(f'"{name.decode()}"') for name in quoted]
-        values = json.loads(f"[{text.decode()}]")
-        if (
-            len(values) != len(numbers) * len(names)
-            or len(set(names)) < len(names)
-            or not set(map(type, values)) <= {int, float, type(None)}
-        ):
-            return None
-        value = np.array(values, dtype=np.float64).reshape(len(numbers), len(names))
-    except (ValueError, OverflowError, RecursionError):
-        return None
-    place = names.index("step") if "step" in names else None
-    steps = [-1] * len(numbers) if place is None else values[place :: len(names)]
-    if not all(type(step) is int and -1 <= step < LARGEST for step in steps):
-        return None
-    others = [i for i in range(len(names)) if i != place]
-    value = value[:, others]
-    value[np.abs(value) > BEYOND] = np.nan
-    return Table(
-        tuple(names[i] for i in others),
-        np.array(numbers),
-        np.array(steps, dtype=np.int64),
-        value,
-        np.zeros(value.shape, dtype=bool),
-    )
-
-
-def _alone(number: int, text: bytes) -> Table | None:
-    """One line, whatever is in it; None where it is no object."""
+def json_object(text: bytes) -> dict[str, Any] | None:
+    """The object that a line holds; None if it is not UTF-8, not JSON, nested too deeply, or not an object."""
     try:
         line = json.loads(text.decode())
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested beyond sense
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict):
-        return None
-    step = line.pop("step", None)
-    whole = type(step) is int and 0 <= step < LARGEST
-    found = [None if value is None else _number(value) for value in line.values()]
-    odd = np.array([[a is not None and b is None for a, b in zip(line.values(), found)]], dtype=bool)
-    value = np.array([found], dtype=np.float64)
+    return line if isinstance(line, dict) else None
+
+
+def _table(names: tuple[str, ...], rows: list[tuple[int, int, list[Any]]]) -> Table:
+    line, step, values = zip(*rows)
+    shape = len(rows), len(names)
+    numbers = [_number(value) for row in values for value in row]
+    value = np.array(numbers, dtype=np.float64).reshape(shape)
     value[np.abs(value) > BEYOND] = np.nan
-    return Table(
-        tuple(line),
-        np.array([number]),
-        np.array([step if whole else -1]),
-        value,
-        np.array([odd], dtype=bool).reshape(1, len(line)),
-    )
+    odd = np.array([number is None for number in numbers], dtype=bool).reshape(shape)
+    return Table(names, np.array(line), np.array(step, dtype=np.int64), value, odd)
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
+    """NaN for null; None for anything else that is not a number, or is an integer that no float can hold."""
+    if type(value) is float:
+        return value
+    if value is None:
+        return math.nan
     try:
-        return float(value)
+        return float(value) if type(value) is int else None
     except OverflowError:
         return None
+
+
+def joined(tables: Iterable[Table]) -> dict[tuple[str, ...], Table]:
+    """One table for each tuple of names, in the order of their first appearance."""
+    found: dict[tuple[str, ...], list[Table]] = {}
+    for table in tables:
+        found.setdefault(table.names, []).append(table)
+    return {names: same[0] if len(same) == 1 else _stacked(same) for names, same in found.items()}
+
+
+def _stacked(tables: list[Table]) -> Table:
+    columns = ("line", "step", "value", "odd")
+    return Table(tables[0].names, *(np.concatenate([getattr(table, name) for table in tables]) for name in columns))

@@ -1,4 +1,4 @@
-"""The report as one HTML file: styles, scripts and data inside, nothing fetched."""
+"""The report as one HTML file with styles, scripts and data inside; it fetches nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from .document import dumped
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("text", "curves", "figures", "runs", "trajectories", "map", "report")  # in this order, as one script
+SCRIPTS = ("text", "curves", "figures", "runs", "trajectories", "map", "report")  # joined in this order
 
 
 def page(document: dict) -> str:
-    """The page of a document. No text of it can end the script that holds it, and nothing but our own script and style may run."""
+    """The page of a document. Text of the document cannot end the script that holds it, and only our script may run."""
     script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     style = (ASSETS / "report.css").read_text(encoding="utf-8")
     parts = {
@@ -24,18 +24,16 @@ def page(document: dict) -> str:
         "data": dumped(document),
     }
     template = (ASSETS / "report.html").read_text(encoding="utf-8")
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template
-    )  # one pass: text of the data is not looked at again
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # one pass: {{...}} in the data stays
 
 
 def policy(script: str, style: str, live: bool) -> str:
-    """What the browser may run and load: this very script and style, and in a live page the server's data."""
+    """What the browser may run and load: exactly this script and style, and in a live page the server's data."""
     allowed = {
         "default-src": "'none'",
         "script-src": _hash(script),
         "style-src": _hash(style),
-        "img-src": "data:",  # an empty icon, so that none is asked for
+        "img-src": "data:",  # an empty icon, so that the browser does not ask for one
         "connect-src": "'self'" if live else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",

@@ -1,4 +1,4 @@
-"""Recipes in a report: flat, compared with one another, and as the command that runs them again."""
+"""Recipes in a report: as flat settings, compared with one another, and as the command that runs them again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..config import RECIPES, load_recipe, make_recipe, parse_value
 from ..keys import flat
 
 _DEPTH = 4  # of lists and keys inside a value
-LONGEST = 100  # entries of one of them that are shown
-TEXT = 10_000  # characters of one
+LONGEST = 100  # entries of a list or mapping that are shown
+TEXT = 10_000  # characters of a text
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """A value of a YAML file as JSON can hold it: what it cannot becomes text, and what is too large is cut."""
+    """A value of a YAML file as JSON can hold it: anything else becomes text, and large values are cut."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -36,12 +36,12 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def settings(recipe: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """section.key (and .key inside it) -> value; empty keys are left out."""
+    """section.key (and .key inside it) -> value; empty keys are omitted."""
     return flat({section: plain(keys) for section, keys in recipe.items()})
 
 
 def differences(recipes: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Keys in which recipes differ, with a value of each: None where one has no such key. Runs without a recipe do not count."""
+    """Keys in which recipes differ, with every recipe's value: None if it lacks the key. Empty recipes do not count."""
     every = [settings(recipe) for recipe in recipes]
     known = [recipe for recipe in every if recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe)
@@ -53,7 +53,7 @@ def differences(recipes: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict
 
 
 def command(recipe: Mapping[str, Mapping[str, Any]], complete: bool, folder: str) -> str:
-    """What a shell runs to make a run again: the nearest recipe we ship and what differs from it; else the run's own recipe."""
+    """The shell command that repeats a run: the nearest recipe we ship with overrides, or else the run's own recipe."""
     nearest = min(shipped().items(), key=lambda item: len(_changes(item[1], recipe))) if complete else None
     if nearest is not None:
         name, base = nearest
@@ -71,7 +71,7 @@ def command(recipe: Mapping[str, Mapping[str, Any]], complete: bool, folder: str
 
 @functools.cache
 def shipped() -> dict[str, dict[str, dict[str, Any]]]:
-    """Recipes by name, every key spelled out."""
+    """The recipes we ship, by name, with every key."""
     return {
         file.stem: load_recipe(file).to_dict()
         for file in sorted(RECIPES.glob("*.yaml"))
@@ -80,26 +80,26 @@ def shipped() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _changes(base: Mapping, recipe: Mapping) -> dict[str, Any]:
-    """section.key -> value, where a recipe differs from another."""
+    """section.key -> value, for the keys in which a recipe differs from another."""
     return {f"{s}.{k}": v for s, keys in recipe.items() for k, v in keys.items() if k not in base[s] or base[s][k] != v}
 
 
 def _makes(base: Mapping, overrides: Sequence[tuple[str, str]], recipe: Mapping) -> bool:
-    """Whether these options make this very recipe of the other: a task's own options may be there that cannot be taken away."""
+    """Whether these options turn `base` into exactly this recipe. No option removes a key that a task of `base` has."""
     try:
         return make_recipe(base, overrides).to_dict() == recipe
-    except ValueError:  # SparseRLError: a key that cannot be written as an option
+    except ValueError:  # SparseRLError: the key cannot be written as an option
         return False
 
 
 def _yaml(value: Any) -> str:
-    """A value as an option has it."""
+    """A value as it is written in an option."""
     import yaml
 
-    text = (
-        yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True).removesuffix("...\n").strip()
-    )
-    return str(value) if isinstance(value, str) and _reads_as(str(value), value) else text
+    if isinstance(value, str) and _reads_as(value, value):
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
 
 
 def _reads_as(text: str, value: Any) -> bool:

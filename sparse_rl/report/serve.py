@@ -1,7 +1,7 @@
-"""The page while runs write: served on loopback, made anew when their files have changed.
+"""Serve the page on the loopback address while runs write, and make it anew when their files change.
 
-Two addresses exist, the page and its data; no path is ever taken for a file's. Requests under another name than loopback's are refused, so
-that no page of the web can read a run through a name of its own that points here.
+There are two addresses, the page and its data; a request's path never names a file. Requests under any host name other
+than loopback's are refused, so that no page of the web can read a run through a name of its own that points here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .document import document, dumped
 from .page import page
 
 LOOPBACK = "127.0.0.1"
-EVERY = 2.0  # seconds between two looks of the page
+EVERY = 2.0  # seconds between two requests of the page
 _FILES = ("metrics.jsonl", "timing.jsonl", "recipe.yaml", "samples")
 
 
@@ -27,18 +27,18 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, paths: Sequence[Path], port: int = 0):
         self.paths, self.lock = list(paths), threading.Lock()
-        self.made: tuple[tuple, dict, bytes] | None = None  # (what the files looked like, the document, as JSON)
+        self.made: tuple[tuple, dict, bytes] | None = None  # (status of the files, the document, its JSON)
         if not 0 <= port < 65536:
-            raise SparseRLError(f"--port is {port}; it must be between 0 (any that is free) and 65535.")
+            raise SparseRLError(f"--port is {port}; it must be between 0 (any free port) and 65535.")
         try:
             super().__init__((LOOPBACK, port), Handler)
         except OSError as error:
             raise SparseRLError(
-                f"port {port} cannot be served on ({error.strerror}); choose another with --port, or 0 for any."
+                f"port {port} cannot be used ({error.strerror}); choose another with --port, or 0 for any free one."
             ) from error
 
     def handle_error(self, request, client_address) -> None:
-        """A reader that goes away in the middle of an answer is nothing to tell; anything else is."""
+        """Say nothing about a reader who leaves in the middle of an answer; report everything else."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -47,24 +47,24 @@ class Server(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def data(self) -> tuple[dict, bytes]:
-        """The document as it is now, and as JSON; one request at a time makes it."""
+        """The current document, and its JSON; only one request at a time makes it."""
         with self.lock:
-            looks = tuple(look(path) for path in self.paths)
-            if self.made is None or self.made[0] != looks:
+            status = tuple(status_of(path) for path in self.paths)
+            if self.made is None or self.made[0] != status:
                 found = document(self.paths, live=EVERY)
-                self.made = (looks, found, dumped(found).encode())
+                self.made = (status, found, dumped(found).encode())
             return self.made[1:]
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]  # typeshed has the base class here
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         port = self.server.server_port
-        ports = (f":{port}", "") if port == 80 else (f":{port}",)  # browsers leave out 80
+        ports = (f":{port}", "") if port == 80 else (f":{port}",)  # browsers omit port 80
         if self.headers.get("Host") not in {name + end for name in (LOOPBACK, "localhost") for end in ports}:
-            self.answer(403, "text/plain", b"this page is served to this machine alone")
+            self.answer(403, "text/plain", b"this page is served to this machine only")
             return
         answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": ("text/html", lambda: page(self.server.data()[0]).encode()),
@@ -76,10 +76,10 @@ class Handler(BaseHTTPRequestHandler):
         kind, make = answers[self.path]
         try:
             self.answer(200, kind, make())
-        except SparseRLError as error:  # all runs are gone, say: they may come back
+        except SparseRLError as error:  # for example, all runs are gone; they may come back
             self.answer(503, "text/plain", str(error).encode())
 
-    do_HEAD = do_GET  # answer leaves out the body
+    do_HEAD = do_GET  # `answer` omits the body
 
     def answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -91,12 +91,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def log_message(self, *_) -> None:
-        """Nothing: the page asks every few seconds."""
+    def log_message(self, format: str, *args) -> None:
+        """Log nothing: the page asks every few seconds."""
 
 
-def look(path: Path) -> tuple:
-    """When a run, or the runs of a folder, were written last. Whatever vanishes meanwhile is not there."""
+def status_of(path: Path) -> tuple:
+    """A tuple that changes when a run, or a run in this folder, is written. Files that vanish meanwhile are skipped."""
     found = []
     for folder in [path, *sorted(_children(path))]:
         newest = sorted((folder / "samples").glob("step-*/trajectories.jsonl"))[-1:]
@@ -117,8 +117,8 @@ def _children(path: Path) -> list[Path]:
 
 
 def serve(paths: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
-    """Until Ctrl-C or SIGTERM."""
-    document(paths)  # a folder that is no run is said before anything is served
+    """Serve until Ctrl-C or SIGTERM."""
+    document(paths)  # complains about a folder that is not a run before anything is served
     with Server(paths, port) as server, stoppable():
         say(f"{server.address} (Ctrl-C ends it)")
         try:

@@ -1,8 +1,9 @@
-"""Sampled completions of a run as the page shows them: text, evidence of every token, and the map of what was evicted when.
+"""Sampled completions of a run as the page shows them: text, the numbers of every token, and when tokens were evicted.
 
-    samples/step-000010/trajectories.jsonl, traces/     as sparse_rl.records writes them; older runs lack some of a line's keys
+    samples/step-000010/trajectories.jsonl, traces/     as sparse_rl.records writes them; lines of older runs lack keys
 
-The newest steps come first, as many as there is space for. T tokens as fed, of which R belong to the response; L layers, H KV heads.
+The newest steps come first, as many as there is space for. T tokens as fed, of which R belong to the response;
+L layers, H KV heads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from .curves import lies_in
 from .read import json_lines
 
 BEACON = "\u25c6"
-MOST = 64  # trajectories of a run
+MOST = 64  # trajectories of a run that are shown
 SPACE = 12_000_000  # bytes of their JSON
 
 
 def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[list[dict[str, Any]], list[str]]:
-    """Trajectories of the newest steps, as the page has them; what was left out becomes notes. Maps take what their text leaves."""
+    """Trajectories of the newest steps, and notes on what is omitted. Maps get the space that the texts leave."""
     notes: list[str] = []
     chosen, used = _newest(folder, most, space // 2, notes)
     for done, (title, samples, line, shown) in enumerate(chosen):
@@ -40,57 +41,65 @@ def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[li
             notes.append(f"{title} has no map: {why}")
         used += len(json.dumps(found))
         if used > space:
-            left = len(chosen) - done
-            notes.append(
-                f"the maps of {left} of {len(chosen)} trajectories are left out: all would take more than {space / 1e6:.1f} MB"
-            )
+            omitted = f"the maps of {len(chosen) - done} of {len(chosen)} trajectories are omitted"
+            notes.append(f"{omitted}: all would take more than {space / 1e6:.1f} MB")
             break
         shown["map"] = found
     return [shown for *_, shown in chosen], notes
 
 
-def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list[tuple[str, Path, dict, dict]], int]:
-    """(title, folder, line, what is shown of it) of the newest trajectories that fit, without maps; and the bytes they take."""
+Chosen = tuple[str, Path, dict[str, Any], dict[str, Any]]  # title, folder, line of the file, what the page shows
+
+
+def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list[Chosen], int]:
+    """The newest trajectories that fit, without maps; and the bytes they take."""
     inside = lies_in(folder / "samples", folder)
     if not inside:
         notes.append("samples is a link out of the run's folder and is not read")
     steps = sorted(_steps(folder / "samples"), reverse=True) if inside else []
     text_of = Texts(folder / "checkpoints", notes)
-    chosen, used, left, seen, full = [], 0, 0, 0, ""
+    chosen: list[Chosen] = []
+    used, omitted, seen, full = 0, 0, 0, ""  # full: why no more are shown
     for step, samples in steps:
         if full:
             break
         seen += 1
-        file = f"samples/{samples.name}/trajectories.jsonl"
-        if not lies_in(folder / file, folder):
-            notes.append(f"{file} is a link out of the run's folder and is not read")
-            continue
-        for number, line in json_lines(samples / "trajectories.jsonl", notes, file):
-            title = f"line {number} of {file}"
-            if (why := wrong_in(line)) is not None:
-                notes.append(f"{title} is no trajectory ({why}) and is left out")
-                continue
-            if len(chosen) == most:
+        for title, line in _lines(folder, samples, notes):
+            if not full and len(chosen) == most:
                 full = f"{most} are shown"
             if not full:
                 shown = trajectory(step, line, text_of)
                 size = len(json.dumps(shown))
-                full = f"their text would take more than {space / 1e6:.1f} MB" if used + size > space else ""
-            if full:
-                left += 1
-            else:
-                chosen.append((title, samples, line, shown))
-                used += size
+                if used + size <= space:
+                    chosen.append((title, samples, line, shown))
+                    used += size
+                    continue
+                full = f"their text would take more than {space / 1e6:.1f} MB"
+            omitted += 1
         full = full or (f"{most} are shown" if len(chosen) == most else "")
-    gone = [f"{left} of step {steps[seen - 1][0]}"] if left else []
+    gone = [f"{omitted} of step {steps[seen - 1][0]}"] if omitted else []
     gone += [f"those of {len(steps) - seen} older steps"] if len(steps) > seen else []
     if gone:
-        notes.append(f"trajectories are left out, {' and '.join(gone)}: {full}")
+        notes.append(f"trajectories are omitted, {' and '.join(gone)}: {full}")
     return chosen, used
 
 
+def _lines(folder: Path, samples: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(title, line) of the valid trajectories of one step."""
+    file = f"samples/{samples.name}/trajectories.jsonl"
+    if not lies_in(folder / file, folder):
+        notes.append(f"{file} is a link out of the run's folder and is not read")
+        return
+    for number, line in json_lines(samples / "trajectories.jsonl", notes, file):
+        title = f"line {number} of {file}"
+        if (why := invalid(line)) is None:
+            yield title, line
+        else:
+            notes.append(f"{title} is not a trajectory ({why}) and is omitted")
+
+
 def _steps(samples: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of a run's samples; none where there are none, or where they are being removed."""
+    """(step, folder) of a run's samples. The folder may be missing, or be removed right now."""
     try:
         folders = list(samples.iterdir())
     except OSError:
@@ -99,22 +108,19 @@ def _steps(samples: Path) -> list[tuple[int, Path]]:
     return [(int(number), folder) for number, folder in numbers if number.isascii() and number.isdigit()]
 
 
-def wrong_in(line: dict) -> str | None:
-    """What about a line makes it no trajectory; all else may be missing."""
+def invalid(line: dict) -> str | None:
+    """Why a line is not a trajectory, or None. Keys that are not checked here may be missing."""
     tokens, prompt = line.get("tokens"), line.get("num_prompt_tokens")
-    if (
-        not isinstance(tokens, list)
-        or not tokens
-        or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
-    ):
-        return "tokens is no list of token ids"
+    are_ids = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+    if not tokens or not are_ids:
+        return "tokens is not a list of token ids"
     if type(prompt) is not int or not 0 <= prompt <= len(tokens):
         return f"num_prompt_tokens is {str(prompt)[:20]}, but there are {len(tokens)} tokens"
     return None
 
 
 def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
-    """A line of trajectories.jsonl as the page has it, without its map; None where the line lacks something."""
+    """A line of trajectories.jsonl as the page has it, without its map; None for what the line lacks."""
     tokens, first = line["tokens"], line["num_prompt_tokens"]
     beacon = line.get("beacon_id")
     beacons = [i for i, token in enumerate(tokens) if type(beacon) is int and token == beacon]
@@ -128,7 +134,7 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
         pieces[i] = BEACON
 
     def response(name: str, value_of: Callable[[Any], Any]) -> list | None:
-        """[T] -> [R], None for beacons; None where the line does not have it."""
+        """[T] -> [R], with None for beacons; None if the line lacks this key."""
         values = line.get(name)
         if not isinstance(values, list) or len(values) != len(tokens):
             return None
@@ -160,10 +166,10 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
 
 
 def _number(value: Any) -> float | None:
-    """Five digits behind the point: gaps are differences."""
+    """To five decimals: gaps are differences of these numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         return None
-    return round(float(value), 5) + 0.0  # no -0.0
+    return round(float(value), 5) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def _whole(value: Any) -> int | None:
@@ -175,30 +181,30 @@ def _text(value: Any) -> str | None:
 
 
 def read_map(samples: Path, line: dict) -> tuple[dict[str, Any] | None, str | None]:
-    """The map of a line's trace, or why there is none."""
+    """The map of a line's trace, or None and the reason."""
     name = line.get("trace")
     if not isinstance(name, str) or "\0" in name:
         return None, "the line names no trace"
     path = samples / name
     try:
         if not lies_in(path, samples):
-            return None, f"its trace {name!r:.80} lies outside of its folder"
+            return None, f"its trace {name!r:.80} lies outside its folder"
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
-            return None, f"its trace {name!r:.80} is no file"
+            return None, f"its trace {name!r:.80} is not a file"
         shown = encoded(path, about.st_mtime_ns, about.st_size)
     except (SparseRLError, OSError, UnicodeError) as error:
         return None, f"{error!s:.200}".replace(f"{samples}/", "").rstrip(".")
     if shown["tokens"] != len(line["tokens"]):
         return None, f"its trace has {shown['tokens']} tokens, but there are {len(line['tokens'])}"
     if shown["data"] is None:
-        return None, f"{shown['tokens']} tokens are too many for one"
+        return None, f"{shown['tokens']} tokens are too many for a map"
     return shown, None
 
 
-@functools.lru_cache(maxsize=64 * MOST)  # a page that is watched asks for the same ones every second
+@functools.lru_cache(maxsize=64 * MOST)  # a live page asks for the same maps every second
 def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """A trace file as the page has it: raw deflate of uint16, little endian, [L, H, T]. A file that changed is read again."""
+    """A trace file as the page has it: raw deflate of little-endian uint16 [L, H, T]. A changed file is read again."""
     evicted_at = Trace.load(path).evicted_at.numpy()
     layers, heads, tokens = evicted_at.shape
     if evicted_at.dtype != np.uint16:
@@ -209,7 +215,7 @@ def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
 
 
 class Texts:
-    """Text of token ids in runs that did not keep it: by the tokenizer of the newest checkpoint, else as numbers."""
+    """The text of tokens whose run did not write it: from the newest checkpoint's tokenizer, or else their ids."""
 
     def __init__(self, checkpoints: Path, notes: list[str]):
         self.checkpoints, self.notes = checkpoints, notes
@@ -219,20 +225,18 @@ class Texts:
     def tokenizer(self) -> Any:
         found = find_checkpoints(self.checkpoints)
         if found and not lies_in(found[-1][1], self.checkpoints.parent):
-            self.notes.append("checkpoints is a link out of the run's folder and is not read: ids of tokens are shown")
+            self.notes.append("checkpoints is a link out of the run's folder and is not read: token ids are shown")
             return None
         if not found:
-            self.notes.append(
-                "there is no checkpoint whose tokenizer could say the text of tokens: their ids are shown"
-            )
+            self.notes.append("there is no checkpoint whose tokenizer knows the text of tokens: token ids are shown")
             return None
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(found[-1][1], local_files_only=True)
-        except Exception as error:  # a damaged folder fails in whatever way its files lead to
+        except Exception as error:  # a damaged folder may fail in any way
             why = " ".join(str(error).split())[:200]
-            self.notes.append(f"the tokenizer of {found[-1][1].name} cannot be loaded ({why}): ids of tokens are shown")
+            self.notes.append(f"the tokenizer of {found[-1][1].name} cannot be loaded ({why}): token ids are shown")
             return None
 
     def __call__(self, tokens: Sequence[int]) -> list[str]:

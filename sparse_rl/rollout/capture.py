@@ -1,22 +1,24 @@
-"""Running decode steps: one by one on the CPU, on a GPU by replaying one captured CUDA graph per row count.
+"""Running decode steps: one by one on the CPU; on a GPU by replaying one captured CUDA graph per row count.
 
-A graph holds addresses. Everything it reads or writes lives as long as it does: cache and row state belong to the engine, weights are the
-model's own and are updated in place, so an update needs no new capture. When something has changed, `addresses` differ.
+A graph holds addresses. Everything it reads or writes lives as long as it does: cache and row state belong to the
+engine, weights are the model's own and are updated in place, so an update needs no new capture. When something has
+changed, `addresses` differ.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..beacon import beacon_of
 from ..cache import SlotCache
 from ..compressors import Compressor
+from ..kernels import ops
 from ..planning.memory import is_out_of_memory
-from .decode import RowState, forward_modules, sample_next
-from .fold import begin, fold
+from .decode import RowState, forward_modules
+from .fold import Folding
 from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
 
@@ -34,49 +36,54 @@ class Decoder:
         stop_ids: Tensor,
         waits: bool,
     ):
-        """`waits`: several steps may run between two looks, so rows that are full must be left alone."""
+        """`waits`: several steps may run between two syncs, so rows that are full must stay unchanged."""
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
-        self.compressor, self.beacon = compressor, beacon_of(model) if compressor.folds else None
-        fused = fusing_pays(cache.keys.device) and FusedForward.fits(model, cache)
-        self.waits = waits or fused or cache.keys.is_cuda or compressor.folds
-        self.forward = (
-            FusedForward(model, cache) if fused else None
-        )  # before the addresses are read: weights may move once
-        self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if cache.keys.is_cuda else None
-        self.pool = torch.cuda.graph_pool_handle() if cache.keys.is_cuda else None
+        self.folding = Folding(model, cache, state, compressor) if compressor.folds else None
+        rules = ops.rules(cache.keys.device)
+        fused = rules.fuses and FusedForward.fits(model, cache)
+        self.waits = waits or fused or rules.captures or compressor.folds
+        self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
+        self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
+        self.pool = torch.cuda.graph_pool_handle() if rules.captures else None
         self.addresses = addresses(model)
 
     def run(self, width: int, steps: int, span: int) -> None:
-        """`steps` tokens for each of the first `width` rows that runs. span: slots to read, where a kernel does not know it itself."""
+        """`steps` tokens for each of the first `width` rows that runs. span: slots to read, for kernels that need it"""
         if self.graphs is None:
             for _ in range(steps):
                 self.step(width, span)
             return
         if width not in self.graphs:
             self.capture(width)
-            return self.run(width, steps, span)  # if it could be captured
+            return self.run(width, steps, span)  # without graphs, if the step could not be captured
         for _ in range(steps):
             self.graphs[width].replay()
 
     def step(self, width: int, span: int) -> None:
+        """Feed a token to each of the first `width` rows that runs, and sample the next."""
         state = self.state
         live = state.live(width) if self.waits else None
-        if self.beacon is None:
-            logits = self.logits(state.token[:width], state.index[:width], live, span)
-            sample_next(logits, state, self.sampling, self.stop_ids, live)
-            return
-        turn = begin(state, width, live, self.beacon, self.compressor)
-        logits = self.logits(turn.token, turn.position, live, span)
-        state.done[:width] |= turn.folding  # a beacon's output is not used: nothing is sampled from it
-        sample_next(logits, state, self.sampling, self.stop_ids, live & ~turn.folding)
-        state.done[:width] &= ~turn.folding
-        fold(self.cache, state, turn)
+
+        def logits(token: Tensor, position: Tensor) -> Tensor:
+            return self.logits(token, position, live, span)
+
+        if self.folding is None:
+            self.sample(logits(state.token[:width], state.index[:width]))
+        else:
+            assert live is not None
+            self.folding.step(width, live, logits, self.sample)
 
     def logits(self, token: Tensor, position: Tensor, live: Tensor | None, span: int) -> Tensor:
-        """After feeding one token to each of the first rows. token, position, live [B] -> [B, V]"""
+        """Logits after feeding one token to each of the first rows. token, position, live [B] -> [B, V]"""
         if self.forward is not None:
+            assert live is not None
             return self.forward(self.state, token, position, live)
         return forward_modules(self.model, self.cache, self.state, token, position, live, span)
+
+    def sample(self, logits: Tensor) -> None:
+        """Sample a token for every row that runs, and write it down. logits [B, V]"""
+        sampling = self.sampling
+        ops.sample_and_record(logits, self.state, sampling.temperature, self.stop_ids, sampling.top_k, sampling.top_p)
 
     def capture(self, width: int) -> None:
         """Record one step. While it is tried out every row is done, so it changes nothing."""
@@ -89,6 +96,7 @@ class Decoder:
                 for _ in range(2):  # compiles kernels, lets cuBLAS choose
                     self.step(width, self.cache.capacity)
             torch.cuda.current_stream().wait_stream(stream)
+            assert self.graphs is not None
             self.graphs[width] = self.record(width)
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -104,19 +112,17 @@ class Decoder:
 
     def record(self, width: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self.pool, capture_error_mode="thread_local"
-        ):  # a learner may be at work in another thread
+        # thread_local: a learner may be at work in another thread
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             self.step(width, self.cache.capacity)
         return graph
 
 
-def fusing_pays(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def addresses(model: nn.Module) -> tuple:
-    """What a captured graph took for granted: where tensors lie, every module's plain settings (adapters, scales), hooks."""
+    """What a captured graph takes for granted: where tensors lie, every module's plain settings and hooks.
+
+    Settings include those of adapters and scales.
+    """
     tensors = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
     settings = tuple(_settings(module) for module in model.modules())
     return tensors, settings
@@ -129,15 +135,14 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()  # training, and what torch keeps fo
 def _settings(module: nn.Module) -> tuple:
     found = [type(module), *changing_hooks(module), vars(module).get("forward")]
     for name, value in vars(module).items():
-        items = (
-            list(value.items())
-            if isinstance(value, dict)
-            else list(value)
-            if isinstance(value, (list, tuple))
-            else [value]
-        )
-        if name not in _OF_EVERY_MODULE and all(
-            isinstance(x, _PLAIN) for item in items for x in (item if isinstance(item, tuple) else (item,))
-        ):
+        items = _items(value)
+        parts = [x for item in items for x in (item if isinstance(item, tuple) else (item,))]
+        if name not in _OF_EVERY_MODULE and all(isinstance(x, _PLAIN) for x in parts):
             found.append((name, tuple(items)))
     return tuple(found)
+
+
+def _items(value: Any) -> list:
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,7 +1,8 @@
 """The rollout engine: completions of prompts by any Hugging Face causal LM on a fixed-capacity, evicting KV cache.
 
-The model's weights are used in place, so after an update the next rollout needs no copy and no new capture. What happens in a call is in
-schedule.py, one decode step in decode.py, its capture in capture.py.
+The model's weights are used in place, so after an update the next rollout needs no copy and no new capture. What
+happens in a call is in schedule.py, its memory in storage.py, one decode step in decode.py, the capture of a step in
+capture.py.
 
     engine = Engine(model, compressor="rkv", budget=512, interval=128, rows=64)
     trajectories = engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=4096), seed=0)
@@ -9,11 +10,8 @@ schedule.py, one decode step in decode.py, its capture in capture.py.
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +19,20 @@ from torch import Tensor, nn
 from ..attention import use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
-from ..errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError, require_int
+from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, require_int
+from ..kernels import ops
 from ..models import ModelShape, check_model, evaluating
-from ..planning.memory import (
-    Plan,
-    available_memory,
-    cache_shape,
-    default_prefill_chunk,
-    is_out_of_memory,
-    make_plan,
-    size,
-)
+from ..planning.memory import Plan, default_prefill_chunk, is_out_of_memory
 from ..records import Trajectory
 from .capture import Decoder, addresses
-from .decode import RowState, empty_trace
-from .fold import beacon_positions, check_beacon
+from .decode import RowState
 from .progress import ProgressBar
+from .requests import check_prompts, sample_numbers, token_list
 from .sampling import Sampling
 from .schedule import GenerateCall, OnTokens
+from .storage import Storage
 
 _DECODERS = 4  # kept with their graphs, one for each way of sampling
-_USUAL_RESPONSE = 4096  # new tokens assumed when memory runs out before the first call has said how many
 
 
 class Engine:
@@ -57,61 +48,66 @@ class Engine:
         prefill_rows: int | None = None,
         poll: tuple[int, int] | None = None,
     ):
-        """`max_tokens` (prompt + new) sizes rows that hold whole responses (`dense`, `prompt-only`) once and for all; otherwise they grow
-        with the longest call.
+        """`max_tokens` (prompt + new) sizes rows that hold whole responses (`dense`, `prompt-only`) once and for all;
+        without it they grow with the longest call.
 
-        `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: prompts they may belong to; `poll`: least and most decode steps
-        between two looks at the device. By default 512, 1 and (1, 1) on a CPU; 16,384, as many as that holds, and (8, 16) on a GPU.
+        `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: how many prompts they may belong to; `poll`: the
+        least and the most decode steps between two syncs with the device. By default 512, 1 and (1, 1) on a CPU;
+        16,384, as many as that holds, and (8, 16) on a GPU.
         """
-        on_gpu = next(model.parameters()).is_cuda
-        prefill_chunk = default_prefill_chunk(on_gpu) if prefill_chunk is None else prefill_chunk
-        self.poll = ((8, 16) if on_gpu else (1, 1)) if poll is None else poll
+        rules = ops.rules(next(model.parameters()).device)
+        prefill_chunk = default_prefill_chunk(rules.on_gpu) if prefill_chunk is None else prefill_chunk
+        self.poll = rules.poll if poll is None else poll
         require_int(rows=rows, prefill_chunk=prefill_chunk, prefill_rows=1 if prefill_rows is None else prefill_rows)
         if not (isinstance(self.poll, tuple) and len(self.poll) == 2):
             raise SparseRLError(
-                f"poll is {poll!r}; it must be two whole numbers, the least and the most steps between two looks."
+                f"poll is {poll!r}; it must be two whole numbers, the least and the most steps between two syncs."
             )
         require_int(**{"poll[0]": self.poll[0]})
         require_int(at_least=self.poll[0], **{"poll[1]": self.poll[1]})
         if max_tokens is not None:
             require_int(at_least=2, max_tokens=max_tokens)
         check_model(model)
-        self.model = model
+        self.model, self.rows, self.prefill_chunk = model, rows, prefill_chunk
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
-        self.largest = self.compressor = make(compressor).bind(
-            budget, interval
-        )  # what rows are made for; what evicts now
-        if self.compressor.folds:
-            check_beacon(model, self.compressor)
+        self.largest = make(compressor).bind(budget, interval)  # what rows are made for
+        self.compressor = self.largest  # what evicts now
+        self.compressor.check_model(model)
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
-        self.rows, self.max_tokens, self.prefill_chunk, self.prefill_rows = (
-            rows,
-            max_tokens,
-            prefill_chunk,
-            prefill_rows,
-        )
+        self.storage = Storage(model, self.shape, self.largest, rows, max_tokens, prefill_chunk, prefill_rows)
         self.version = 0  # optimizer steps behind the weights; stamped on trajectories
-        self.cache: SlotCache | None = None
-        self.scratch: SlotCache | None = None
-        self.state: RowState | None = None
-        self.decoders: dict[tuple, Decoder] = {}  # by what a captured step has built in
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
-        self.waited = 0  # of all rows together: steps in which one was full and waited for the end of a round
-        self.calls = 0  # so far; a stream is cut off by the next
-        self.stopped = False  # set from another thread, it ends the call that is running as Ctrl-C would
-        self.keeps_state = on_gpu  # captured steps hold the addresses of what rows write down
-        if self.compressor.evicts_response:
-            capacity = self.compressor.capacity(0, 0)
-            new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
-            self._allocate_rows(capacity, self.plan(prompt_tokens=capacity, new_tokens=new_tokens))
-        elif max_tokens is not None:
-            self._allocate_rows(max_tokens, self.plan(prompt_tokens=1, new_tokens=max_tokens - 1))
+        self.waited = 0  # steps that full rows waited for the end of a round, summed over rows
+        self.calls = 0  # so far; the next call cuts off a stream
+        self.stopped = False  # set from another thread, it ends the running call as Ctrl-C would
+        self.keeps_state = rules.captures  # captured steps hold the addresses of what rows write down
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def cache(self) -> SlotCache:
+        assert self.storage.cache is not None, "rows that hold whole responses are allocated by the first call"
+        return self.storage.cache
+
+    @property
+    def scratch(self) -> SlotCache:
+        """Where prompts are prefilled."""
+        assert self.storage.scratch is not None, "the first call allocates it"
+        return self.storage.scratch
+
+    @property
+    def state(self) -> RowState:
+        """What every row is doing."""
+        assert self.storage.state is not None, "a call allocates it; on a CPU it is freed afterwards"
+        return self.storage.state
+
+    @property
+    def decoders(self) -> dict[tuple, Decoder]:
+        return self.storage.decoders
 
     @property
     def capacity(self) -> int:
@@ -121,9 +117,9 @@ class Engine:
     def set_budget(self, budget: int) -> None:
         """Keep `budget` slots at an eviction from the next call on, at most as many as the engine was made with.
 
-        Rows stay as they are, only less of them is used; so nothing is allocated, and nothing captured, anew.
+        Rows stay as they are, and less of them is used; so nothing is allocated or captured anew.
         """
-        if not self.compressor.evicts or self.compressor.folds:
+        if not self.compressor.has_budget:
             name = self.compressor.name
             raise SparseRLError(
                 f"{name} chooses nothing to evict, so it has no budget to set to {budget}; use another compressor."
@@ -138,25 +134,16 @@ class Engine:
 
     def plan(self, prompt_tokens: int, new_tokens: int) -> Plan:
         """What a call with prompts of up to `prompt_tokens` takes."""
-        return make_plan(
-            self.shape,
-            self.largest,
-            rows=self.rows,
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            weight_bytes=sum(p.nbytes for p in self.model.parameters()),
-            capacity=self.cache.capacity if self.cache else None,
-            prefill_chunk=self.prefill_chunk,
-            prefill_rows=self.prefill_rows,
-            on_gpu=self.device.type == "cuda",
-        )
+        return self.storage.plan(prompt_tokens, new_tokens)
 
     def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Allocate now what a call of that size will take, so that smaller calls before it leave nothing to be made anew."""
-        plan = self.plan(prompt_tokens, new_tokens)
-        self._allocate_rows(self.largest.capacity(prompt_tokens, new_tokens), plan)
-        self._allocate_scratch(plan)
-        self._allocate_state(plan)
+        """Allocate now what a call of that size will take, so that smaller calls before it allocate nothing."""
+        self.storage.reserve(prompt_tokens, new_tokens)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the rows; 0 before they are allocated."""
+        return self.storage.cache.nbytes if self.storage.cache else 0
 
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
@@ -178,21 +165,23 @@ class Engine:
     ) -> list[Trajectory]:
         """`group_size` completions of every prompt (lists of token ids), prompt by prompt.
 
-        `on_finish` is called with each trajectory the moment it is complete; `on_tokens` with (prompt index, sample index, token ids)
-        whenever the host looks at the device, with what was sampled since: every token of a response once, in order. Neither may run the
-        model. On Ctrl-C, what was finished is in the `RolloutInterrupted` that is raised.
+        `on_finish` is called with each trajectory the moment it is complete; `on_tokens` with (prompt index, sample
+        index, token ids) whenever the host syncs with the device, with what was sampled since: every token of a
+        response once, in order. Neither may run the model. On Ctrl-C, the `RolloutInterrupted` that is raised holds
+        what was finished.
 
-        `samples` says of every prompt which members of its group are wanted, instead of `range(group_size)`. They are the completions
-        that a call for whole groups of the same prompts gives, so what an interrupted call left out can be asked for later.
+        `samples` says for every prompt which members of its group are wanted, instead of `range(group_size)`. They
+        are the completions that a call for whole groups of the same prompts gives, so what an interrupted call
+        omitted can be asked for later.
 
-        Without `keep` only `on_finish` gets them, and nothing is returned: traces of thousands of long responses take gigabytes.
+        Without `keep` only `on_finish` gets the trajectories, and nothing is returned: traces of thousands of long
+        responses take gigabytes.
         """
         sampling = sampling or Sampling()
-        prompts = [_token_list(p) for p in prompts]
+        prompts = [token_list(p) for p in prompts]
         require_int(group_size=group_size)
-        wanted = (
-            [list(range(group_size)) for _ in prompts] if samples is None else _sample_numbers(samples, len(prompts))
-        )
+        everyone = [list(range(group_size)) for _ in prompts]
+        wanted = everyone if samples is None else sample_numbers(samples, len(prompts))
         self._check(prompts, sampling)
         if not any(wanted):
             return []
@@ -210,40 +199,42 @@ class Engine:
                 if on_finish is not None:
                     on_finish(trajectory)
 
-            rollout = GenerateCall(self, prompts, wanted, sampling, seed, on_tokens)
-            rollout.run(deliver, bar)
-            self._note(rollout)
+            call = GenerateCall(self, prompts, wanted, sampling, seed, on_tokens)
+            call.run(deliver, bar)
+            self._note(call)
         return _in_order(finished)
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling | None = None, seed: int = 0) -> Iterator[list[int]]:
+    def stream(
+        self, prompt: Sequence[int], sampling: Sampling | None = None, seed: int = 0
+    ) -> Generator[list[int], None, None]:
         """The tokens of one completion as they are sampled, some at a time: those of `generate([prompt])`.
 
-        Nothing runs between two pieces, and the model is then as it was before, so it may be used; closing the iterator ends the rollout.
-        A later call of this engine takes its rows, and cuts the stream off.
+        Nothing runs between two pieces, and the model is then as it was before, so it may be used. Closing the
+        iterator ends the rollout. A later call of this engine takes its rows, and cuts the stream off.
         """
         sampling = sampling or Sampling()
-        prompts = [_token_list(prompt)]
+        prompts = [token_list(prompt)]
         self._check(prompts, sampling)
         finished: list[Trajectory] = []
         new: list[int] = []
-        with self._call(len(prompts[0]), sampling.max_new_tokens, finished) as call:
-            rollout = GenerateCall(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
-            rounds = rollout.rounds(finished.append)
+        with self._call(len(prompts[0]), sampling.max_new_tokens, finished) as number:
+            call = GenerateCall(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
+            rounds = call.rounds(finished.append)
             while not finished:
-                if self.calls != call:
+                if self.calls != number:
                     raise SparseRLError(
-                        f"this stream was cut off after {rollout.num_tokens} tokens, because its engine was used for another call; "
-                        "read it to its end before, or use a second engine."
+                        f"this stream was cut off after {call.num_tokens} tokens, because its engine was used for "
+                        "another call; read it to its end before, or use a second engine."
                     )
                 with self._switched():
                     next(rounds)
                 pieces, new[:] = new[:], []
                 if pieces:
                     yield pieces
-            self._note(rollout)
+            self._note(call)
 
     def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
-        """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved since."""
+        """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved."""
         settings = (sampling.temperature, sampling.top_k, sampling.top_p, tuple(stop_ids.tolist()))
         now = addresses(self.model) if self.decoders else None
         if any(known.addresses != now for known in self.decoders.values()):
@@ -258,16 +249,16 @@ class Engine:
 
     @contextmanager
     def _call(self, prompt_tokens: int, new_tokens: int, finished: list[Trajectory]) -> Iterator[int]:
-        """Everything a call of that size needs, and its number. Errors take with them what was finished, and leave nothing behind."""
+        """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished."""
         self.calls += 1
-        call, plan = self.calls, self.plan(prompt_tokens, new_tokens)
+        number, plan = self.calls, self.plan(prompt_tokens, new_tokens)
         try:
             try:
                 self.reserve(prompt_tokens, new_tokens)
-                yield call
+                yield number
             except BaseException:
-                if self.calls == call:
-                    self._clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
+                if self.calls == number:
+                    self.storage.clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
                 raise
         except KeyboardInterrupt:
             raise RolloutInterrupted(_in_order(finished)) from None
@@ -277,13 +268,12 @@ class Engine:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            explained = self._out_of_memory(plan, str(error))
+            explained = self.storage.out_of_memory(plan, str(error))
             explained.trajectories = _in_order(finished)
             raise explained from error
         finally:
-            if not self.keeps_state and self.calls == call:
-                self.state = None
-                self.decoders.clear()
+            if not self.keeps_state and self.calls == number:
+                self.storage.drop_state()
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
@@ -291,136 +281,17 @@ class Engine:
         with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"):
             yield
 
-    def _note(self, rollout: GenerateCall) -> None:
-        self.seconds, self.steps, self.waited = rollout.phases.seconds(), rollout.num_steps, rollout.num_waits
-
-    def _clear(self) -> None:
-        for cache in (self.cache, self.scratch):
-            for tensor in cache.tensors if cache else ():
-                tensor.zero_()
+    def _note(self, call: GenerateCall) -> None:
+        self.seconds, self.steps, self.waited = call.phases.seconds(), call.num_steps, call.num_waits
 
     def _check(self, prompts: list[list[int]], sampling: Sampling) -> None:
-        now = next(self.model.parameters())
-        if self.cache is not None and (now.dtype, now.device) != (self.shape.dtype, self.cache.keys.device):
+        now, cache = next(self.model.parameters()), self.storage.cache
+        if cache is not None and (now.dtype, now.device) != (self.shape.dtype, cache.keys.device):
             raise SparseRLError(
-                f"the model is now {now.dtype} on {now.device}, but this engine was made when it was {self.shape.dtype} on "
-                f"{self.cache.keys.device}; make a new Engine."
+                f"the model is now {now.dtype} on {now.device}, but this engine was made when it was "
+                f"{self.shape.dtype} on {cache.keys.device}; make a new Engine."
             )
-        vocabulary, new = self.shape.vocabulary, sampling.max_new_tokens
-        room = new + beacon_positions(self.model, self.compressor, new)  # positions after the prompt
-        for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise SparseRLError(
-                    f"prompt {i} is empty; give at least one token, such as the beginning-of-sequence token."
-                )
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
-                raise SparseRLError(
-                    f"prompt {i} holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}, outside the vocabulary of {vocabulary}; "
-                    "was it made with another tokenizer?"
-                )
-            if len(prompt) > self.shape.context:
-                raise SparseRLError(
-                    f"prompt {i} has {len(prompt)} tokens, beyond the model's context of {self.shape.context}; "
-                    f"shorten it by {len(prompt) - self.shape.context}."
-                )
-            limit = self.shape.hard_context
-            if limit is not None and len(prompt) + room > limit:
-                raise SparseRLError(
-                    f"prompt {i} has {len(prompt)} tokens and {room} new ones may follow, but this model cannot go beyond {limit} "
-                    "positions (its position table ends there, or its RoPE rescales and would falsify keys already cached); "
-                    f"set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
-                )
-            self.compressor.check_prompt(len(prompt))
-        longest = max(map(len, prompts), default=0)
-        if longest + room > self.shape.context:
-            warnings.warn(
-                f"{longest} prompt tokens and {room} new ones go beyond the {self.shape.context} positions this model was made for.",
-                stacklevel=3,
-            )
-
-    def _allocate_rows(self, capacity: int, plan: Plan) -> None:
-        """The cache, once and for all."""
-        grows = not self.compressor.evicts_response and self.max_tokens is None
-        if self.cache is not None and grows and capacity > self.cache.capacity:
-            self.cache = self.state = None  # rows that hold whole responses are as long as the longest call so far
-            self.decoders.clear()
-            plan = replace(
-                plan, capacity=capacity, row_bytes=cache_shape(self.shape, self.compressor).row_bytes(capacity)
-            )
-        if self.cache is None:
-            self._require(plan.cache_bytes, plan)
-            self.cache = SlotCache(cache_shape(self.shape, self.compressor), self.rows, capacity, self.device)
-        elif capacity > self.cache.capacity:
-            raise SparseRLError(
-                f"rows of this {self.compressor.name} engine hold {self.cache.capacity} tokens, but the call needs {capacity} "
-                f"({plan.prompt_tokens} prompt + {plan.new_tokens} new); make the engine with Engine(..., max_tokens={capacity})."
-            )
-
-    def _allocate_scratch(self, plan: Plan) -> None:
-        """Rows for the longest prompts, made anew when longer ones come, or more of them go together."""
-        known = self.scratch
-        if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
-            self.scratch = known = None
-            self._require(plan.scratch_bytes, plan)
-            self.scratch = SlotCache(
-                cache_shape(self.shape, self.compressor), plan.prefill_rows, plan.prompt_tokens, self.device
-            )
-
-    def _allocate_state(self, plan: Plan) -> None:
-        """Where rows write down what they sample: as large as the largest call so far. A captured step knows all of it but the trace."""
-        new = plan.new_tokens
-        tokens = 0 if self.compressor.folds else plan.prompt_tokens + new  # where beacons stand tells what was visible
-        if self.state is None or self.state.tokens.shape[1] < new:
-            tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
-            self.state = None
-            self.decoders.clear()
-            self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(self.cache, tokens, new, self.compressor.folds)
-        elif self.state.trace.shape[3] < tokens:
-            state, self.state = self.state, None
-            state.trace = None
-            self._require(plan.rows * plan.trace_row_bytes, plan)
-            state.trace = empty_trace(self.cache, tokens)
-            self.state = state
-
-    def _require(self, needed: int, plan: Plan) -> None:
-        free = available_memory(self.device)
-        if needed > free:
-            raise self._out_of_memory(plan, f"{size(needed)} are needed, {size(free)} are free")
-
-    def _out_of_memory(self, plan: Plan, why: str) -> OutOfMemory:
-        held = sum(p.nbytes for p in self.model.parameters()) + sum(c.nbytes for c in (self.cache, self.scratch) if c)
-        held += sum(t.nbytes for t in self.state.by_row if t is not None) if self.state else 0
-        memory = available_memory(self.device) + held
-        return OutOfMemory(
-            f"out of memory ({why.splitlines()[0]}).\n{plan.text(memory)}\n{plan.largest_that_fits(memory)}"
-        )
-
-
-def _token_list(prompt) -> list[int]:
-    if isinstance(prompt, (str, int)):
-        raise SparseRLError(
-            f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first."
-        )
-    return prompt.tolist() if isinstance(prompt, Tensor) else [int(token) for token in prompt]
-
-
-def _sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[int]]:
-    """Which members of each prompt's group are wanted."""
-    if len(samples) != prompts:
-        raise SparseRLError(
-            f"samples has {len(samples)} entries for {prompts} prompts; give each a list of numbers, empty if none is wanted."
-        )
-    for i, numbers in enumerate(samples):
-        if not isinstance(numbers, Iterable):
-            raise SparseRLError(f"samples[{i}] is {numbers!r}; give a list of sample numbers, such as [{numbers!r}].")
-        for number, count in Counter(numbers).items():
-            require_int(at_least=0, **{f"a number in samples[{i}]": number})
-            if count > 1:
-                raise SparseRLError(
-                    f"samples[{i}] asks {count} times for sample {number}, which is always the same; name it once."
-                )
-    return [list(numbers) for numbers in samples]
+        check_prompts(prompts, sampling.max_new_tokens, self.shape, self.compressor, self.model)
 
 
 def _in_order(trajectories: list[Trajectory]) -> list[Trajectory]:

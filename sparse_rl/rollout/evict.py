@@ -1,13 +1,14 @@
-"""One eviction: let the compressor look at full rows, compact them, and say in the trace which tokens are gone."""
+"""One eviction: the compressor looks at full rows, they are compacted, and the trace says which tokens are gone."""
 
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..cache import SlotCache
 from ..compressors import CacheView, Compressor
 from ..errors import SparseRLError
+from ..kernels import ops
 from ..streams import eviction_streams
+from .decode import never_in
 
 
 def evict(
@@ -21,13 +22,16 @@ def evict(
     trace: Tensor,
     live: Tensor,
 ) -> Tensor:
-    """Compress rows that all have `used` slots in use down to the budget; of those that are not live nothing is written down.
+    """Compress rows that all have `used` slots in use down to the budget; rows that are not live stay as they are.
 
-    rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T] -> bool: the compressor did as it must
+    rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T]
+    -> bool: whether the compressor returned what it must
     """
     shape, budget, n = cache.shape, compressor.budget, len(rows)
     streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
-    num_queries = min(compressor.num_queries, used)  # at least `used` tokens have been fed, so that many are there
+    num_queries = min(compressor.num_queries, used)  # at least `used` tokens, so as many queries, have been fed
+    scaling = _common(cache.scaling, "scale")
+    assert scaling is not None, "a prompt has been fed"
     fine = torch.ones((), dtype=torch.bool, device=rows.device)
     for layers in cache.layer_chunks(n, used):
         feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]
@@ -40,40 +44,26 @@ def evict(
             mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
             streams=streams[layers].flatten(0, 1),
             num_prompt_tokens=num_prompt_tokens.repeat(feed.shape[0]),
-            scaling=_common(cache.scaling, "scale"),
+            scaling=scaling,
             softcap=_common(cache.softcap, "soft-cap"),
             unreachable=_unreachable(cache, layers, feed, fed),
         )
         kept = compressor.keep(view, budget)
         fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)
-        if rows.is_cuda:
-            kept = kept.clamp(0, used - 1)  # whatever it says, nothing else is touched before the host asks
+        if ops.rules(rows.device).defers_checks:
+            kept = kept.clamp(0, used - 1)  # until the host checks, a wrong number must not reach another row
         else:
             check_fine(bool(fine), used, compressor)
-        _compact(cache, layers, rows, used, kept.unflatten(0, (-1, n)), trace, fed, live)
+        ops.compact(
+            cache.keys, cache.values, cache.feed, cache.mass, trace, layers, rows, used, kept.unflatten(0, (-1, n)),
+            fed, live, never_in(trace),
+        )  # fmt: skip
     return fine
 
 
 def check_fine(fine: bool, used: int, compressor: Compressor) -> None:
     if not fine:
         raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
-
-
-def _compact(
-    cache: SlotCache, layers: slice, rows: Tensor, used: int, kept: Tensor, trace: Tensor, fed: Tensor, live: Tensor
-) -> None:
-    """Rows keep `kept` [l, N, H, K] of their slots; the trace says that the others are invisible from query `fed` on."""
-    if rows.is_cuda and kernels.has_triton():
-        from ..kernels.evict import compact
-
-        never = -1 if trace.dtype == torch.int16 else torch.iinfo(trace.dtype).max
-        compact(cache.keys, cache.values, cache.feed, cache.mass, trace, layers, rows, used, kept, fed, live, never)
-        return
-    evicted = cache.keep(layers, rows, used, kept)[:, live].long()  # [l, n, H, X]
-    layer = torch.arange(layers.start, layers.stop, device=rows.device)[:, None, None, None]
-    head = torch.arange(cache.shape.heads, device=rows.device)[None, None, :, None]
-    value = fed[live].to(trace.dtype)[None, :, None, None].expand(evicted.shape)
-    trace[rows[live][None, :, None, None], layer, head, evicted] = value
 
 
 def _common(per_layer: list, what: str) -> float | None:
@@ -86,7 +76,7 @@ def _common(per_layer: list, what: str) -> float | None:
 
 
 def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> Tensor | None:
-    """Slots no later query can see in a layer with a sliding window. feed [l, N, H, S], fed [N] -> bool [l * N, H, S]"""
+    """Slots that no later query sees in a layer with a sliding window. feed [l, N, H, S], fed [N] -> [l * N, H, S]"""
     windows = cache.sliding_window[layers]
     if all(window is None for window in windows):
         return None
@@ -96,7 +86,7 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
 
 
 def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> Tensor:
-    """Refuse another shape at once; whether the numbers make sense is for the host to ask when it looks next."""
+    """Refuse another shape at once. -> bool: whether the numbers are valid, which the host may ask later"""
     if tuple(kept.shape) != shape or kept.dtype != torch.int64:
         raise SparseRLError(
             f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}."

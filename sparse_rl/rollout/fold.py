@@ -1,21 +1,28 @@
-"""Beacons while decoding: a row whose chunk is complete feeds the beacon instead of its next token, and keeps the beacon's entry alone.
+"""Beacons while decoding: a row whose chunk is complete feeds the beacon instead of its next token, and keeps its
+entry.
 
-A step is the same for all rows, tensors only: what is fed (`begin`), the model's forward pass, sampling for those that fed a token,
-and for those that fed a beacon the move of its entry to where the chunk began (`fold`). The token sampled before the beacon waits.
+A step is the same for all rows, tensors only: what is fed (`begin`), the model's forward pass, sampling for the rows
+that fed a token, and for those that fed a beacon the move of its entry to where the chunk began (`fold`). The token
+sampled before the beacon waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from ..beacon import BeaconEmbedding, beacon_of
+from ..beacon import BeaconEmbedding, beacon_of, beaconed
 from ..cache import SlotCache
 from ..compressors import Compressor
 from ..compressors.beacon import Beacon
-from ..errors import SparseRLError
+
+if TYPE_CHECKING:
+    from .decode import RowState
 
 
 @dataclass
@@ -29,8 +36,9 @@ class Chunks:
 
     @classmethod
     def empty(cls, rows: int, new: int, device: torch.device) -> Chunks:
-        counts = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
-        return cls(*counts, torch.zeros(rows, device=device), torch.zeros(rows, new, dtype=torch.bool, device=device))
+        open_tokens, folded = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        ends = torch.zeros(rows, new, dtype=torch.bool, device=device)
+        return cls(open_tokens, folded, torch.zeros(rows, device=device), ends)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -47,37 +55,57 @@ class Turn:
 
     token: Tensor
     position: Tensor
-    folding: Tensor  # bool: it is the beacon
+    folding: Tensor  # bool: the token is the beacon
 
 
-def check_beacon(model: nn.Module, compressor: Beacon) -> None:
-    """Refuse a model that has no beacon, and chunks that its beacon was not trained for."""
-    beacon = beacon_of(model)
-    if beacon is None:
-        raise SparseRLError(
-            "this model has no beacon to fold its response into; load a student that `sparse-rl train` made, folder and all, "
-            "or use another compressor."
-        )
-    unknown = [size for size in compressor.sizes if beacon.chunks and size not in beacon.chunks]
-    if unknown:
-        trained, why = (
-            " or ".join(map(str, beacon.chunks)),
-            "" if compressor.threshold is None else " (a threshold ends chunks early)",
-        )
-        raise SparseRLError(
-            f"a beacon after {unknown[0]} tokens was asked for{why}, but this student was trained with one after {trained}; use that."
-        )
+class Folding:
+    """The decode steps of rows that fold, and what such rows fed."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache, state: RowState, compressor: Compressor):
+        beacon = beacon_of(model)
+        assert beacon is not None and isinstance(compressor, Beacon)
+        self.beacon, self.compressor, self.cache, self.state = beacon, compressor, cache, state
+
+    def step(
+        self, width: int, live: Tensor, logits: Callable[[Tensor, Tensor], Tensor], sample: Callable[[Tensor], None]
+    ) -> None:
+        """One step of the first `width` rows. logits: of (token, position) [B] -> [B, V]; sample: from logits"""
+        done = self.state.done[:width]
+        turn = begin(self.state, width, live, self.beacon, self.compressor)
+        output = logits(turn.token, turn.position)
+        done |= turn.folding  # nothing is sampled from a beacon's output
+        sample(output)
+        done &= ~turn.folding
+        fold(self.cache, self.state, turn)
+
+    def evidence(
+        self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
+    ) -> list[dict[str, Any]]:
+        """What rows fed, beacons among the tokens, as fields of their trajectories. responses, logprobs [N, n]"""
+        shape, before = self.cache.shape, torch.tensor([len(prompt) for prompt in prompts])
+        whole = [torch.cat([p, response[:n]]) for p, response, n in zip(prompts, responses, counts, strict=True)]
+        tokens, lengths = pad_sequence(whole, batch_first=True), before + torch.tensor(counts)
+        nth = torch.arange(tokens.shape[1]) - before[:, None]  # which token of the response
+        assert self.state.chunks is not None
+        ends = self.state.chunks.ends[rows, : max(counts)].cpu()
+        ends = ends.gather(1, nth.clamp(0, max(counts) - 1)) & (nth >= 0) & (nth < torch.tensor(counts)[:, None])
+        fed = beaconed(self.beacon, tokens, before, lengths, ends, shape.layers, shape.heads)
+        return [
+            {
+                "tokens": row.tokens,
+                "positions": row.positions,
+                "trace": row.trace,
+                "beacon_id": row.beacon_id,
+                "sampler_logprobs": torch.zeros(len(row.tokens)).masked_scatter(row.sampled, logprob[:count]),
+            }
+            for row, logprob, count in zip(fed, logprobs, counts, strict=True)
+        ]
 
 
-def beacon_positions(model: nn.Module, compressor: Compressor, new: int) -> int:
-    """Positions that beacons may take up among `new` tokens: none, unless they have their own."""
-    own = compressor.folds and beacon_of(model).position == "own"
-    return max(0, new - 2) // min(compressor.sizes) if own else 0
-
-
-def begin(state, width: int, live: Tensor, beacon: BeaconEmbedding, compressor: Beacon) -> Turn:
-    """state: RowState; live bool [B]"""
+def begin(state: RowState, width: int, live: Tensor, beacon: BeaconEmbedding, compressor: Beacon) -> Turn:
+    """live bool [B]"""
     chunks, index = state.chunks, state.index[:width]
+    assert chunks is not None
     tokens, folded, surprise = chunks.open[:width], chunks.folded[:width], chunks.surprise[:width]
     folding = compressor.closes(tokens, surprise) & live
     feeding = live & ~folding
@@ -89,9 +117,10 @@ def begin(state, width: int, live: Tensor, beacon: BeaconEmbedding, compressor: 
     return Turn(torch.where(folding, beacon.id, state.token[:width]), position, folding)
 
 
-def fold(cache: SlotCache, state, turn: Turn) -> None:
+def fold(cache: SlotCache, state: RowState, turn: Turn) -> None:
     """Rows that have fed a beacon keep its entry where their chunk began; the chunk is gone."""
     chunks, folding = state.chunks, turn.folding
+    assert chunks is not None
     width = len(folding)
     rows = torch.arange(width, device=folding.device)
     used = state.used[:width]

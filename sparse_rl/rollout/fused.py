@@ -1,35 +1,39 @@
-"""The decode step of the Llama family with fused kernels: the weights and the rounding of the Hugging Face modules, fewer launches.
+"""The decode step of the Llama family with fused kernels: the weights and the rounding of the Hugging Face modules,
+fewer launches.
 
     x = embed(token)
     for each layer:  norm, [q k v], rotate + store + attend over slots, out, add + norm, [gate up], silu * up, down, add
     logits = head(norm(x))
 
-For one new token per row the modules of transformers launch several times as many kernels, most of which read and write a few kilobytes.
-Only what is known to compute exactly this is taken (`FusedForward.fits`); any other architecture, an adapter,
-a quantised layer or a module with hooks runs through its own modules, captured all the same.
+For one new token per row the modules of transformers launch several times as many kernels, most of which read and
+write a few kilobytes. Only models that are known to compute exactly this are taken (`FusedForward.fits`); any other
+architecture, an adapter, a quantised layer or a module with hooks runs through its own modules, captured all the
+same.
 
-The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in memory once, and
-every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and loaded as ever. (A `state_dict`
-taken before the first rollout no longer follows the model after it: take it again.)
+The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in
+memory once, and every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and
+loaded as before. (A `state_dict` taken before the first rollout no longer follows the model after it: take it again.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import kernels
 from ..beacon import BeaconEmbedding
 from ..cache import SlotCache
+from ..kernels import ops
 from ..models.logits import Float32Head
 from .decode import RowState
 
 _HARMLESS_HOOKS = {"output_capturing_hook", "make_inputs_require_grads"}
-_AS_MADE = {BeaconEmbedding: nn.Embedding, Float32Head: nn.Linear}  # modules of ours that compute what theirs do, and which those are
-_STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others look at the sequence's length, on the host
+_AS_MADE = {BeaconEmbedding: nn.Embedding, Float32Head: nn.Linear}  # our modules, and those whose result they compute
+_STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others depend on the sequence's length, on the host
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,12 @@ class Product:
         return F.linear(x, self.weight, self.bias)
 
     def in_parts(self, x: Tensor) -> Tensor:
-        """The product, or where its tiles are too few to fill the chip the parts of a sum over the inner dimension: fp32 [S, B, out].
+        """The product; where its tiles are too few to fill the chip, the parts of a sum over the inner dimension.
 
-        What adds the result to the residual adds the parts on the way, in fp32.
+        The parts are fp32 [S, B, out]. The kernel that adds the result to the residual also adds the parts, in fp32.
         """
-        parts = (
-            parts_for(len(x), *self.weight.shape) if x.is_cuda and self.bias is None and x.dtype != torch.float32 else 1
-        )
+        may_split = ops.rules(x.device).splits_products and self.bias is None and x.dtype != torch.float32
+        parts = parts_for(len(x), self.weight.shape[0], self.weight.shape[1]) if may_split else 1
         if parts == 1:
             return self(x)
         weight = self.weight.unflatten(1, (parts, -1)).permute(1, 2, 0)  # [S, in / S, out]
@@ -57,40 +60,44 @@ class Product:
 
 
 def parts_for(rows: int, out: int, inner: int) -> int:
-    """How many parts to cut a product's inner dimension into: measured on one H200, where 128 tiles of 128 x 128 fill the chip."""
+    """Parts to cut a product's inner dimension into. Measured on an H200, which 128 tiles of 128 x 128 fill."""
     tiles = -(-rows // 128) * -(-out // 128)
     return next((s for s in (4, 2) if inner >= 4096 and inner % (8 * s) == 0 and s * tiles <= 128), 1)
 
 
 @dataclass(frozen=True)
+class Norm:
+    weight: Tensor  # [N]
+    eps: float
+
+
+@dataclass(frozen=True)
 class Layer:
-    before: nn.Module  # the norms
-    after: nn.Module
+    before: Norm  # of attention
+    after: Norm
     qkv: Product
     out: Product
     gate_up: Product
     down: Product
-    norms: (
-        tuple[Tensor, Tensor, float] | None
-    )  # weights and epsilon of the norms of queries and keys, where there are some
+    norms: tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, and epsilon; None: no norms
     scaling: float
 
 
 class FusedForward:
-    """Logits after a token of each of the first rows of a cache. A drop-in for `forward_modules`."""
+    """Logits after feeding a token to each of the first rows of a cache. A drop-in for `forward_modules`."""
 
-    def __init__(self, model: nn.Module, cache: SlotCache):
+    def __init__(self, model: Any, cache: SlotCache):
+        """model: one that `fits`"""
         decoder = model.model
-        self.cache, self.embed, self.rotary, self.norm = cache, decoder.embed_tokens, decoder.rotary_emb, decoder.norm
-        self.head = model.lm_head
+        self.cache, self.embed, self.rotary = cache, decoder.embed_tokens, decoder.rotary_emb
+        self.norm, self.head = _norm(decoder.norm), model.lm_head
         self.layers = [_layer(layer) for layer in decoder.layers]
         for i, layer in enumerate(self.layers):
             cache.scaling[i] = layer.scaling
-        self.ops = kernels.on(cache.keys.device)
 
     @staticmethod
-    def fits(model: nn.Module, cache: SlotCache) -> bool:
-        """Whether the model is known to compute exactly this, and the compressor asks for nothing that only the modules' path records."""
+    def fits(model: Any, cache: SlotCache) -> bool:
+        """Whether the model is known to compute exactly this, and the cache records nothing that only modules do."""
         if cache.mass is not None or not is_plain(model):
             return False
         config, layers = model.config, model.model.layers
@@ -109,11 +116,12 @@ class FusedForward:
 
     def __call__(self, state: RowState, token: Tensor, position: Tensor, live: Tensor) -> Tensor:
         """token, position, live bool [B] -> logits [B, V]"""
-        ops, cache, shape, width = self.ops, self.cache, self.cache.shape, len(token)
+        cache, shape, width = self.cache, self.cache.shape, len(token)
         used, index = state.used[:width], state.index[:width]
         residual = self.embed(token)  # [B, N]
-        rope = tuple(x[:, 0] for x in self.rotary(residual, position[:, None]))  # cos, sin [B, D]
-        x = ops.add_rms_norm(None, residual, self.layers[0].before.weight, self.layers[0].before.variance_epsilon)
+        cos, sin = self.rotary(residual, position[:, None])
+        rope = cos[:, 0], sin[:, 0]  # [B, D]
+        x = ops.add_rms_norm(None, residual, self.layers[0].before.weight, self.layers[0].before.eps)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
             query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
@@ -121,23 +129,26 @@ class FusedForward:
                 query, key, value, cache.layer(i), used, index, live, layer.scaling, rope, layer.norms
             )
             x = layer.out(x)
-            x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.variance_epsilon)
+            x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.eps)
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
             norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
-            x = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+            x = ops.add_rms_norm(x, residual, norm.weight, norm.eps)
         return self.head(x)  # in fp32 where the model's is
 
 
-def _layer(layer: nn.Module) -> Layer:
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v, gate, up = _projections(layer)
-    query_norm = getattr(attention, "q_norm", None)
-    norms = (
-        (query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon) if query_norm is not None else None
-    )
+    query_norm, norms = getattr(attention, "q_norm", None), None
+    if query_norm is not None:
+        norms = query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon
     return Layer(
-        before=layer.input_layernorm,
-        after=layer.post_attention_layernorm,
+        before=_norm(layer.input_layernorm),
+        after=_norm(layer.post_attention_layernorm),
         qkv=side_by_side(q, k, v),
         out=side_by_side(attention.o_proj),
         gate_up=side_by_side(gate, up),
@@ -147,21 +158,26 @@ def _layer(layer: nn.Module) -> Layer:
     )
 
 
-def _projections(layer: nn.Module) -> list[nn.Module]:
+def _projections(layer: Any) -> list[nn.Linear]:
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
 
 
-def _joint(layer: nn.Module) -> list[list[nn.Parameter]]:
+def _joint(layer: Any) -> list[list[Tensor]]:
     """The parameters of a layer that are to lie side by side."""
     *qkv, gate, up = _projections(layer)
     groups = [[linear.weight for linear in linears] for linears in (qkv, (gate, up))]
-    biases = [[linear.bias for linear in linears if linear.bias is not None] for linears in (qkv, (gate, up))]
+    biases = [_biases(linears) for linears in (qkv, (gate, up))]
     return groups + [group for group in biases if group]
 
 
+def _biases(linears: Iterable[nn.Linear]) -> list[Tensor]:
+    biases: Iterable[Tensor | None] = (linear.bias for linear in linears)
+    return [bias for bias in biases if bias is not None]
+
+
 def is_plain(model: nn.Module) -> bool:
-    """Whether this is one of the family as transformers makes it: modules of the same types, nothing hooked, patched or wrapped."""
+    """Whether this is one of the family as transformers makes it: its types of modules, none hooked or wrapped."""
     import transformers
 
     family = {getattr(transformers, f"{name}ForCausalLM") for name in ("Llama", "Qwen2", "Qwen3", "Mistral")}
@@ -180,30 +196,29 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def changing_hooks(module: nn.Module) -> list:
-    """A module's hooks, but for two of transformers' own that change no value.
+    """A module's hooks, except for two of transformers' own that change no value.
 
     One records hidden states when they are asked for, one marks embeddings for gradient checkpointing.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [
-        hook for hook in hooks if not (_is_transformers(hook) and hook.__qualname__.split(".")[-1] in _HARMLESS_HOOKS)
-    ]
+    return [hook for hook in hooks if not _is_harmless(hook)]
 
 
-def _is_transformers(function) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("transformers.") and hasattr(function, "__qualname__")
+def _is_harmless(hook: Any) -> bool:
+    of_transformers = str(getattr(hook, "__module__", "")).startswith("transformers.")
+    return of_transformers and str(getattr(hook, "__qualname__", "")).split(".")[-1] in _HARMLESS_HOOKS
 
 
 @torch.no_grad()
 def side_by_side(*linears: nn.Linear) -> Product:
-    """Lay the weights of linear layers side by side in memory, unless they lie so already; their parameters become views."""
-    weight = _joined([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears]
-    return Product(weight, None if biases[0] is None else _joined(biases))
+    """Lay the weights of linear layers side by side in memory, unless they are; their parameters become views."""
+    weight, biases = _joined([linear.weight for linear in linears]), _biases(linears)
+    assert len(biases) in (0, len(linears))
+    return Product(weight, _joined(biases) if biases else None)
 
 
-def _adjacent(parameters: list[nn.Parameter]) -> bool:
-    """Whether they lie side by side already."""
+def _adjacent(parameters: list[Tensor]) -> bool:
+    """Whether they lie side by side."""
     first = parameters[0]
     end = first.data_ptr()
     for parameter in parameters:
@@ -214,13 +229,13 @@ def _adjacent(parameters: list[nn.Parameter]) -> bool:
     return True
 
 
-def _may_move(parameters: list[nn.Parameter]) -> bool:
-    """A parameter that is a part of something else, such as an optimizer's flat buffer, must stay where it is."""
+def _may_move(parameters: list[Tensor]) -> bool:
+    """Whether parameters may be moved: a part of something else, such as an optimizer's flat buffer, must stay."""
     return _adjacent(parameters) or all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
 
 
-def _joined(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of all rows of the parameters, of which each is a view from now on."""
+def _joined(parameters: list[Tensor]) -> Tensor:
+    """One tensor of all rows of the parameters; each parameter becomes a view of it."""
     first = parameters[0].data
     rows = [len(p) for p in parameters]
     if _adjacent(parameters):

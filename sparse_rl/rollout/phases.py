@@ -1,4 +1,4 @@
-"""Where a rollout's time goes: by the device's own clock on a GPU (nothing waits for it), by the host's elsewhere."""
+"""Where a rollout's time goes: on a GPU by the device's own clock (nothing waits for it), elsewhere by the host's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from ..kernels import ops
 
 
 class Phases:
     def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = ops.rules(device).on_gpu
         self.start = time.perf_counter()
-        self.parts: list[tuple[str, object, object]] = []
+        self.parts: list[tuple[str, Any, Any]] = []  # (name, before, after): seconds, or events of the device
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -22,7 +25,7 @@ class Phases:
         yield
         self.parts.append((name, before, self._now()))
 
-    def _now(self):
+    def _now(self) -> Any:
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -30,7 +33,7 @@ class Phases:
         return event
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by name, `total` on the host's clock, and `host`: what no phase accounts for."""
+        """Seconds by phase, `total` on the host's clock, and `host`: the time that no phase accounts for."""
         if self.on_gpu:
             torch.cuda.synchronize()
         total = time.perf_counter() - self.start

@@ -1,14 +1,19 @@
 """A progress bar with tokens/s, busy rows and the cache's bytes; silent when off."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from ..cache import SlotCache
 from ..planning.memory import size
 
 
 class ProgressBar:
     def __init__(self, on: bool, total: int, cache: SlotCache):
-        self.on, self.total, self.cache, self.bar, self.shown = on, total, cache, None, 0.0
+        self.on, self.total, self.cache, self.shown = on, total, cache, 0.0
+        self.bar: Any = None
 
-    def __enter__(self):
+    def __enter__(self) -> ProgressBar:
         if self.on:
             from tqdm import tqdm
 

@@ -1,7 +1,7 @@
-"""From logits to tokens and the log-probs of exactly the distribution they were drawn from.
+"""How tokens are drawn from logits, and their log-probs under exactly the distribution they were drawn from.
 
-One uniform number per token, from the sequence's own stream, inverts the cumulative distribution: what a sequence samples
-does not depend on what runs beside it.
+One uniform number per token, from the sequence's own stream, inverts the cumulative distribution: what a sequence
+samples does not depend on what runs beside it. The arithmetic is in kernels/twins.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..errors import SparseRLError, require_int
-from ..streams import uniform
+from ..kernels import twins
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,9 @@ class Sampling:
             raise SparseRLError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
         if self.for_correction and (self.top_k or self.top_p < 1):
             raise SparseRLError(
-                f"top_k {self.top_k} and top_p {self.top_p} cannot go with a correction: the sampler's log-probs are renormalised over "
-                "the kept tokens, the learner's are not, so every ratio would be biased by the kept mass; set top_k=0 and top_p=1."
+                f"top_k {self.top_k} and top_p {self.top_p} cannot go with a correction: the sampler's log-probs are "
+                "renormalised over the kept tokens, the learner's are not, so every ratio would be biased by the kept "
+                "mass; set top_k=0 and top_p=1."
             )
         if self.stop_ids is not None:
             ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)
@@ -45,32 +45,13 @@ class Sampling:
 
 
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """fp32 log-probs [B, V] of the distribution to sample from: temperature, then top-k, then top-p, then renormalised."""
-    logits = logits.float()
-    if sampling.temperature == 0:
-        return logits.log_softmax(-1)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if sampling.top_p < 1:
-        ordered = logits.sort(-1, descending=True).values
-        probs = (ordered.double() / sampling.temperature).softmax(-1)  # fp32 over a large vocabulary would not sum to 1
-        beyond = probs.cumsum(-1) - probs >= sampling.top_p  # the likeliest tokens before this one suffice already
-        least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < least, -torch.inf)  # what is as likely as the last one stays with it
-    return (logits / sampling.temperature).log_softmax(-1)
+    """fp32 log-probs [B, V] of the distribution to sample from."""
+    return twins.log_distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 def sample(logits: Tensor, stream: Tensor, step: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token per row: (tokens [B], log-probs fp32 [B]). A row with non-finite logits has a non-finite log-prob.
 
-    logits [B, V]; stream [B] int64, step [B] int64: how many tokens the sequence has drawn before.
+    logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
     """
-    logprobs = log_distribution(logits, sampling)
-    if sampling.temperature == 0:
-        tokens = logprobs.argmax(-1)
-    else:
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        point = uniform(stream, step)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    return twins.sample(logits, stream, step, sampling.temperature, sampling.top_k, sampling.top_p)

@@ -4,36 +4,34 @@
         admit    prefill prompts together, fork them into every free row
         decode   some tokens for every running row
         evict    rows whose slots are full keep `budget` of them
-        finish   look at the device: collect rows that stopped
+        finish   sync with the device: collect rows that stopped
 
-The host looks once a round, every step on a CPU and every 8 to 16 steps on a GPU: it knows how many slots each row uses without asking, and
-a row that fills up within a round waits for its end. A sequence's tokens, log-probs and evictions depend on its own prefix and random
-stream alone, never on the rows beside it: to the bit on a CPU, on a GPU as far as matrix products round alike at every row count.
+The host syncs once a round: after every step on a CPU, after 8 to 16 steps on a GPU. It knows how many slots each row
+uses without asking, and a row that fills up within a round waits for its end. A sequence's tokens, log-probs and
+evictions depend on its own prefix and random stream alone, never on the rows beside it: to the bit on a CPU; on a GPU
+as far as matrix products round alike at every row count.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from ..attention import Feed
-from ..beacon import beaconed
 from ..errors import NonFiniteLogits
 from ..models import check_sliding_windows, own_stop_ids
 from ..records import Trajectory
 from ..signals import uninterrupted
-from ..streams import stream_key
-from .decode import forward
+from .collect import collect
 from .evict import check_fine, evict
 from .phases import Phases
+from .prefill import compress_prompts, feed_prompts
 from .progress import ProgressBar
+from .queue import Prefilled, Row, Waiting, make_queue
 from .sampling import Sampling, sample
 
 if TYPE_CHECKING:
@@ -43,36 +41,6 @@ OnTokens = Callable[[int, int, list[int]], None]  # (prompt index, sample index,
 
 _DENSE_SPAN = 64  # rows that are not evicted are read in multiples of this many slots
 _TOGETHER = 64  # rows whose first tokens are sampled, or whose records are copied to the host, at a time
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A prompt with the members of its group that have no row yet."""
-
-    prompt_index: int
-    prompt: list[int]
-    prompt_stream: int
-    streams: deque[tuple[int, int]]  # (sample index, random stream)
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt in a row of the scratch cache, ready to be forked."""
-
-    waiting: Waiting
-    row: int
-    used: int  # slots left after compression
-
-
-@dataclass
-class Row:
-    """A running sequence, as the host knows it without asking the device."""
-
-    waiting: Waiting
-    sample_index: int
-    used: int  # slots in use
-    fed: int  # tokens fed
-    count: int = 0  # tokens sampled, when the host last looked
 
 
 class GenerateCall:
@@ -87,29 +55,24 @@ class GenerateCall:
         seed: int,
         on_tokens: OnTokens | None = None,
     ):
-        """`wanted`: of every prompt, the numbers of the samples to draw."""
-        self.engine, self.sampling, self.on_tokens = engine, sampling, on_tokens
-        self.model, self.cache, self.scratch, self.compressor = (
-            engine.model,
-            engine.cache,
-            engine.scratch,
-            engine.compressor,
-        )
+        """`wanted`: for every prompt, the numbers of the samples to draw."""
+        self.engine, self.model, self.compressor = engine, engine.model, engine.compressor
+        self.cache, self.scratch, self.state = engine.cache, engine.scratch, engine.state
+        self.sampling, self.on_tokens = sampling, on_tokens
         self.capacity = engine.capacity  # slots at which a row is full
         self.device = self.cache.keys.device
-        self.state = engine.state
         self.stop_ids = stop_ids_of(self.model, sampling)
         self.decoder = engine.decoder(sampling, self.stop_ids)
         self.phases = Phases(self.device)
         self.row_counts = row_counts(engine.rows)
-        self.waiting = _queue(prompts, wanted, seed)
+        self.waiting = make_queue(prompts, wanted, seed)
         self.ready: deque[Prefilled] = deque()
         self.ready_logits: Tensor  # [N, V] after the last token of the prompts in the scratch cache
         self.ready_trace: Tensor | None  # [N, L, H, P] of prompts, if some of them were compressed
         self.running: dict[int, Row] = {}
-        self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last look
-        self.num_tokens = self.num_steps = 0  # sampled; decode steps run
-        self.num_waits = 0  # steps in which a row was full, over all rows
+        self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last sync
+        self.num_tokens = self.num_steps = 0  # tokens sampled; decode steps run
+        self.num_waits = 0  # steps in which a row was full, summed over rows
 
     def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
         start = time.perf_counter()
@@ -130,8 +93,13 @@ class GenerateCall:
                 self.finish(deliver)
             yield
 
+    # ---------------------------------------------------------------------------------------------------------- admit
+
     def admit(self) -> bool:
-        """Fork prefilled prompts into free rows; prefill the next ones when their groups are complete. -> whether any was admitted"""
+        """Fork prefilled prompts into free rows; prefill the next ones when their groups are complete.
+
+        -> whether any was admitted
+        """
         free = deque(row for row in range(self.engine.rows) if row not in self.running)
         busy = len(self.running)
         while free and (self.waiting or self.ready):
@@ -150,49 +118,16 @@ class GenerateCall:
         return len(self.running) > busy
 
     def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
-        """Feed prompts densely, in chunks, the shorter ones padded; compress those that are too long."""
-        scratch, lengths = self.scratch, [len(w.prompt) for w in prompts]
-        n, longest = len(prompts), max(lengths)
-        tokens = torch.tensor(
-            [w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=self.device
-        )  # [N, P]
-        ends = torch.tensor(lengths, device=self.device)
-        ragged = min(lengths) < longest
-        index = torch.arange(longest, device=self.device).expand(n, -1)
-        chunk = max(1, self.engine.prefill_chunk // n)
-        for start in range(0, longest, chunk):
-            part = slice(start, min(start + chunk, longest))
-            feed = Feed(
-                scratch, index[:, part], index[:, part], span=part.stop, first=start == 0, ends=ends if ragged else None
-            )
-            logits = forward(self.model, tokens[:, part], feed)
-            self.ready_logits = (
-                logits if start == 0 else torch.where((ends > start)[:, None], logits, self.ready_logits)
-            )
-        check_sliding_windows(self.model.config, scratch.sliding_window)
-        long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
-        self.ready_trace = None
-        if long:
-            self.ready_trace = self.state.trace.new_full(
-                (n, scratch.shape.layers, scratch.shape.heads, longest), self.state.never
-            )
-        for i in long:
-            row, fed = torch.tensor([i], device=self.device), ends[i : i + 1]
-            stream = torch.tensor([prompts[i].prompt_stream], device=self.device)
-            self.fine &= evict(
-                scratch,
-                self.compressor,
-                row,
-                lengths[i],
-                fed,
-                stream,
-                fed,
-                self.ready_trace,
-                torch.ones_like(row).bool(),
-            )
-        return deque(
-            Prefilled(w, i, self.compressor.budget if i in long else lengths[i]) for i, w in enumerate(prompts)
+        """Feed prompts to the scratch cache, and compress those that are too long."""
+        self.ready_logits = feed_prompts(
+            self.model, self.scratch, [w.prompt for w in prompts], self.engine.prefill_chunk
         )
+        check_sliding_windows(self.model.config, self.scratch.sliding_window)
+        long = [i for i, w in enumerate(prompts) if self.compressor.evicts_prompt(len(w.prompt))]
+        self.ready_trace, fine = compress_prompts(self.scratch, self.compressor, prompts, long, self.state.trace)
+        self.fine &= fine
+        used = [self.compressor.budget if i in long else len(w.prompt) for i, w in enumerate(prompts)]
+        return deque(Prefilled(w, i, used[i]) for i, w in enumerate(prompts))
 
     def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
         """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
@@ -211,7 +146,10 @@ class GenerateCall:
         for ready, sample_index, _, row in admitted:
             self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
 
+    # --------------------------------------------------------------------------------------------------------- decode
+
     def decode(self) -> None:
+        """Some tokens for every running row."""
         width = next(w for w in reversed(self.row_counts) if w > max(self.running))
         steps = self.steps_this_round()
         with self.phases("decode"):
@@ -224,19 +162,22 @@ class GenerateCall:
             self.num_waits += 0 if self.compressor.folds else steps - advanced
 
     def steps_this_round(self) -> int:
-        """Steps until the host looks again: best when the first row is full, but not too often, nor when all will have ended before."""
+        """Steps until the next sync: until the first row is full, but not too few, nor more than any row will run."""
         least, most = self.engine.poll
-        least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait: half a round on average
+        least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait half a round on average
         until_full = most if self.compressor.folds else self.capacity - max(row.used for row in self.running.values())
         until_end = self.sampling.max_new_tokens - min(row.count for row in self.running.values())
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
-        """Slots to read. All a fixed row may use, so that arithmetic is the same whoever runs beside; of one that grows those in use."""
+        """Slots to read. All that a fixed row may use, so that arithmetic does not depend on other rows; of a row that
+        grows, those in use."""
         if self.compressor.evicts_response or self.compressor.folds:
             return self.capacity
         longest = max(row.used for row in self.running.values()) + self.engine.poll[1]
         return min(self.capacity, -(-longest // _DENSE_SPAN) * _DENSE_SPAN)
+
+    # ---------------------------------------------------------------------------------------------------------- evict
 
     def evict(self) -> None:
         """Every row whose slots are full keeps `budget` of them."""
@@ -246,10 +187,8 @@ class GenerateCall:
         with self.phases("evict"):
             columns = [(i, self.running[i].fed, len(self.running[i].waiting.prompt)) for i in full]
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
-            stream, live = (
-                self.state.stream[rows],
-                self.state.used[rows] == self.capacity,
-            )  # the others have ended before
+            stream = self.state.stream[rows]
+            live = self.state.used[rows] == self.capacity  # the other rows have ended before
             self.fine &= evict(
                 self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live
             )
@@ -257,11 +196,13 @@ class GenerateCall:
         for i in full:
             self.running[i].used = self.compressor.budget
 
+    # --------------------------------------------------------------------------------------------------------- finish
+
     def finish(self, deliver: Callable[[Trajectory], None]) -> None:
-        """The one look at the device in a round. Collect the rows that are done; move the others together when the batch drains."""
+        """Sync with the device, once a round. Collect the rows that are done; move the others together at the end."""
         done, count = self.sync()
         if self.on_tokens is not None:
-            self.emit_tokens(count)
+            self.emit_tokens(self.on_tokens, count)
         for row, sequence in self.running.items():
             self.num_tokens += count[row] - sequence.count
             sequence.count = count[row]
@@ -283,106 +224,35 @@ class GenerateCall:
         ).tolist()
         check_fine(all(fine), self.capacity, self.compressor)
         if self.compressor.folds:
-            assert not self.state.live_and_full().any(), (
-                f"a row of {self.capacity} slots is full, though its chunks are folded"
-            )
+            message = f"a row of {self.capacity} slots is full, though its chunks are folded"
+            assert not self.state.live_and_full().any(), message
         for row, sequence in self.running.items():
             if not finite[row]:
                 who = f"row {row} (prompt {sequence.waiting.prompt_index}, sample {sequence.sample_index})"
+                step, token = count[row] - 1, len(sequence.waiting.prompt) + count[row] - 1
                 raise NonFiniteLogits(
-                    f"the logits of {who} are not finite at step {count[row] - 1} (token {len(sequence.waiting.prompt) + count[row] - 1}); "
+                    f"the logits of {who} are not finite at step {step} (token {token}); "
                     "look for NaN or infinite weights, or use bfloat16 or float32 instead of float16."
                 )
         return done, count
 
-    def emit_tokens(self, count: list[int]) -> None:
-        """Hand what was sampled since the last look to `on_tokens`. count: tokens sampled, of all rows"""
+    def emit_tokens(self, on_tokens: OnTokens, count: list[int]) -> None:
+        """Hand what was sampled since the last sync to `on_tokens`. count: tokens sampled, of all rows"""
         told = {row: sequence for row, sequence in self.running.items() if count[row] > sequence.count}
         if not told:
             return
-        rows, first = torch.tensor([(row, sequence.count) for row, sequence in told.items()], device=self.device).T[
-            ..., None
-        ]  # [N, 1]
+        columns = [(row, sequence.count) for row, sequence in told.items()]
+        rows, first = torch.tensor(columns, device=self.device).T[..., None]  # [N, 1]
         most = max(count[row] - sequence.count for row, sequence in told.items())
         place = (first + torch.arange(most, device=self.device)).clamp(max=self.state.tokens.shape[1] - 1)
         for (row, sequence), tokens in zip(told.items(), self.state.tokens[rows, place].tolist(), strict=True):
-            self.on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens[: count[row] - sequence.count])
+            on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens[: count[row] - sequence.count])
 
     def collect(self, rows: list[int], counts: list[int]) -> list[Trajectory]:
         """The trajectories of rows that are done."""
-        sequences = [self.running[row] for row in rows]
-        prompts = [torch.tensor(sequence.waiting.prompt) for sequence in sequences]
-        with self.phases("collect"):
-            responses, logprobs = (
-                self.state.tokens[rows, : max(counts)].cpu(),
-                self.state.logprobs[rows, : max(counts)].cpu(),
-            )
-            stopped = torch.isin(responses, self.stop_ids.cpu())
-        with self.phases("trace"):
-            evidence = (self.folded if self.compressor.folds else self.traced)(
-                rows, prompts, counts, responses, logprobs
-            )
-        return [
-            Trajectory(
-                **evidence[i],
-                num_prompt_tokens=len(prompts[i]),
-                finish_reason="stop" if stopped[i, count - 1] else "length",
-                prompt_index=sequences[i].waiting.prompt_index,
-                sample_index=sequences[i].sample_index,
-                version=self.engine.version,
-            )
-            for i, count in enumerate(counts)
-        ]
-
-    def traced(
-        self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
-    ) -> list[dict]:
-        """Tokens, log-probs and traces of rows. responses, logprobs [N, n]"""
-        traces = self.state.traces_of(
-            rows, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
-        )
-        return [
-            {
-                "tokens": torch.cat([prompt, response[:count]]),
-                "sampler_logprobs": torch.cat([torch.zeros(len(prompt)), logprob[:count]]),
-                "trace": trace,
-            }
-            for prompt, count, response, logprob, trace in zip(
-                prompts, counts, responses, logprobs, traces, strict=True
-            )
-        ]
-
-    def folded(
-        self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
-    ) -> list[dict]:
-        """The same where beacons were fed, which stand among the tokens."""
-        shape, before = self.cache.shape, torch.tensor([len(prompt) for prompt in prompts])
-        tokens = [
-            torch.cat([prompt, response[:count]])
-            for prompt, response, count in zip(prompts, responses, counts, strict=True)
-        ]
-        tokens, lengths = pad_sequence(tokens, batch_first=True), before + torch.tensor(counts)
-        nth = torch.arange(tokens.shape[1]) - before[:, None]  # of the response
-        ends = self.state.chunks.ends[rows, : max(counts)].cpu()
-        ends = ends.gather(1, nth.clamp(0, max(counts) - 1)) & (nth >= 0) & (nth < torch.tensor(counts)[:, None])
-        found = []
-        for fed, logprob, count in zip(
-            beaconed(self.decoder.beacon, tokens, before, lengths, ends, shape.layers, shape.heads),
-            logprobs,
-            counts,
-            strict=True,
-        ):
-            known = torch.zeros(len(fed.tokens)).masked_scatter(fed.sampled, logprob[:count])
-            found.append(
-                {
-                    "tokens": fed.tokens,
-                    "positions": fed.positions,
-                    "trace": fed.trace,
-                    "beacon_id": fed.beacon_id,
-                    "sampler_logprobs": known,
-                }
-            )
-        return found
+        sequences, version = [self.running[row] for row in rows], self.engine.version
+        folding = self.decoder.folding
+        return collect(rows, sequences, counts, self.state, self.stop_ids, folding, version, self.phases)
 
     def compact_rows(self) -> None:
         """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
@@ -398,22 +268,6 @@ class GenerateCall:
         self.state.move(source, to)
         for row, low in zip(high, free, strict=True):
             self.running[low] = self.running.pop(row)
-
-
-def _queue(prompts: list[list[int]], wanted: list[list[int]], seed: int) -> deque[Waiting]:
-    """Random streams are keyed by (seed, prompt, how often it has occurred, sample number): repeated prompts differ.
-
-    A prompt of which nothing is wanted has occurred all the same.
-    """
-    occurred: Counter[tuple[int, ...]] = Counter()
-    queue = deque()
-    for i, (prompt, numbers) in enumerate(zip(prompts, wanted, strict=True)):
-        occurrence = occurred[tuple(prompt)]
-        occurred[tuple(prompt)] += 1
-        streams = deque((sample, stream_key(seed, prompt, occurrence, sample)) for sample in numbers)
-        if streams:
-            queue.append(Waiting(i, prompt, stream_key(seed, prompt), streams))
-    return queue
 
 
 def row_counts(rows: int) -> list[int]:

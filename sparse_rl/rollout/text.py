@@ -4,30 +4,32 @@
     for piece in sparse_rl.generate(model, tokenizer, messages, stream=True):
         print(piece, end="", flush=True)
 
-The tokens are those `Engine.generate` gives for the same prompts, sampling and seed. Engines are kept with their model, so that a second
-call allocates and captures nothing anew, and go with it.
+The tokens are those that `Engine.generate` gives for the same prompts, sampling and seed. Engines are kept with their
+model, so that a second call allocates and captures nothing anew, and are freed with it.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch import nn
 
-from ..beacon import beacon_of
-from ..compressors import Compressor, make
+from ..compressors import Compressor, default_compressor, make
 from ..errors import OutOfMemory, SparseRLError, require_int
 from ..models import ModelShape, check_model, encode, stop_ids
 from . import Engine, Sampling
 
 _KEPT = 4  # engines of a model
 _MOST_ROWS = 32  # unless told otherwise
-_TOP_K = 50  # what transformers samples from when neither call nor model says
-_CONTEXT = 64  # tokens decoded again with those that follow
+_TOP_K = 50  # what transformers uses when neither the call nor the model says
+_CONTEXT = 64  # tokens that are decoded again with those that follow
+
+_Result = TypeVar("_Result")
 
 
 def generate(
@@ -49,35 +51,38 @@ def generate(
 ) -> str | list[str] | Iterator[str]:
     """The model's answer as text, without special tokens.
 
-    `messages` is a text, taken as it is; a chat (a list of {"role": ..., "content": ...}), put through the tokenizer's template; or a
-    list of such prompts, whose answers come as a list. On a CPU they are what each prompt alone would get (a prompt given twice gets two
-    samples); `rows` of them run at a time, by default up to 32.
+    `messages` is a text, taken as it is; a chat (a list of {"role": ..., "content": ...}), put through the tokenizer's
+    template; or a list of such prompts, whose answers come as a list. On a CPU they are what each prompt alone would
+    get (a prompt given twice gets two samples); `rows` of them run at a time, by default up to 32.
 
-    `compressor` is `rkv` unless the model has a beacon: then it is the one the beacon was made for, and must be named if it was made for
-    several chunks or any. Under a beacon, and `dense`, budget and interval have no meaning. `compressor_options` are its parameters.
+    `compressor` is `rkv` unless the model has a beacon. Then it is the one that the beacon was made for, and must be
+    named if the beacon was made for several chunks or for any. Under a beacon, and under `dense`, budget and interval
+    have no meaning. `compressor_options` are the parameters of the compressor.
 
-    What is not said about sampling is what `model.generation_config` says, as in `model.generate`: greedy, unless it has `do_sample`. A
-    temperature alone samples from the whole distribution where it has not; temperature 0 is greedy. Penalties are not applied.
+    Where the call does not say how to sample, `model.generation_config` does, as in `model.generate`: greedily,
+    unless it has `do_sample`. Without `do_sample`, a temperature alone samples from the whole distribution;
+    temperature 0 is greedy. Penalties are not applied.
 
-    `stream=True` gives, for one prompt, an iterator of pieces that make up the same text. Nothing runs between two pieces, and the model
-    may then be used; whoever stops reading, for whatever reason, has stopped the rollout. One thread at a time may use a model.
+    `stream=True` gives, for one prompt, an iterator of pieces that make up the same text. Nothing runs between two
+    pieces, and the model may then be used; a reader who stops reading, for whatever reason, stops the rollout. One
+    thread at a time may use a model.
     """
     prompts, single = _prompts(messages)
     if stream and not single:
         raise SparseRLError(
-            f"stream=True takes one prompt, but {len(prompts)} were given; stream them one by one, or leave stream away."
+            f"stream=True takes one prompt, but {len(prompts)} were given; stream them one by one, or omit stream."
         )
     if not isinstance(model, nn.Module):
         raise SparseRLError(
-            f"the model is given as {type(model).__name__}, not as a model; load it first, with sparse_rl.load_model."
+            f"the model is a {type(model).__name__}, not a module; load it first, with sparse_rl.load_model."
         )
     check_model(model)
     sampling = replace(_sampling(model, max_new_tokens, temperature, top_k, top_p), stop_ids=stop_ids(model, tokenizer))
-    compressor = _default_compressor(model) if compressor is None else compressor
+    compressor = default_compressor(model) if compressor is None else compressor
     options = dict(compressor_options or {})
     if options and isinstance(compressor, Compressor):
         raise SparseRLError(
-            f"compressor_options {options} cannot change a {compressor.name} that is made already; make it with them."
+            f"compressor_options {options} cannot change a {compressor.name} that exists already; make it with them."
         )
     made = make(compressor, **options)
     rows = _rows_for(len(prompts)) if rows is None else rows
@@ -89,12 +94,11 @@ def generate(
     def engine() -> Engine:
         return Engine(model, made, budget, interval, rows)
 
-    def texts(engine: Engine) -> Iterator[list[str]]:
-        yield [
-            _decode(tokenizer, t.response_tokens.tolist()) for t in engine.generate(ids, sampling=sampling, seed=seed)
-        ]
+    def texts(engine: Engine) -> Generator[list[str], None, None]:
+        done = engine.generate(ids, sampling=sampling, seed=seed)
+        yield [_decode(tokenizer, trajectory.response_tokens.tolist()) for trajectory in done]
 
-    def pieces(engine: Engine) -> Iterator[str]:
+    def pieces(engine: Engine) -> Generator[str, None, None]:
         text = TextPieces(tokenizer)
         with closing(engine.stream(ids[0], sampling, seed)) as tokens:
             for new in tokens:
@@ -113,56 +117,41 @@ def _prompts(messages: str | Sequence) -> tuple[list, bool]:
     """(prompts, whether it was one): texts, or chats as lists of messages."""
     if isinstance(messages, str) or _is_chat(messages):
         return [messages], True
-    if not isinstance(messages, (list, tuple)) or not all(
-        isinstance(prompt, str) or _is_chat(prompt) for prompt in messages
-    ):
+    known = isinstance(messages, (list, tuple)) and all(isinstance(p, str) or _is_chat(p) for p in messages)
+    if not known:
         raise SparseRLError(
-            f"messages is {messages!r:.80}; give a text, a chat like [{{'role': 'user', 'content': 'Hello'}}], or a list of such prompts."
+            f"messages is {messages!r:.80}; give a text, a chat like [{{'role': 'user', 'content': 'Hello'}}], "
+            "or a list of such prompts."
         )
     return list(messages), False
 
 
 def _is_chat(messages) -> bool:
-    return (
-        isinstance(messages, (list, tuple))
-        and len(messages) > 0
-        and all(isinstance(message, Mapping) for message in messages)
-    )
+    is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+    return is_list and all(isinstance(message, Mapping) for message in messages)
 
 
 def _sampling(
     model: nn.Module, max_new_tokens: int, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> Sampling:
-    """What the call says, and where it does not, the model's generation config."""
+    """The call's own settings, and those of the model's generation config where the call has none."""
     config = getattr(model, "generation_config", None)
     samples = bool(getattr(config, "do_sample", False))
 
-    def own(name: str, unset: float):
-        value = getattr(config, name, None)
+    def own(name: str, unset: float, greedy: float) -> Any:
+        """The model's setting, if it samples."""
+        value = getattr(config, name, None) if samples else greedy
         return unset if value is None else value
 
-    if temperature is None:
-        temperature = own("temperature", 1.0) if samples else 0.0
-        if not samples and (top_k or (top_p is not None and top_p < 1)):
-            warnings.warn(
-                "this model answers greedily, so top_k and top_p have no effect; give a temperature too.", stacklevel=3
-            )
-    if top_k is None:
-        top_k = own("top_k", _TOP_K) if samples else 0
-    if top_p is None:
-        top_p = own("top_p", 1.0) if samples else 1.0
-    return Sampling(max_new_tokens, temperature, top_k, top_p)
-
-
-def _default_compressor(model: nn.Module) -> str:
-    beacon = beacon_of(model)
-    if beacon is None:
-        return "rkv"
-    if len(beacon.chunks) == 1:
-        return f"beacon:{beacon.chunks[0]}"
-    chunks = " or ".join(map(str, beacon.chunks)) or "any number of"
-    raise SparseRLError(
-        f"this model's beacon was made for {chunks} tokens; name the compressor, such as compressor='beacon:16' or 'rkv'."
+    if temperature is None and not samples and (top_k or (top_p is not None and top_p < 1)):
+        warnings.warn(
+            "this model answers greedily, so top_k and top_p have no effect; give a temperature too.", stacklevel=3
+        )
+    return Sampling(
+        max_new_tokens,
+        own("temperature", 1.0, greedy=0.0) if temperature is None else temperature,
+        own("top_k", _TOP_K, greedy=0) if top_k is None else top_k,
+        own("top_p", 1.0, greedy=1.0) if top_p is None else top_p,
     )
 
 
@@ -171,11 +160,11 @@ def _rows_for(prompts: int) -> int:
     return min(_MOST_ROWS, 1 << max(0, prompts - 1).bit_length())
 
 
-# ------------------------------------------------------------------------------------------------------------ engines
+# -------------------------------------------------------------------------------------------------------- engines
 
 
 class _Kept:
-    """A model's engines by their settings, the one used last at the end. Lives on the model, and is not copied or saved with it."""
+    """A model's engines by their settings, the last used one last. It lives on the model, and is not copied with it."""
 
     def __init__(self):
         self.made_for: tuple | None = None  # what the model was when they were made
@@ -184,8 +173,13 @@ class _Kept:
     def __reduce__(self):
         return _Kept, ()
 
-    def run(self, settings: tuple, make: Callable[[], Engine], work: Callable[[Engine], Iterator]) -> Iterator:
-        """What `work` yields on an engine that is kept or made. Where memory is short, those kept for other settings make room first."""
+    def run(
+        self, settings: tuple, make: Callable[[], Engine], work: Callable[[Engine], Generator[_Result, None, None]]
+    ) -> Iterator[_Result]:
+        """What `work` yields on an engine that is kept or made.
+
+        Where memory is short, the engines kept for other settings are freed first.
+        """
         others = [known for known in self.engines if known != settings]
         begun = False
         try:
@@ -202,7 +196,7 @@ class _Kept:
 
     @contextmanager
     def borrowed(self, settings: tuple, make: Callable[[], Engine]) -> Iterator[Engine]:
-        """Nobody else gets it meanwhile: a second stream with the same settings runs on an engine of its own."""
+        """Lend an engine to one caller: a second stream with the same settings runs on an engine of its own."""
         made_for = self.made_for
         engine = self.engines.pop(settings, None) or make()
         try:
@@ -215,38 +209,35 @@ class _Kept:
 
 
 def _kept_with(model: nn.Module) -> _Kept:
-    """Its engines; none if the model has changed its dtype, device or shape since, as they hold what it was."""
+    """A model's engines; none if its dtype, device or shape has changed since they were made."""
     kept = vars(model).setdefault("_sparse_rl_engines", _Kept())
     weight = next(model.parameters())
-    now = (
-        id(model),
-        ModelShape.of(model.config, weight.dtype),
-        weight.device,
-    )  # a shallow copy of a model shares what it keeps
+    # The id, because a shallow copy of a model shares what it keeps.
+    now = (id(model), ModelShape.of(model.config, weight.dtype), weight.device)
     if kept.made_for != now:
         kept.made_for, kept.engines = now, {}
     return kept
 
 
-# ------------------------------------------------------------------------------------------------------------ text
+# ----------------------------------------------------------------------------------------------------------- text
 
 
 def _decode(tokenizer, tokens: list[int]) -> str:
-    """Spaces stay as the tokens have them: taking some away later would be too late for a stream."""
+    """Spaces stay as the tokens have them: a stream could not remove them later."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class TextPieces:
-    """The text of tokens that come one by one, as far as it is certain: `add(...)` + ... + `rest()` is the text of all of them.
+    """The text of tokens that come one by one, as far as it is certain: `add(...)` + ... + `rest()` is the whole text.
 
-    Held back is what later tokens can change: a character whose bytes are not all there (it reads as U+FFFD), and, where a vocabulary
-    has tokens for single bytes, a run of them, which is read as a whole.
+    What later tokens can change is held back: a character whose bytes are not all there (it reads as U+FFFD), and,
+    where a vocabulary has tokens for single bytes, a run of them, which is read as a whole.
     """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []  # all, or of a long text the last ones
-        self.told = 0  # characters of their text
+        self.tokens: list[int] = []  # all tokens; the last ones of a long text
+        self.told = 0  # characters of their text that have been returned
 
     def add(self, tokens: list[int]) -> str:
         self.tokens += tokens
@@ -266,15 +257,14 @@ class TextPieces:
     def in_bytes(self) -> bool:
         """Whether the last token that has a text stands for a byte."""
         last = next((token for token in reversed(self.tokens) if _decode(self.tokenizer, [token])), None)
-        return (
-            last is not None
-            and re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
-        )
+        if last is None:
+            return False
+        return re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
 
     def forget(self) -> None:
-        """Of a long text all of which is told, keep as much as tells how the next tokens are read."""
+        """Once all of a long text has been returned, keep only as many tokens as the next ones need to be read."""
         if len(self.tokens) < 2 * _CONTEXT:
             return
         context = _decode(self.tokenizer, self.tokens[-_CONTEXT:])
-        if context.strip():  # it begins the text in place of what is forgotten, where a tokenizer may leave out a space
+        if context.strip():  # it now begins the text, where a tokenizer may omit a space
             self.tokens, self.told = self.tokens[-_CONTEXT:], len(context)

@@ -123,7 +123,7 @@ class Work:
 
     @property
     def evicts(self) -> bool:
-        return self.compressor.evicts_response and not self.compressor.folds
+        return self.compressor.evicts_response
 
     @property
     def weight_bytes(self) -> int:

@@ -1,11 +1,12 @@
-"""A task gives prompts and says what a completion is worth. Two methods make one; the rest follows.
+"""A task provides prompts and rewards completions. Two methods define a task; the rest follows.
 
     class Task:
         def __getitem__(self, i: int) -> Prompt: ...             # the i-th prompt, the same every time
         def reward(self, prompt: Prompt, text: str) -> float: ...
 
-Generated tasks make prompt i from (seed, split, i) alone: nothing is stored, any position can be resumed, and held-out prompts come
-from a split of their own. Finite tasks (those with `__len__`) are visited in a new random order every epoch.
+Generated tasks make prompt i from (seed, split, i) alone: nothing is stored, a run can resume at any position, and
+held-out prompts come from a split of their own. Finite tasks (those with `__len__`) are visited in a new random order
+every epoch.
 
 Nothing here imports torch, so that a grading process (verify.py) starts fast.
 """
@@ -19,31 +20,34 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, cast
 
 from ..errors import SparseRLError, nearest
 from .verify import Limits, Pool, pool_for
 
+TaskType = TypeVar("TaskType", bound="Task")
+
 TASKS: dict[str, type[Task]] = {}
-UNGRADED = ("timeout", "error", "bad gold")  # verdicts of completions that count as wrong, though nobody knows
-FAR = 1_000_000_000  # where the held-out prompts of an endless task without splits begin
+UNGRADED = ("timeout", "error", "bad gold")  # verdicts of completions that could not be graded; they count as wrong
+FAR = 1_000_000_000  # the first held-out prompt of an endless task without splits
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One problem of a task."""
 
-    text: str | list[dict]  # what the model is given: a string, or chat messages
+    text: str | list[dict]  # what the model sees: a string, or chat messages
     answer: Any  # what the task needs to grade a completion: plain data
     index: int = 0  # its place in the task
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion is worth, and why: right, partly, wrong, no answer, timeout, error, bad gold."""
+    """A completion's reward and verdict: right, partly, wrong, no answer, timeout, error or bad gold."""
 
     reward: float
     verdict: str
@@ -53,14 +57,14 @@ class Task:
     name: str = ""
     seed: int = 0
     isolated: bool = False  # grade in child processes
-    grading_limits: ClassVar[Limits] = Limits()  # of these
-    skipped: ClassVar[dict[str, int]] = {}  # reason -> rows of the data that could not be used
-    skipped_rows: ClassVar[list[str]] = []  # the first few of them
-    duplicates: int = 0  # rows of the data with the prompt of an earlier one; they are kept
-    template: str | None = None  # the name in TEMPLATES of the form that the prompts have; None: a form of their own
-    last_error: str | None = None  # the first thing that went wrong in a reward; for the caller to show, once
+    grading_limits: ClassVar[Limits] = Limits()  # of the child processes
+    skipped: Mapping[str, int] = MappingProxyType({})  # reason -> rows of the data that could not be used
+    skipped_rows: Sequence[str] = ()  # the first few of them
+    duplicates: int = 0  # rows of the data that repeat an earlier prompt; they are kept
+    template: str | None = None  # the prompts' template, a name in TEMPLATES; None: prompts have a form of their own
+    last_error: str | None = None  # the first error in a reward, for the caller to show once
 
-    _made: tuple[str, dict] | None = None  # name and options
+    _made: tuple[str, dict] | None = None  # name and options, if `make` made it
     _pool: Pool | None = None
     _held_out: bool = False
 
@@ -71,11 +75,11 @@ class Task:
         raise NotImplementedError
 
     def judge(self, prompt: Prompt, text: str) -> Grade:
-        """The reward with its verdict; for tasks that can say more than the reward tells."""
+        """Reward and verdict. Override it if the verdict does not follow from the reward."""
         return verdict_of(self.reward(prompt, text))
 
     def extracted(self, text: str) -> str | None:
-        """The answer that a completion gives, for people to read; None where it gives none."""
+        """The answer that a completion gives, to be shown; None if it gives none."""
         return final_answer(text)
 
     def solution(self, prompt: Prompt) -> str:
@@ -83,8 +87,8 @@ class Task:
         raise SparseRLError(f"the task {self.name} has no worked solutions, so a model cannot be warmed up on it.")
 
     def span(self) -> tuple[int, int | None]:
-        """The prompts that `sample` visits: the first, and how many (None: no end). A finite task keeps its last tenth held out."""
-        if not hasattr(type(self), "__len__"):
+        """The first prompt that `sample` visits, and how many (None: endless). A finite task holds out a tenth."""
+        if not isinstance(self, Sized):
             return (FAR if self._held_out else 0), None
         count = len(self)
         kept = max(1, count // 10) if count > 1 else 0
@@ -92,11 +96,11 @@ class Task:
 
     @property
     def num_prompts(self) -> int | None:
-        """How many prompts an epoch has; None: there is no end to them."""
+        """How many prompts an epoch has; None: the task is endless."""
         return self.span()[1]
 
     def sample(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts from position `start` on: in order, or, where they are finite, shuffled anew every epoch."""
+        """`count` prompts from position `start` on: in order, or, if the task is finite, shuffled anew every epoch."""
         first, size = self.span()
         if size == 0:
             raise SparseRLError(f"the task {self.name} has no prompts.")
@@ -119,7 +123,7 @@ class Task:
             ) from error
 
     def held_out(self) -> Task:
-        """The same task with prompts that `sample` never gives here."""
+        """The same task with prompts that `sample` of this one never returns."""
         if self._made is not None and "split" in _parameters(type(self)):
             name, options = self._made
             return make(name, **{**options, "split": "held-out"})
@@ -130,14 +134,13 @@ class Task:
         return other
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
-        """What each text is worth as a completion of its prompt. A reward that fails is worth 0, and `last_error` says why."""
+        """Grade each text as a completion of its prompt. If a reward fails, it is 0, and `last_error` says why."""
         pairs = list(zip(prompts, texts, strict=True))
         if not self.isolated:
             judgements = [judged(self, prompt, text) for prompt, text in pairs]
         elif self._pool is None:
-            raise SparseRLError(
-                f"the task {self.name or type(self).__name__} is graded in processes of its own; create it with make(name, ...)."
-            )
+            name = self.name or type(self).__name__
+            raise SparseRLError(f"the task {name} is graded in processes of its own; create it with make(name, ...).")
         else:
             outcomes = self._pool.grade([(prompt, self.excerpt(text)) for prompt, text in pairs])
             judgements = [(Grade(reward, verdict), problem) for reward, verdict, problem in outcomes]
@@ -146,24 +149,25 @@ class Task:
         return [grade for grade, _ in judgements]
 
     def excerpt(self, text: str) -> str:
-        """The part of a completion that `judge` needs: what is sent to a grading process."""
+        """The part of a completion that `judge` needs; only this is sent to a grading process."""
         return text
 
     def prepare(self) -> None:
-        """Load what grading needs; a grading process does this before its first completion."""
+        """Load what grading needs. A grading process calls this before its first completion."""
 
     def spec(self) -> tuple[str, dict]:
         """Name and options from which a grading process makes its copy of this task."""
+        assert self._made is not None, "only `make` creates isolated tasks"
         return self._made
 
     def close(self) -> None:
-        """End the grading processes; grading again starts new ones."""
+        """End the grading processes. Grading again starts new ones."""
         if self._pool is not None:
             self._pool.close()
 
 
 class GeneratedTask(Task):
-    """Prompts made from random numbers, without end."""
+    """An endless task whose prompts are made from random numbers."""
 
     def __init__(self, seed: int = 0, split: str = "train"):
         self.seed, self.split = seed, split
@@ -189,7 +193,7 @@ def shuffled(seed: int, epoch: int, count: int) -> list[int]:
 
 
 def final_answer(text: str) -> str | None:
-    """What the last line of the form `answer: ...` says, without surrounding blanks; None where there is none."""
+    """The answer in the last line of the form `answer: ...`, without surrounding blanks; None without such a line."""
     found = re.findall(r"answer:[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
@@ -204,7 +208,7 @@ def verdict_of(reward: float) -> Grade:
 
 
 def judged(task: Task, prompt: Prompt, text: str) -> tuple[Grade, str | None]:
-    """The grade, and what went wrong if something did: a reward that raises costs its completion, not the run."""
+    """The grade, and the error if the reward raised one: it costs the completion, not the run."""
     try:
         grade = task.judge(prompt, text)
         if not isinstance(grade, Grade):
@@ -216,15 +220,18 @@ def judged(task: Task, prompt: Prompt, text: str) -> tuple[Grade, str | None]:
         return Grade(0.0, "error"), f"{type(error).__name__}: {error} (prompt {prompt.index}{place})"
 
 
-def register(cls: type[Task]) -> type[Task]:
+def register(cls: type[TaskType]) -> type[TaskType]:
     TASKS[cls.name] = cls
     return cls
 
 
 def make(name: str, **options) -> Task:
-    """The task of that name: a built-in one, `gym:NAME`, `FILE.py` or `FILE.py:CLASS`. Isolated tasks also take the fields of `Limits`."""
+    """Make the task `name`: a built-in one, `gym:NAME`, `FILE.py` or `FILE.py:CLASS`.
+
+    Isolated tasks also take the fields of `Limits` as options.
+    """
     name, build = _find(name)
-    cls = build.func if isinstance(build, partial) else build
+    cls = cast(type[Task], build.func if isinstance(build, partial) else build)
     bounds = [field.name for field in fields(Limits) if cls.isolated and field.name not in _parameters(cls)]
     _check_options(name, build, bounds, options)
     limits = replace(cls.grading_limits, **{key: options[key] for key in bounds if key in options})
@@ -241,21 +248,20 @@ def make(name: str, **options) -> Task:
 
 
 def notices(task: Task, other: Task | None = None) -> list[str]:
-    """What should be known of a task's prompts; `other`: what is evaluated on besides."""
+    """What users should know about a task's prompts. `other`: the task of the evaluations."""
     lines = []
     if task.skipped:
-        lines.append(f"{sum(task.skipped.values())} rows were left out: {'; '.join(task.skipped_rows)}")
+        lines.append(f"{sum(task.skipped.values())} rows were omitted: {'; '.join(task.skipped_rows)}")
     if task.duplicates:
-        lines.append(f"{task.duplicates} rows repeat the prompt of an earlier one, and were kept")
+        lines.append(f"{task.duplicates} rows repeat an earlier prompt, and were kept")
     if other is not None and other.template != task.template:
-        lines.append(
-            f"held-out prompts are in the template {other.template}, those of training in {task.template}; accuracy may suffer"
-        )
+        templates = f"held-out prompts use the template {other.template}, training prompts {task.template}"
+        lines.append(f"{templates}; accuracy may suffer")
     return lines
 
 
 def describe() -> list[tuple[str, str]]:
-    """The names `make` takes, and what is behind them."""
+    """The names that `make` takes, with a description."""
     named = [
         (name, (cls.__doc__ or sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0])
         for name, cls in TASKS.items()
@@ -268,7 +274,7 @@ def describe() -> list[tuple[str, str]]:
     ]
 
 
-def _find(name: str) -> tuple[str, Callable[..., Task]]:
+def _find(name: str) -> tuple[str, type[Task] | partial[Task]]:
     if name in TASKS:
         return name, TASKS[name]
     if name.startswith("gym:"):
@@ -283,7 +289,7 @@ def _find(name: str) -> tuple[str, Callable[..., Task]]:
 
 
 def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
-    """The options a task's constructor takes by name."""
+    """The options that a task's constructor takes by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     return {
         name: parameter for name, parameter in inspect.signature(build).parameters.items() if parameter.kind in kinds

@@ -1,10 +1,10 @@
-r"""Seven benchmarks of mathematics, read from the published files and graded like training data, in their file's order.
+r"""Seven benchmarks of mathematics, read from the published files in their order, and graded like training data.
 
-A folder holds the files, by their names below. `held_out()` is the benchmark itself.
+A folder holds the files, under the names below. `held_out()` is the benchmark itself.
 
-A score under a benchmark's name is comparable only if all of its problems were asked. So a file with another number of rows is refused,
-unless `subset=True` says that a part is meant; then the name says so too: `gsm8k (100 of 1,319)`. Rows without a reference answer are left
-out and counted in `skipped`: gaokao2023en has two.
+A score under a benchmark's name is comparable only if all of its problems were asked. So a file with another number of
+rows is refused, unless `subset=True` asks for a part; then the name says so: `gsm8k (100 of 1,319)`. Rows without a
+reference answer are omitted and counted in `skipped`: gaokao2023en has two.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..errors import SparseRLError
-from .base import Prompt, Task, register
+from .base import Prompt, register
 from .math import Math, gold_of, prompt_of
 
-FOLDER = "SPARSE_RL_DATA"  # the environment variable that names the folder where none is given
+FOLDER = "SPARSE_RL_DATA"  # the environment variable that names the folder if the user names none
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a benchmark is, what its rows look like, and how it is usually run."""
+    """A benchmark's file, the fields of its rows, and its published protocol."""
 
     name: str
     file: str
@@ -37,7 +37,7 @@ class Source:
 
 
 SOURCES = (
-    Source("gsm8k", "gsm8k.jsonl", 1319, "question", "answer", "grade-school word problems; whole numbers behind ####"),
+    Source("gsm8k", "gsm8k.jsonl", 1319, "question", "answer", "grade-school word problems; whole numbers after ####"),
     Source("math500", "math500.jsonl", 500, "problem", "answer", "500 problems of the MATH test set; LaTeX"),
     Source(
         "gaokao2023en",
@@ -94,19 +94,18 @@ class Benchmark(Math):
         path = find_file(self.source, folder)
         super().__init__(path, template=template)
         self.template = template or "plain"
-        count, published = len(self) + self.skipped.total(), self.source.rows
+        count, published = len(self) + sum(self.skipped.values()), self.source.rows
         if count != published and not (subset and count < published):
             raise SparseRLError(
-                f"{path} has {count:,} rows and {self.name} {published:,}; give the published file, or, for a part of it, subset=True."
+                f"{path} has {count:,} rows, but {self.name} has {published:,}; use the published file, or set "
+                "subset=True for a part of it."
             )
         if count != published:
             self.name = f"{self.name} ({count:,} of {published:,})"
 
     def problem(self, row: dict) -> tuple[str | list[dict], str]:
-        question, gold = (
-            prompt_of(row, self.source.question),
-            gold_of(row, self.source.answer, self.source.answer_in_box),
-        )
+        question = prompt_of(row, self.source.question)
+        gold = gold_of(row, self.source.answer, self.source.answer_in_box)
         if row.get("context"):
             question = f"{row['context']}\n{question}"
         return question, gold + r"\%" if row.get("unit") == "%" else gold  # other units do not change the number
@@ -114,7 +113,7 @@ class Benchmark(Math):
     def sample(self, start: int, count: int) -> list[Prompt]:
         return [self[i % len(self)] for i in range(start, start + count)]
 
-    def held_out(self) -> Task:
+    def held_out(self) -> Benchmark:
         return self
 
     def spec(self) -> tuple[str, dict]:
@@ -122,7 +121,7 @@ class Benchmark(Math):
 
 
 def find_file(source: Source, folder: str | os.PathLike | None) -> Path:
-    """The benchmark's file in that folder or, where none is given, in the environment's or its eval/."""
+    """The benchmark's file in this folder, or else in the environment variable's; or in the eval/ inside it."""
     given = folder or os.environ.get(FOLDER)
     if not given:
         raise SparseRLError(

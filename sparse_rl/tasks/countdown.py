@@ -1,9 +1,9 @@
-"""countdown: reach a target with + - * / from given numbers, each used exactly once. The solution shows the search.
+"""countdown: reach a target with + - * / from given numbers, using each exactly once.
 
-numbers 3 7 8 2, target 34   ->   ...   answer: (7-3)*8+2
+    numbers 3 7 8 2, target 34   ->   ...   answer: (7-3)*8+2
 
-By default a solution is one path to the target. With `search: 640` it is a depth-first search with its dead ends, in a fixed order, of at
-most 640 characters:
+By default a worked solution is one path to the target. With `search: 640` it is a depth-first search in a fixed order,
+dead ends included, of at most 640 characters:
 
     numbers  4  9  2, target   10
     9+4=13 left 2 13
@@ -30,8 +30,8 @@ from ..errors import SparseRLError, require_int
 from .base import GeneratedTask, Prompt, final_answer, register
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-_DRAWS = 1000  # problems drawn before a limit counts as too small
-_TIMES_TABLE = 20  # a search multiplies numbers up to this, so that a small model can know all products
+_DRAWS = 1000  # problems that are drawn before a limit counts as too small
+_TIMES_TABLE = 20  # a search multiplies numbers up to this, so that a small model can learn all products
 
 Part = tuple[int, str]  # a number, and the expression that made it
 
@@ -57,27 +57,27 @@ class Countdown(GeneratedTask):
         return Prompt(text, answer={"numbers": numbers, "target": target, "steps": steps}, index=i)
 
     def _searched(self, draw, i: int) -> Prompt:
-        """The target is a result of the search, so that the search finds it. Numbers of the training split are never held out."""
+        """A target that the search finds. The training split never has the numbers of a held-out problem."""
         for _ in range(_DRAWS):
             numbers = [draw.randint(1, self.highest) for _ in range(self.count)]
             if is_held_out(numbers) != (self.split == "held-out"):
                 continue
             results = list(dict.fromkeys(parts[0][0] for _, parts in searched(numbers) if len(parts) == 1))
-            target = results[max(draw.choices(range(len(results)), k=3))]  # of three, the one that is found last
+            target = results[max(draw.choices(range(len(results)), k=3))]  # the one of three that is found last
             if len(search(numbers, target)) <= self.search:
                 return Prompt(self._asked(numbers, target), answer={"numbers": numbers, "target": target}, index=i)
         raise SparseRLError(
-            f"countdown: none of {_DRAWS} problems with {self.count} numbers up to {self.highest} had a search of at most {self.search} "
-            "characters; raise search, or lower count."
+            f"countdown: none of {_DRAWS} problems with {self.count} numbers up to {self.highest} had a search of at "
+            f"most {self.search} characters; raise search, or lower count."
         )
 
     def _asked(self, numbers: list[int], target: int) -> str:
-        """All prompts are equally long, so that sequences which run together fill their rows together."""
+        """A prompt. All are equally long, so that sequences that run together fill their rows together."""
         digits, most = len(str(self.highest)), len(str(self.count * max(self.highest, _TIMES_TABLE**2)))
         return f"numbers {' '.join(f'{n:{digits}}' for n in numbers)}, target {target:{most}}\n"
 
     def solution(self, prompt: Prompt) -> str:
-        """The search; without one, one line per operation, then the whole expression."""
+        """The search, if asked for; otherwise one line per operation. Then the whole expression."""
         if self.search:
             return search(prompt.answer["numbers"], prompt.answer["target"])
         lines, parts = [], [(n, str(n)) for n in prompt.answer["numbers"]]
@@ -104,7 +104,7 @@ def _apply(x: int, operation: str, y: int) -> int:
 
 
 def _random_path(numbers: list[int], draw) -> tuple[list[tuple[int, str, int]], int]:
-    """Random operations that use all numbers and stay at whole numbers from 0 to 1000: (index, operation, index) each, and the result."""
+    """Random (index, operation, index) that use all numbers, and the result. Values are whole and not negative."""
     values, steps = list(numbers), []
     while len(values) > 1:
         a, b = draw.sample(range(len(values)), 2)
@@ -117,7 +117,7 @@ def _random_path(numbers: list[int], draw) -> tuple[list[tuple[int, str, int]], 
 
 
 def searched(numbers: list[int]) -> Iterable[tuple[str, list[Part]]]:
-    """The whole search of some numbers. Three numbers up to 25 can be drawn in 15,625 ways, and are drawn again and again: kept."""
+    """The whole search of some numbers. That of three is cached: numbers up to 25 can be drawn in only 15,625 ways."""
     return _searched_before(tuple(numbers)) if len(numbers) <= 3 else depth_first(_leaves(numbers))
 
 
@@ -131,9 +131,9 @@ def _leaves(numbers: Sequence[int]) -> list[Part]:
 
 
 def depth_first(parts: list[Part]) -> Iterator[tuple[str, list[Part]]]:
-    """Every operation on every pair, each followed by all that can be done with its result: the operation, and the parts then left.
+    """Every operation on every pair with the parts left, each followed by all that can be done with them.
 
-    The larger number comes first; products only of numbers up to 20, quotients only where they are whole.
+    The larger number comes first. Only numbers up to 20 are multiplied, and only whole quotients are taken.
     """
     for pair in itertools.combinations(range(len(parts)), 2):
         (x, left), (y, right) = sorted((parts[k] for k in pair), key=lambda part: -part[0])
@@ -161,12 +161,12 @@ def search(numbers: list[int], target: int) -> str:
 
 
 def is_held_out(numbers: list[int]) -> bool:
-    """One set of numbers in ten, in whatever order."""
+    """Whether these numbers, in any order, belong to the held-out tenth."""
     return zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 10 == 0
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an arithmetic expression and the whole numbers in it; None for anything else."""
+    """The exact value of an arithmetic expression, and the whole numbers in it; None for anything else."""
     if len(expression) > 200:
         return None
     try:

@@ -1,17 +1,21 @@
-r"""Is this boxed answer the reference answer? Strings first, then mathematics.
+r"""Is this boxed answer the reference answer? Compare strings first, then mathematics.
 
 1. `last_boxed`: the last `\boxed{...}` of a completion whose braces balance.
-2. Tidied strings that are equal are right; so are words that differ in case, spacing or punctuation only, and times of day.
-3. Otherwise math-verify reads both and compares their values: fractions, sets, intervals, matrices, percentages, units left out.
+2. Tidied strings that are equal are right; so are words that differ only in case, spacing or punctuation, and equal
+   times of day.
+3. Otherwise math-verify reads both and compares their values: fractions, sets, intervals, matrices, percentages,
+   without units.
 
-Where a string ends in something like a unit (`3t` may be three tonnes; notation.py), it is read both with and without it, and one agreement
-is enough; but a letter at the end of a reference (`6m`) is algebra. A reference that is neither words nor readable is a "bad gold": then
-only an equal string can be right; `how_graded` says which of the three it is.
+If a string ends in something like a unit (`3t` may be three tonnes; notation.py), it is read with and without it, and
+one agreement is enough; but a letter at the end of a reference (`6m`) is algebra. A reference that is neither words nor
+readable is a "bad gold": then only an equal string is right. `how_graded` says which of the three a reference is.
 
-math-verify alone would take any order for that of a tuple, `-2` for `-2,-2`, 52 in base 9 for 52 in base 8, and 5e-24 for 4.6e-24: these
-are checked here. A reference with a base agrees with an answer without one, since its question asks for the base; not the other way round.
-Omits answers longer than 1,000 characters, which are wrong unread; which unit it is; the case of letters (`R` is `r`); tolerance: numbers
-must agree to 6 decimals, small ones also to 3 digits.
+math-verify alone would accept a tuple in any order, `-2` for `-2,-2`, 52 in base 9 for 52 in base 8, and 5e-24 for
+4.6e-24; these are checked here. A reference with a base agrees with an answer without one, because its question asks
+for the base, but not vice versa.
+
+Not checked: answers longer than 1,000 characters, which are wrong; which unit it is; the case of letters (`R` is `r`).
+Numbers must agree to 6 decimals, small ones also to 3 digits.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from typing import Any
 from ..errors import SparseRLError
 from .notation import TEXT, WORD_STYLE, legible, tidy, without_unit
 
-LONGEST = 1000  # characters of an answer that is read; the longest reference in the usual data has about 200
-SMALL = 0.01  # below it 6 decimals are too coarse
+LONGEST = 1000  # characters of an answer that is read; the longest reference in common data has about 200
+SMALL = 0.01  # below this, 6 decimals are too coarse
 
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*)")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", flags=re.DOTALL)
@@ -37,11 +41,9 @@ _TIME = re.compile(r"(0?[1-9]|1[0-2])(?::([0-5]\d))?\s*(?:([ap])\.?\s*m\.?)?", f
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{...}` that is closed; None where there is none. An escaped brace does not count."""
-    before = text.partition("\\boxed")[
-        0
-    ]  # nothing in it can close a box; it may end in backslashes that belong together
-    opened: list[tuple[bool, int]] = []  # (is it a box, where its content starts) of every brace not yet closed
+    r"""The content of the last closed `\boxed{...}`, or None. An escaped brace does not count."""
+    before = text.partition("\\boxed")[0]  # it cannot close a box, but may end in backslashes that belong to the first
+    opened: list[tuple[bool, int]] = []  # of every open brace: whether it is a box, and where its content starts
     last: tuple[int, int] | None = None
     for token in _BRACES.finditer(text, len(before.rstrip("\\"))):
         if token[0] == "}":
@@ -65,16 +67,16 @@ def verdict(gold: str, answer: str) -> str:
         return "right"
     if _is_words(gold, expected) or (_WHOLE.fullmatch(expected) and _WHOLE.fullmatch(given)):
         return "wrong"  # whole numbers, the commonest case, need no mathematics
-    if _is_time(expected):
-        hour, minute, half = time_of_day(expected)
-        return "right" if time_of_day(given) in ((hour, minute, half), (hour, minute, None)) else "wrong"
+    moment = time_of_day(expected)
+    if moment is not None and moment[2] is not None:
+        return "right" if time_of_day(given) in (moment, (*moment[:2], None)) else "wrong"
     if not readings(expected):
         return "bad gold"
     return "right" if _same(expected, given) else "wrong"
 
 
 def how_graded(gold: str) -> str:
-    """What makes a reference right against itself: mathematics, words, or string only, if it cannot be read or differs from itself."""
+    """How a reference is compared: mathematics, words, or string only (unreadable, or unequal to itself)."""
     expected = tidy(gold)
     if _is_words(gold, expected) or _is_time(expected):
         return "words"
@@ -82,34 +84,30 @@ def how_graded(gold: str) -> str:
 
 
 def _same(expected: str, given: str) -> bool:
-    """Whether two expressions have the same value. Lists of answers have no order, tuples do, and what a list repeats counts twice."""
+    """Whether two expressions have the same value. Tuples are ordered, lists of answers are not; repetitions count."""
     ours, theirs = parts(expected), parts(given)
-    ordered = (
-        len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1
-    )  # a tuple or an interval
+    ordered = len(ours) == 1 and len(parts(_inside(expected, "()", "[]", "[)", "(]") or "")) > 1  # tuple or interval
     if not ordered and (_repeats(ours) or _repeats(theirs)):
         theirs = theirs if len(theirs) > 1 else parts(_inside(given, "()") or given)
         return len(ours) == len(theirs) and _one_to_one(ours, theirs)
-    bases = _BASE.fullmatch(expected), _BASE.fullmatch(given)
-    if all(bases):
-        return bases[0].groups() == bases[1].groups()
-    if bases[1] and expected.isdecimal():
+    our_base, their_base = _BASE.fullmatch(expected), _BASE.fullmatch(given)
+    if our_base and their_base:
+        return our_base.groups() == their_base.groups()
+    if their_base and expected.isdecimal():
         return False
     if ordered:
         if len(parts(_inside(given.replace("\\{", "{").replace("\\}", "}"), "{}") or "")) > 1:
-            return False  # a set is none
+            return False  # a set is not ordered
         given = f"({given})" if len(theirs) > 1 else given
     return _equal(expected, given)
 
 
 def _equal(expected: str, given: str) -> bool:
     verify = _math_verify().verify
-    letter = (
-        re.search(r"(?<![A-Za-z\\~;,:])[A-Za-z](?:\^\s*\{?\d\}?)?\Z", expected) is not None
-    )  # in a reference no unit
+    letter = re.search(r"(?<![A-Za-z\\~;,:])[A-Za-z](?:\^\s*\{?\d\}?)?\Z", expected) is not None  # not a unit here
     golds, values = readings(expected, units=not letter), readings(given)
     if percent := re.fullmatch(r"(.*\d)\s*\\?%", expected):
-        golds += readings(percent[1])  # the sign is left out like a unit
+        golds += readings(percent[1])  # the sign is omitted like a unit
     scales = (1, 0.01, 100) if "%" in expected + given else (1,)
     return any(
         verify([gold], [value], timeout_seconds=None, allow_set_relation_comp=True) and _close(gold, value, scales)
@@ -119,11 +117,11 @@ def _equal(expected: str, given: str) -> bool:
 
 
 def _close(gold: Any, value: Any, scales: tuple[float, ...]) -> bool:
-    """Whether small numbers agree, up to a scale, in what 6 decimals do not show; so do those of equations, tuples and sets of numbers."""
+    """Whether small numbers, for which 6 decimals are too coarse, agree up to a scale; also inside tuples and sets."""
     if not (_is_real(gold) and _is_real(value)):
         ours, theirs = (_members(thing) for thing in (gold, value))
         return len(ours) != len(theirs) or all(_close(a, b, scales) for a, b in zip(ours, theirs, strict=True))
-    size = abs(gold.evalf())  # not a float: 2^{2016} has none
+    size = abs(gold.evalf())  # not float(gold): 2^{2016} is too large
     return bool(size >= SMALL) or any(
         bool(abs(value.evalf() * scale - gold.evalf()) <= 5e-4 * size) for scale in scales
     )
@@ -137,12 +135,13 @@ def _members(thing: Any) -> list:
     import sympy
 
     if isinstance(thing, sympy.FiniteSet):
-        return sorted(thing, key=lambda number: number.evalf()) if all(map(_is_real, thing)) else []
+        numbers: list[Any] = list(thing)
+        return sorted(numbers, key=lambda number: number.evalf()) if all(map(_is_real, numbers)) else []
     return list(thing.args) if isinstance(thing, (sympy.Tuple, sympy.Interval, sympy.Eq)) else []
 
 
 def _one_to_one(ours: list[str], theirs: list[str]) -> bool:
-    """Whether every part of one list has a partner of its own in the other; of equations the right sides count."""
+    """Whether every part of one list has its own partner in the other; of equations, the right sides are compared."""
     left = [part.rpartition("=")[2] for part in theirs]
     for part in ours:
         partner = next((other for other in left if _equal(part.rpartition("=")[2], other)), None)
@@ -158,7 +157,7 @@ def _repeats(listed: list[str]) -> bool:
 
 
 def parts(expression: str) -> list[str]:
-    r"""The members of a list of answers: between commas, `and` and `or` that are in no brackets. `10,010` is one number."""
+    r"""The members of a list of answers: split at commas, `and` and `or` outside brackets. `10,010` is one number."""
     if _THOUSANDS.fullmatch(expression):
         return [expression]
     found, depth = [""], 0
@@ -172,7 +171,7 @@ def parts(expression: str) -> list[str]:
 
 
 def _inside(expression: str, *brackets: str) -> str | None:
-    """What is between the brackets around all of it, such as "()"; None where there are none."""
+    """The expression inside brackets, such as "()", that enclose all of it; None if there are none."""
     plain = re.sub(r"\\(left|right)\s*", "", expression)
     depths = list(accumulate((c in "([{") - (c in ")]}") for c in plain))
     return plain[1:-1] if plain[:1] + plain[-1:] in brackets and 0 not in depths[:-1] else None
@@ -185,27 +184,26 @@ def time_of_day(expression: str) -> tuple[int, int, str | None] | None:
 
 
 def _is_time(expression: str) -> bool:
-    """Whether it says which half of the day; `1:58` alone may be a ratio."""
+    """Whether it is a time that names the half of the day; `1:58` alone may be a ratio."""
     moment = time_of_day(expression)
     return moment is not None and moment[2] is not None
 
 
 @lru_cache(maxsize=4096)
 def readings(expression: str, units: bool = True) -> tuple:
-    """The expression as sympy objects: with a unit at its end removed, if allowed, and as it stands. Empty where it cannot be read."""
+    """The expression as sympy objects: without the unit at its end, if `units`, and as it is. Empty if unreadable."""
     math_verify = _math_verify()
     found = []
     for written in dict.fromkeys((without_unit(expression) if units else expression, expression)):
-        for value in math_verify.parse(
-            f"${legible(written)}$", [_reader()], fallback_mode="no_fallback", parsing_timeout=None
-        ):
+        style: Any = {"fallback_mode": "no_fallback", "parsing_timeout": None}  # the pool has a deadline of its own
+        for value in math_verify.parse(f"${legible(written)}$", [_reader()], **style):
             if value not in found and not _undefined(value):
                 found.append(value)
     return tuple(found)
 
 
 def _undefined(value: Any) -> bool:
-    """Whether there is a division by zero in it: then it was misread, and equal to nothing."""
+    """Whether it contains a division by zero: then it was misread, and equals nothing."""
     import sympy
 
     return value.has(sympy.zoo, sympy.nan) if hasattr(value, "has") else False
@@ -229,14 +227,12 @@ def _math_verify():
         raise SparseRLError(
             f"grading mathematics needs math-verify ({error}); pip install 'math-verify[antlr4-13-2]'."
         ) from error
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its own timeouts are off; the deadline is the pool's
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off; the pool has one
     return math_verify
 
 
 def _bare(expression: str) -> str:
-    r"""Without `\text` and without spaces, other than between digits."""
+    r"""Without `\text`, and without spaces except between digits."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", TEXT.sub(r"\1", expression))
 
 
@@ -248,14 +244,14 @@ def _only_letters(expression: str) -> bool:
 
 
 def _no_algebra(expression: str) -> bool:
-    """Whether only letters, digits and the punctuation of words are there: `n!`, `-x` and `x/y` are not, `(two~lines!)` is."""
+    """Whether it has only letters, digits and punctuation of words: not `n!`, `-x` or `x/y`, but `(two~lines!)`."""
     plain = re.sub(r"\\[ ,;:]|[~{}\"'`,.()]", " ", re.sub(WORD_STYLE, "", expression))
     plain = re.sub(r"(?<=[A-Za-z]{2})(!|-(?=[A-Za-z]{2}))", " ", plain)
     return re.fullmatch(r"[A-Za-z0-9\s]*", plain) is not None
 
 
 def _is_words(gold: str, expected: str) -> bool:
-    r"""Words are compared as such: as mathematics `Friday` is a product of letters. `ab` may be one, `\text{ab}` is not, nor `even`."""
+    r"""Whether to compare as words: `even` and `\text{ab}` are not products of letters, but `ab` may be one."""
     styled = "".join(gold.split()).strip("$.,") != "".join(expected.split())
     runs = re.findall(r"[A-Za-z]+", expected)
     return _only_letters(expected) and (
@@ -264,6 +260,6 @@ def _is_words(gold: str, expected: str) -> bool:
 
 
 def _letters(expression: str) -> str:
-    """What is left of words when case, spacing and punctuation do not matter."""
+    """Words without case, spacing and punctuation."""
     plain = re.sub(r"\band\s+(?=[({]*[A-Z]\b)", "", re.sub(WORD_STYLE, "", expression))  # A, B, and D
     return re.sub(r"[^a-z0-9]", "", plain.lower())

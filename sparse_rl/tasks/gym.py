@@ -1,10 +1,10 @@
-"""gym:NAME: a dataset of reasoning-gym, its options passed through; the dataset itself scores the answers.
+"""gym:NAME: a dataset of reasoning-gym. It takes the dataset's own options, and the dataset scores the answers.
 
-Most of its datasets make prompt i of seed s from s + i, so neighbouring seeds give the same prompts shifted by one. Here every
-(seed, split) owns a block of a million seeds, and held-out prompts are made from other seeds than training prompts. `size` makes the task
-finite; without it, it is endless.
+Most datasets make prompt i of seed s from s + i, so neighbouring seeds give the same prompts shifted by one. Here every
+(seed, split) owns a block of a million seeds, so held-out prompts and training prompts are made from different seeds.
+`size` makes the task finite; otherwise it is endless.
 
-Omits what a dataset does not offer: some draw from a small stock of puzzles, which may then be in both splits.
+Some datasets draw from a small stock of puzzles; the same puzzle may then be in both splits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from ..errors import SparseRLError, nearest, require_int
 from .base import Grade, Prompt, Task, final_answer, verdict_of
 
-BLOCK = 2**20  # seeds, hence prompts, of one (seed, split)
-CHUNK = 500  # prompts of an endless task that come from one dataset object
+BLOCK = 2**20  # seeds, and therefore prompts, of one (seed, split)
+CHUNK = 500  # prompts of an endless task that one dataset object makes
 
 
 class Gym(Task):
@@ -32,7 +32,7 @@ class Gym(Task):
         self.name, self.dataset, self.seed, self.size, self.config = f"gym:{dataset}", dataset, seed, size, config
         self._first_seed = (2 * seed + (split == "held-out")) * BLOCK
         self._chunks = lru_cache(maxsize=2)(self._chunk)
-        self._chunks(0)  # tells at once what is wrong
+        self._chunks(0)  # reports mistakes at once
 
     def __getitem__(self, i: int) -> Prompt:
         chunk, place = divmod(i % BLOCK, self.size or CHUNK)
@@ -64,12 +64,12 @@ class Gym(Task):
         settings = {"seed": self._first_seed + number * size, "size": size, **self.config}
         try:
             return _create(self.dataset, settings)
-        except (AssertionError, ValueError, TypeError) as error:  # how its datasets refuse options
+        except (AssertionError, ValueError, TypeError) as error:  # datasets refuse options with any of these
             raise SparseRLError(f"reasoning-gym refuses the options of {self.name}: {error}") from error
 
 
 def answer_in(text: str, gold: str) -> str | None:
-    """What the last `answer:` says: its line or, where the dataset's own answer has several lines, all that follows."""
+    """The text after the last `answer:`: its line, or everything if the dataset's own answer has several lines."""
     if "\n" not in gold.strip():
         return final_answer(text)
     _, marker, rest = text.rpartition("answer:")

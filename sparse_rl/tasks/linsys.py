@@ -1,4 +1,4 @@
-"""linsys: solve a system of linear equations over the integers, by elimination shown line by line.
+"""linsys: solve a system of linear equations whose solution is whole, by elimination shown line by line.
 
 2x+y=7; x-y=-1   ->   ...   answer: x=2 y=3
 """
@@ -38,6 +38,7 @@ class LinSys(GeneratedTask):
 
     def solution(self, prompt: Prompt) -> str:
         lines = _eliminate(prompt.answer["rows"])
+        assert lines is not None, "a prompt's system has a single solution"
         answer = " ".join(f"{name}={value}" for name, value in zip(_NAMES, prompt.answer["values"], strict=False))
         return "\n".join([*lines, f"answer: {answer}"])
 
@@ -46,10 +47,9 @@ class LinSys(GeneratedTask):
         if answer is None:
             return 0.0
         found = re.findall(r"([a-z])=(-?\d+)(?=\s|\Z)", answer)
-        expected = {name: value for name, value in zip(_NAMES, prompt.answer["values"], strict=False)}
-        wellformed = len(found) == len(expected) and " ".join(f"{name}={value}" for name, value in found) == " ".join(
-            answer.split()
-        )
+        expected = dict(zip(_NAMES, prompt.answer["values"], strict=False))
+        read = " ".join(f"{name}={value}" for name, value in found)
+        wellformed = len(found) == len(expected) and read == " ".join(answer.split())
         return float(wellformed and {name: int(value) for name, value in found} == expected)
 
 
@@ -65,7 +65,7 @@ def _equation(row: list) -> str:
 
 
 def _eliminate(rows: list[list[int]]) -> list[str] | None:
-    """Whole-number elimination, one equation per line; None where the system has no single solution."""
+    """Whole-number elimination, one equation per line; None if the system has no single solution."""
     rows, lines, n = [list(row) for row in rows], [], len(rows)
     for column in range(n):
         pivot = next((r for r in range(column, n) if rows[r][column]), None)

@@ -1,11 +1,14 @@
 r"""math: problems from JSONL files, rewarded when the last \boxed{...} equals the reference answer.
 
-A row is an object with a prompt and an answer. The prompt is a string or a list of chat messages; the answer is a number, a string, or a
-list of strings that are all wanted. `... #### 18` means 18, and `... \boxed{18} ...` means what is in the last box.
+A row is an object with a prompt and an answer. The prompt is a string or a list of chat messages. The answer is a
+number, a string, or a list of strings, all of which are required. `... #### 18` means 18, and `... \boxed{18} ...`
+means the content of the last box.
 
-Rows that cannot be used are skipped and counted (`skipped`, `skipped_rows`); a file of which more than a tenth cannot be used is refused.
-Rows that repeat a prompt are kept and counted (`duplicates`).
-Only the box is sent to the grading processes, so the length of a completion costs nothing. Omits partial credit and worked solutions.
+Rows that cannot be used are skipped and counted (`skipped`, `skipped_rows`); if more than a tenth of a file cannot be
+used, it is refused. Rows that repeat a prompt are kept and counted (`duplicates`).
+
+Only the box is sent to the grading processes, so long completions cost nothing. There is no partial credit, and there
+are no worked solutions.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from .equality import last_boxed, tidy, verdict
 from .templates import dress, find, template_of
 from .verify import Limits
 
-TOLERATED = 0.1  # of a file's rows that may be unusable
-NAMED = 5  # unusable rows that are named
-FIRST = 5  # prompts that must agree in their template
+TOLERATED = 0.1  # share of a file's rows that may be unusable
+NAMED = 5  # unusable rows that are listed
+FIRST = 5  # prompts from which the template is recognised
 
 
 class Unusable(Exception):
@@ -39,7 +42,7 @@ class Unusable(Exception):
 class Math(Task):
     name = "math"
     isolated = True
-    grading_limits = Limits(memory=4.0)  # 10^{10^{10}} must not take the run's memory before its deadline
+    grading_limits = Limits(memory=4.0)  # 10^{10^{10}} must not take all memory before its deadline
 
     def __init__(
         self,
@@ -49,27 +52,29 @@ class Math(Task):
         answer_in_box: bool = False,
         chat: bool = False,
         suffix: str = "",
-        template: str
-        | None = None,  # a name in TEMPLATES; None: prompts stay as the file has them, but for chat and suffix
+        template: str | None = None,  # a name in TEMPLATES; None: prompts as in the file, with chat and suffix applied
         holdout: int | str = 0,  # rows kept for held_out(), or "all"
         split: str = "train",
         seed: int = 0,
     ):
-        if holdout != "all":
+        if not isinstance(holdout, str):
             require_int(0, holdout=holdout)
+        elif holdout != "all":
+            raise SparseRLError(f"holdout is {holdout!r}; it must be a number of rows, or 'all'.")
         if split not in ("train", "held-out"):
             raise SparseRLError(f"math: split is {split!r}; it must be 'train' or 'held-out'.")
         if template is not None and (chat or suffix):
             raise SparseRLError(
-                f"math: template {template!r} says what surrounds a question; leave chat and suffix away, or the template."
+                f"math: template {template!r} says what surrounds a question; omit chat and suffix, or the template."
             )
         self.seed, self.holdout = seed, holdout
         self._fields = prompt, answer, answer_in_box
-        self.skipped: Counter[str] = Counter()  # reason -> rows
-        self.skipped_rows: list[str] = []  # the first few, "file:line (reason)"
+        skipped: Counter[str] = Counter()
+        skipped_rows: list[str] = []  # "file:line (reason)"
         rows = []
         for path in [] if files is None else [files] if isinstance(files, (str, os.PathLike)) else list(files):
-            rows += self._read(Path(path))
+            rows += self._read(Path(path), skipped, skipped_rows)
+        self.skipped, self.skipped_rows = skipped, skipped_rows
         if files is not None and not rows:
             raise SparseRLError("math: files names no file; give at least one.")
         if template is None:
@@ -102,7 +107,7 @@ class Math(Task):
         return other
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
-        """Equal answers to a prompt are compared once: the members of a group often agree."""
+        """Grade equal answers to a prompt once: the members of a group often agree."""
         asked = [(prompt.index, prompt.answer, self.excerpt(text)) for prompt, text in zip(prompts, texts, strict=True)]
         first: dict[tuple, int] = {}
         for i, question in enumerate(asked):
@@ -132,12 +137,12 @@ class Math(Task):
         return ("math", {"files": None}) if type(self) is Math else super().spec()  # prompts bring their answers along
 
     def problem(self, row: dict) -> tuple[str | list[dict], str]:
-        """Prompt and reference answer of a row; Unusable says why it has none."""
+        """Prompt and reference answer of a row, or Unusable with the reason."""
         prompt, answer, answer_in_box = self._fields
         return prompt_of(row, prompt), gold_of(row, answer, answer_in_box)
 
-    def _read(self, path: Path) -> list[tuple[Any, str]]:
-        """The usable rows of a file, as (prompt, reference answer)."""
+    def _read(self, path: Path, skipped: Counter[str], skipped_rows: list[str]) -> list[tuple[Any, str]]:
+        """The usable rows of a file, as (prompt, reference answer). Adds the others to `skipped` and `skipped_rows`."""
         usable, reasons, names = [], Counter(), Counter()
         for number, line in _lines(path):
             try:
@@ -146,27 +151,25 @@ class Math(Task):
                 usable.append(self.problem(row))
             except Unusable as reason:
                 reasons[str(reason)] += 1
-                if len(self.skipped_rows) < NAMED:
-                    self.skipped_rows.append(f"{path.name}:{number} ({reason})")
+                if len(skipped_rows) < NAMED:
+                    skipped_rows.append(f"{path.name}:{number} ({reason})")
         count, bad = len(usable) + reasons.total(), reasons.total()
         if not usable or bad > TOLERATED * count:
             said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3)) or "it is empty"
             fields = ", ".join(name for name, _ in names.most_common(12))
-            remedy = (
-                f"its rows have the fields {fields}; name two of them with prompt=... and answer=..., or mend the file."
-            )
-            raise SparseRLError(
-                f"{path}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy if names else 'each line must be one JSON object.'}"
-            )
-        self.skipped.update(reasons)
+            remedy = "each line must be one JSON object."
+            if names:
+                remedy = f"its rows have the fields {fields}; name two with prompt=... and answer=..., or fix the file."
+            raise SparseRLError(f"{path}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy}")
+        skipped.update(reasons)
         return usable
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, counted from 1."""
+    """The lines of a file that are not blank, with their numbers from 1."""
     if not path.is_file():
         raise SparseRLError(
-            f"there is no file {path}; give the path of a JSONL file, from the root or from {Path.cwd()}."
+            f"there is no file {path}; give the path of a JSONL file, absolute or relative to {Path.cwd()}."
         )
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -177,7 +180,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes) -> dict:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # not UTF-8 is a ValueError, too
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
         raise Unusable("not JSON") from None
     if not isinstance(row, dict):
         raise Unusable("not an object")
@@ -196,7 +199,7 @@ def prompt_of(row: dict, name: str) -> str | list[dict]:
         if not value or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
         ):
-            raise Unusable(f"{name} is no list of chat messages")
+            raise Unusable(f"{name} is not a list of chat messages")
         return value
     if not isinstance(value, str):
         raise Unusable(f"{name} is {type(value).__name__}, not text")
@@ -232,7 +235,7 @@ def _one_gold(value: Any, name: str, in_box: bool) -> str:
 
 
 def dressed(text: str | list[dict], template: str) -> str | list[dict]:
-    """The prompt in the form of a template: a question is dressed, a prompt that has this form already stays as it is."""
+    """The prompt in a template. A prompt that is in this template already stays as it is."""
     find(template)
     form = template_of(text)
     if form == template:
@@ -240,19 +243,19 @@ def dressed(text: str | list[dict], template: str) -> str | list[dict]:
     if form is not None or isinstance(text, list):
         has = f"have the form of the template {form!r}" if form else "are chat messages of another form"
         raise SparseRLError(
-            f"math: the prompts {has}, so they cannot be put in that of {template!r}; leave the option template away."
+            f"math: the prompts {has}, so they cannot be put in that of {template!r}; omit the option template."
         )
     return dress(text, template)
 
 
 def shared_template(prompts: list[str | list[dict]]) -> str | None:
-    """The template that all of them have the form of."""
+    """The template of all prompts, if they share one."""
     names = {template_of(prompt) for prompt in prompts}
     return names.pop() if len(names) == 1 else None
 
 
 def extended(text: str | list[dict], suffix: str, chat: bool) -> str | list[dict]:
-    """The prompt as the model gets it: with the suffix, and as a chat message if asked for."""
+    """The prompt with the suffix, and as a chat message if `chat`."""
     if isinstance(text, list):
         *before, last = text
         return [*before, {**last, "content": last["content"] + suffix}]
@@ -260,11 +263,11 @@ def extended(text: str | list[dict], suffix: str, chat: bool) -> str | list[dict
 
 
 def divide(rows: list[tuple[Any, str]], holdout: int | str, seed: int) -> dict[str, list[Prompt]]:
-    """`holdout` rows chosen at random, and the others; a copy of a held-out problem is not among the others."""
-    count = len(rows) if holdout == "all" else holdout
-    if holdout != "all" and 0 < len(rows) <= count:
+    """`holdout` rows chosen at random, and the others, without copies of held-out problems."""
+    count = len(rows) if isinstance(holdout, str) else holdout
+    if not isinstance(holdout, str) and 0 < len(rows) <= count:
         raise SparseRLError(
-            f"math: holdout {count:,} leaves nothing of {len(rows):,} usable rows; lower it, or say 'all' to only evaluate."
+            f"math: holdout {count:,} leaves nothing of {len(rows):,} usable rows; lower it, or use 'all' to evaluate."
         )
     chosen = set(random.Random(f"holdout|{seed}").sample(range(len(rows)), count))
     seen = {json.dumps(rows[i][0]) for i in chosen}

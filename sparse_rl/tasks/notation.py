@@ -1,7 +1,8 @@
-r"""How an answer is written, before mathematics: each function is from string to string, and what it changes means the same.
+r"""Normalise how an answer is written: functions from string to string that do not change its meaning.
 
-`tidy` for every comparison, `without_unit` and `legible` for what math-verify is to read. A word after a number is a unit, and is left out,
-unless it may change the value: numbers (`2 hours 30 min`), `or more`, a function. `5 million` and `6 dozen` are products.
+`tidy` is for every comparison, `without_unit` and `legible` are for strings that math-verify reads. A word after a
+number is a unit and is omitted, unless it may change the value: numbers (`2 hours 30 min`), `or more`, a function.
+`5 million` and `6 dozen` are products.
 """
 
 from __future__ import annotations
@@ -35,38 +36,28 @@ _SCALES = {
     "dozen": "12",
 }
 _NUMBERS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
-_NUMBERS += ("fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
-_CHANGING = re.compile(  # the value; `ten-dollar bills` are bills
-    rf"\b(?:{'|'.join((*_NUMBERS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety|half|halves|double|twice|triple|thirds"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|or|least|most|plus|minus|times|percent|base|mod"
-    r"|sin|cos|tan|cot|sec|log|exp|sqrt|alpha|beta|gamma|delta|theta|lambda|omega|infinity|e|i)\b(?!-)|\d|\A\W*(?:squared|cubed|factorial)\b"
+_CHANGING = re.compile(  # words that change the value; but `ten-dollar bills` are bills
+    rf"\b(?:{'|'.join((*_NUMBERS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+    r"|half|halves|double|twice|triple|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths"
+    r"|or|least|most|plus|minus|times|percent|base|mod|sin|cos|tan|cot|sec|log|exp|sqrt"
+    r"|alpha|beta|gamma|delta|theta|lambda|omega|infinity|e|i)\b(?!-)|\d|\A\W*(?:squared|cubed|factorial)\b"
 )
-_SHORT = re.compile(  # units that are too short, or have no vowel, to be known as words
-    r"[mshgtldc]|(?i:[mcdkn]m|[mk]?g|gm|m[li]|ft|in|yd|hrs?|lbs?|oz|sq|sqft|cu|cc|hz|ev|k[wj]|pa|[ap]m|rs|st|nd|rd|th|[mk]ph|kmh|yrs|pts)"
+_SHORT = re.compile(  # units that are too short, or have no vowel, to be recognised as words
+    r"[mshgtldc]|(?i:[mcdkn]m|[mk]?g|gm|m[li]|ft|in|yd|hrs?|lbs?|oz|sq|sqft|cu|cc|hz|ev|k[wj]|pa|[ap]m|rs|st|nd|rd|th"
+    r"|[mk]ph|kmh|yrs|pts)"
 )
 _SMALL_WORD = re.compile("an?|of|to|at|on|by")  # within a phrase
 _GAP = r"(?:\s|~|\\[,;: ])*"
 _PLAIN_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{[^{}]*\}"
-_WORD = r"(?<![A-Za-z\\'.-])[A-Za-z]+(?![A-Za-z])(?:['.-][A-Za-z]+(?![A-Za-z]))*\.?"  # in one way only, like _UNIT: else a search may hang
+# _WORD and _UNIT match a text in one way only; otherwise a search may hang
+_WORD = r"(?<![A-Za-z\\'.-])[A-Za-z]+(?![A-Za-z])(?:['.-][A-Za-z]+(?![A-Za-z]))*\.?"
 _POWER = r"(?:\^\s*(?:[23]|\{-?[123]\}))?"
 _UNIT = re.compile(
-    rf"(?<=[^\s~_^{{(,;:+*/=-])({_GAP}(?:\\[dt]?frac\{{{_PLAIN_TEXT}\}}\{{{_PLAIN_TEXT}{_POWER}\}}|{_PLAIN_TEXT}{_POWER}|(?<=[\d}})\s~;:,]){_WORD}{_POWER})"
+    rf"(?<=[^\s~_^{{(,;:+*/=-])({_GAP}(?:\\[dt]?frac\{{{_PLAIN_TEXT}\}}\{{{_PLAIN_TEXT}{_POWER}\}}"
+    rf"|{_PLAIN_TEXT}{_POWER}|(?<=[\d}})\s~;:,]){_WORD}{_POWER})"
     rf"(?:{_GAP}(?:(?:/|\\cdot(?![a-z])){_GAP})?(?:{_PLAIN_TEXT}|{_WORD}){_POWER})*)\Z"
 )
 _SCALE = re.compile(rf"(?<=[\d}}]){_GAP}(?:\\text\s*\{{\s*)?\b({'|'.join(_SCALES)})\b(?!-)\s*(\}})?")
@@ -81,17 +72,15 @@ _DOTS = re.compile(
 
 
 def tidy(expression: str) -> str:
-    r"""The expression without what does not change its value: dollar signs, `\text` around all of it, full stops."""
-    expression = re.sub(
-        r"(\\?\$\s*[\d.,]+)\s*(?:\\text\s*\{\s*)?([KMB])(?:\s*\})?(?=\$?\Z)", _in_full, expression
-    )  # $18K
+    r"""The expression without dollar signs, `\text` around all of it, full stops and the like."""
+    thousands = r"(\\?\$\s*[\d.,]+)\s*(?:\\text\s*\{\s*)?([KMB])(?:\s*\})?(?=\$?\Z)"  # $18K
+    expression = re.sub(thousands, _in_full, expression)
     expression = re.sub(r"(?<=[\w}])\$\s*([A-Za-z]{3,})\W*\Z", r"$\\text{ \1}", expression)  # $145$ dollars:
     expression = expression.replace("\\$", "").replace("$", "").replace("\n", " ").strip()
     expression = re.sub(r"\A(?:\\q?quad\s*)+", "", expression)
     expression = re.sub(r",\s*\\!\s*", "", expression).replace("\\!", "")  # 29,\!322
-    expression = re.sub(
-        r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)", lambda x: re.sub(r"\D", "", x[0]), expression
-    )  # 70\,000
+    spaced = r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)"  # 70\,000
+    expression = re.sub(spaced, lambda x: re.sub(r"\D", "", x[0]), expression)
     expression = _ENDING.sub("", expression)
     if wholly := TEXT.fullmatch(expression):
         expression = _ENDING.sub("", wholly[1].strip())
@@ -136,7 +125,7 @@ def _with_base(expression: str) -> str:
 
 
 def without_unit(expression: str) -> str:
-    """The expression without the unit at its end: words that leave the value as it is. `5 million years` is a product."""
+    """The expression without the unit at its end: words that do not change the value. `5 million` is a product."""
     if found := _SCALE.search(expression):
         rest = r"\text{" if "{" in found[0] and not found[2] else " "  # \text{ million years}: the years stay in it
         expression = (
@@ -155,27 +144,23 @@ def without_unit(expression: str) -> str:
 
 
 def _is_unit(word: str, follows: bool, spaced: bool) -> bool:
-    r"""Whether a word outside of `\text` is part of a unit and no product of letters: `18 eggs` are eggs, `18xy` is a product."""
+    r"""Whether a word outside `\text` is part of a unit: `18 eggs` are eggs, but `18xy` is a product of letters."""
     if _SHORT.fullmatch(word.strip(".")) or (follows and _SMALL_WORD.fullmatch(word)):
         return True
     return (spaced or follows) and len(word) >= 3 and re.search("[aeiouy]", word.lower()) is not None
 
 
 def legible(expression: str) -> str:
-    r"""The expression in words that math-verify knows; what is written here in two ways means one thing."""
+    r"""The expression as math-verify can read it."""
     expression = re.sub(r"\b(?:np|math)\.(?=[a-z])", r"\\", expression)  # np.arcsin(x)
     expression = re.sub(r"_\{\\(max|min|odot|oplus)\s*\}", r"_{\1}", expression)
     expression = _derivatives(expression)
-    expression = re.sub(
-        r"(?<![A-Za-z\\])E_(?:\{(\w+)\}|(\w))", r"W_{E\1\2}", expression
-    )  # an energy; E alone is Euler's number to it
-    expression = re.sub(
-        r"\\gamma(?![A-Za-z])", r"\\varrho", expression
-    )  # a variable; to it Euler's constant, and \gamma^2-1 infinite
+    # math-verify reads E as Euler's number, but E_k is an energy; and \gamma as Euler's constant, but it is a variable
+    expression = re.sub(r"(?<![A-Za-z\\])E_(?:\{(\w+)\}|(\w))", r"W_{E\1\2}", expression)
+    expression = re.sub(r"\\gamma(?![A-Za-z])", r"\\varrho", expression)
     expression = re.sub(r"\bC_(?:\{(\d+)\}|(\d))\^(?:\{(\d+)\}|(\d))", r"\\binom{\1\2}{\3\4}", expression)
-    expression = re.sub(
-        r"(\\[dt]?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\[dt]?binom)", r"\1 \\cdot ", expression
-    )  # to it a sum
+    neighbours = r"(\\[dt]?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\[dt]?binom)"  # math-verify would add them
+    expression = re.sub(neighbours, r"\1 \\cdot ", expression)
     expression = re.sub(r"\A[A-Za-z]\s*(?=\([^()\[\]]*\]\Z)", "", expression)  # t(0,4]
     expression = re.sub(
         r"\^\s*\{\s*(-?)(\d*)\.(\d+)\s*\}",
@@ -188,7 +173,7 @@ def legible(expression: str) -> str:
 
 
 def _derivatives(expression: str) -> str:
-    r"""Derivatives as symbols of their own, one for `\frac{dv}{dt}`, `dv/dt` and `\dot{v}`, another for `v'`; to math-verify they are 0."""
+    r"""Derivatives as symbols, which math-verify reads as 0. `\frac{dv}{dt}`, `dv/dt` and `\dot{v}` share one."""
 
     def symbol(order: str, name: str, by: str) -> str:
         return "Y_{d" + re.sub(r"\W|_", "", f"{order}{name}d{by}") + "}"
@@ -207,8 +192,9 @@ def _derivatives(expression: str) -> str:
 
 def _union(expression: str) -> str | None:
     """Inequalities of one letter with `or` between them as a union of intervals; None for anything else."""
-    found = [_interval(part) for part in _OR.split(expression)]
-    if len(found) < 2 or None in found or len({letter for letter, _ in found}) > 1:
+    parts = _OR.split(expression)
+    found = [interval for part in parts if (interval := _interval(part)) is not None]
+    if len(parts) < 2 or len(found) < len(parts) or len({letter for letter, _ in found}) > 1:
         return None
     return r" \cup ".join(interval for _, interval in found)
 

@@ -1,6 +1,7 @@
-"""recall: look up the values of some keys among many pairs; the prompt is long, the answer short.
+"""recall: look up the values of some keys among many pairs; the prompt is long, and the answer is short.
 
-What a compressor must keep is in the prompt alone, and only the question, which comes last, says which of it: made for `prompt-only`.
+A compressor must keep parts of the prompt, and only the question, which comes last, says which. The task was made to
+study `prompt-only`.
 
     Qk58 Bt10 Xm99 ... Wa34
     Xm Qk   ->   Xm99 Qk58
@@ -27,32 +28,25 @@ class Recall(GeneratedTask):
     def __init__(
         self, count: int | Sequence[int] = 200, queries: int = 4, filler: int = 0, seed: int = 0, split: str = "train"
     ):
-        """`count`: pairs, or the least and the most of them, drawn for every prompt so that short ones are as frequent as long ones:
-        they teach what long ones need. `queries`: keys asked for. `filler`: dots after the question, which push it out of the window
-        that a compressor observes."""
+        """count: pairs, or the least and the most of them. Then each doubling of the count is equally likely, because
+            short prompts teach what long ones need.
+        queries: keys that are asked for.
+        filler: dots after the question, which push it out of the window that a compressor observes.
+        """
         least, most = (count, count) if isinstance(count, int) else count
-        require_int(
-            at_least=0,
-            **{
-                "recall: least count": least,
-                "recall: most count": most,
-                "recall: queries": queries,
-                "recall: filler": filler,
-            },
-        )
+        counts = {"least count": least, "most count": most, "queries": queries, "filler": filler}
+        require_int(at_least=0, **{f"recall: {name}": value for name, value in counts.items()})
         if not 1 <= queries <= least <= most <= len(KEYS):
             raise SparseRLError(
-                f"recall: {queries} queries among {least} to {most} pairs; use at least 1 query, as many pairs or more, and at most "
-                f"{len(KEYS)} of them, one for each key."
+                f"recall: {queries} queries among {least} to {most} pairs; use at least 1 query, at least as many "
+                f"pairs, and at most {len(KEYS)} pairs, one for each key."
             )
         super().__init__(seed, split)
         self.least, self.most, self.queries, self.filler = least, most, queries, filler
 
     def __getitem__(self, i: int) -> Prompt:
         draw = self.numbers(i)
-        count = round(
-            self.least * (self.most / self.least) ** draw.random()
-        )  # each doubling of the length is as likely
+        count = round(self.least * (self.most / self.least) ** draw.random())
         pairs = {key: f"{draw.randrange(100):02}" for key in draw.sample(KEYS, count)}
         asked = draw.sample(list(pairs), self.queries)
         listed = " ".join(key + value for key, value in pairs.items())
@@ -60,7 +54,7 @@ class Recall(GeneratedTask):
         return Prompt(text, answer={key: pairs[key] for key in asked}, index=i)
 
     def solution(self, prompt: Prompt) -> str:
-        """The pairs asked for, then their values."""
+        """The pairs that are asked for, then their values."""
         pairs = " ".join(key + value for key, value in prompt.answer.items())
         return f"{pairs}\nanswer: {' '.join(prompt.answer.values())}"
 

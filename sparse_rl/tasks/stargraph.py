@@ -1,6 +1,6 @@
 """stargraph: several arms leave a centre; find the path from the centre to a given leaf.
 
-The edges come shuffled, so the first step cannot be guessed from the centre: the solution walks back from the leaf.
+The edges are shuffled, so the first step from the centre can only be guessed; the solution walks back from the leaf.
 
     edges 4-7 1-9 4-1 7-2, from 4 to 9   ->   9 from 1; 1 from 4   answer: 4 1 9
 """

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..errors import SparseRLError, require_int
 from .base import GeneratedTask, Prompt, final_answer, register
 
-_DRAWS = 1000  # of what people have at first, before one counts as too rare
+_DRAWS = 1000  # attempts to draw what people have at first
 _MOST = 99  # no quantity grows beyond this
 _WORDS = ("", "", "two", "three", "four", "five", "six")  # how many people
 
@@ -96,7 +96,7 @@ class Stories(GeneratedTask):
         require_int(at_least=1, **{"stories: things": things, "stories: steps": steps})
         if people > 6 or things > 3 or highest > 50:
             raise SparseRLError(
-                f"stories: people is {people}, things {things}, highest {highest}; at most 6, 3 and 50 are known."
+                f"stories: people is {people}, things {things}, highest {highest}; at most 6, 3 and 50 are supported."
             )
         super().__init__(seed, split)
         self.people, self.things, self.steps, self.highest = people, things, steps, highest

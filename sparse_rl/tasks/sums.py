@@ -1,4 +1,4 @@
-"""sums: add up a row of digits, one running sum at a time. What the built-in tiny model learns.
+"""sums: add up a row of digits, one running sum at a time. The built-in tiny model learns this task.
 
 3+4+1=   ->   3+4=7;7+1=8
 """

@@ -1,7 +1,7 @@
-r"""How a question is put to a model, by name: the words around it, as text or as chat messages.
+r"""Prompt templates by name: the words around a question, as text or as chat messages.
 
-A model must be asked in evaluation exactly as in training, so `qwen-boxed` and `abel` are, to the byte, the prompts of the SimpleRL files,
-doubled braces of `\boxed{{}}` included.
+Evaluation must use the prompts of training. So `qwen-boxed` and `abel` are, byte for byte, the prompts of the SimpleRL
+files, including the doubled braces of their `\boxed{{}}`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Template:
     idea: str
     before: str = ""
     after: str = ""
-    messages: bool = False  # chat messages, for the tokenizer's chat template; otherwise text
-    system: str | None = None  # the message before the user's
+    messages: bool = False  # chat messages for the tokenizer's chat template, instead of text
+    system: str | None = None  # the system message before the user's
 
 
 TEMPLATES = {
     "plain": Template("the question as it stands"),
     "chat": Template(
-        r"one user message through the tokenizer's chat template, which asks for \boxed{}",
+        r"one user message, which asks for \boxed{}, through the tokenizer's chat template",
         after=_ASK + r"\boxed{}.",
         messages=True,
     ),
@@ -53,7 +53,7 @@ def find(template: str) -> Template:
 
 
 def dress(question: str, template: str) -> str | list[dict]:
-    """The question as a prompt of that form."""
+    """The question as a prompt in this template."""
     form = find(template)
     text = form.before + question + form.after
     if not form.messages:
@@ -63,16 +63,11 @@ def dress(question: str, template: str) -> str | list[dict]:
 
 
 def template_of(prompt: str | list[dict]) -> str | None:
-    """The template that a ready-made prompt has the form of; None where there is none, for any text could be `plain`."""
+    """The template of a prompt; None if there is none, as for plain text."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     for name, form in TEMPLATES.items():
-        framed = (
-            len(text) > len(form.before + form.after) and text.startswith(form.before) and text.endswith(form.after)
-        )
-        if (
-            framed
-            and form.before + form.after
-            and dress(text[len(form.before) : len(text) - len(form.after)], name) == prompt
-        ):
+        around = len(form.before + form.after)
+        framed = len(text) > around and text.startswith(form.before) and text.endswith(form.after)
+        if framed and around and dress(text[len(form.before) : len(text) - len(form.after)], name) == prompt:
             return name
     return None

@@ -1,12 +1,12 @@
-"""FILE.py and FILE.py:CLASS: a user's own task. Its rewards are graded in child processes, so they may fail in any way.
+"""FILE.py and FILE.py:CLASS: a user's own task. Child processes compute its rewards, so these may fail in any way.
 
-A file of functions is the shortest task there is:
+The shortest task is a file with two functions:
 
-    def prompt(i): return f"What is {i} + {i}?", 2 * i               # text (or chat messages), and what the reward needs
+    def prompt(i): return f"What is {i} + {i}?", 2 * i           # text (or chat messages), and what the reward needs
     def reward(answer, text): return float(text.strip().endswith(str(answer)))
 
-Optional: `solution(answer) -> str`, a worked solution, and `SIZE`, a number or a function that gives it, for a finite task. A class is a
-subclass of `Task`; one that says `isolated = False` is graded in the training process.
+Optional: `solution(answer) -> str`, a worked solution, and `SIZE`, a number or a function that returns it, for a finite
+task. A class is a subclass of `Task`; with `isolated = False`, its rewards are computed in the training process.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ..errors import SparseRLError, nearest, require_int
 from .base import Prompt, Task
@@ -30,6 +30,7 @@ class FunctionFile(Task):
     isolated = True
 
     def __init__(self, module: ModuleType):
+        assert module.__file__ is not None
         self.name, self.module = Path(module.__file__).stem, module
 
     def __getitem__(self, i: int) -> Prompt:
@@ -52,19 +53,20 @@ class FunctionFile(Task):
 class FiniteFunctionFile(FunctionFile):
     def __init__(self, module: ModuleType):
         super().__init__(module)
-        self._size = module.SIZE() if callable(module.SIZE) else module.SIZE
-        require_int(SIZE=self._size)
+        size: Any = module.SIZE() if callable(module.SIZE) else module.SIZE
+        require_int(SIZE=size)
+        self._size: int = size
 
     def __len__(self) -> int:
         return self._size
 
 
-def load(name: str) -> tuple[str, Callable[..., Task]]:
-    """The task behind `FILE.py` or `FILE.py:CLASS`: its full name, and what makes it."""
+def load(name: str) -> tuple[str, type[Task] | partial[Task]]:
+    """The full name of the task `FILE.py` or `FILE.py:CLASS`, and its constructor."""
     file, _, cls = name.rpartition(":") if ".py:" in name else (name, "", "")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise SparseRLError(f"there is no file {path}; a task of your own is named by the path of its file.")
+        raise SparseRLError(f"there is no file {path}; name your own task by the path of its file.")
     module = _module(path)
     if cls:
         return f"{path}:{cls}", _class(module, cls)
@@ -81,13 +83,15 @@ def load(name: str) -> tuple[str, Callable[..., Task]]:
 
 
 def _module(path: Path) -> ModuleType:
-    """The file as a module, under a name that is the same in every process (answers may be of its classes) and new when it changes."""
-    name = f"sparse_rl_task_{path.stem}_{hashlib.sha256(f'{path}|{path.stat().st_mtime_ns}'.encode()).hexdigest()[:12]}"
+    """The file as a module. Its name is the same in every process, because answers may be of its classes."""
+    version = hashlib.sha256(f"{path}|{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]  # new if the file changes
+    name = f"sparse_rl_task_{path.stem}_{version}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # what lies beside it can be imported
+        sys.path.append(str(path.parent))  # so that it can import its neighbours
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -1,14 +1,14 @@
-"""Grading in child processes, so that a reward that hangs, crashes, prints or eats memory costs one completion and not the run.
+"""Grade in child processes: a reward that hangs, crashes, prints or eats memory costs one completion, not the run.
 
     parent                               child (worker.py)
     name, options, limits       ->       makes its own copy of the task; "ready"            once
     prompt, text                ->       reward, verdict, message                           for every completion
 
-One loop serves all children. A child that misses the deadline is killed and the completion graded "timeout"; one that dies takes its
-completion with it ("error"); both are replaced. Children ignore Ctrl-C, end when their stdin closes, and end themselves when they overstay,
-so nothing is left behind even if the parent is killed.
+One loop serves all children. A child that misses the deadline is killed, and its completion is graded "timeout"; if a
+child dies, its completion is graded "error"; both are replaced. Children ignore Ctrl-C, and end when their stdin closes
+or when they overstay, so nothing remains even if the parent is killed.
 
-This guards against accidents, not malice: a reward may still read files, use the network, or reach into its own process.
+This guards against accidents, not malice: a reward may still read files, use the network, or manipulate its process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 
 from ..errors import SparseRLError, require_int
 
-START = 120.0  # seconds a child may take to import and make its task
-GRACE = 2.0  # seconds after which a child that overstays ends itself, should the parent be gone
-FAILED_STARTS = 3  # children lost before they were ready after which no more are started
+START = 120.0  # seconds that a child may take to import and make its task
+GRACE = 2.0  # seconds after its deadline when a child ends itself, in case the parent is gone
+FAILED_STARTS = 3  # after so many children that died before they were ready, no more are started
 HEADER = struct.Struct(">Q")  # the length of the message that follows
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from sparse_rl.tasks.worker import main; main()"
 _LATE, _DEAD = object(), object()
@@ -44,7 +44,7 @@ Outcome = tuple[float, str, "str | None"]  # reward, verdict, message of an erro
 
 @dataclass(frozen=True)
 class Limits:
-    """What grading may take."""
+    """The time, processes and memory that grading may use."""
 
     deadline: float = 10.0  # seconds for one completion
     workers: int | None = None  # child processes; None: one per core, at most 4
@@ -63,18 +63,20 @@ def frame(message: bytes) -> bytes:
 
 
 class Child:
-    """One grading process: what is still to be written to it, what has come back, and until when a reply is due."""
+    """One grading process: the bytes still to be sent, the bytes received, and the time when a reply is due."""
 
     def __init__(self, hello: bytes):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *sys.path],  # what the parent can import, the child can
+            [sys.executable, "-c", _CHILD, *sys.path],  # the child can import what the parent can
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is the parent's; and what a reward starts is killed with it
+            start_new_session=True,  # Ctrl-C reaches only the parent; killing the session kills what a reward started
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
-        self.writes, self.reads = self.process.stdin.fileno(), self.process.stdout.fileno()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.writes, self.reads = self.stdin.fileno(), self.stdout.fileno()
         os.set_blocking(self.writes, False)
         os.set_blocking(self.reads, False)
         self.ready = False
@@ -90,7 +92,7 @@ class Child:
         return not self.ready or self.item is not None
 
     def exchange(self, key: selectors.SelectorKey) -> Any:
-        """Move the bytes that can be moved: the reply once it is whole, None before, _DEAD where the process is gone."""
+        """Move the bytes that can be moved. The reply once it is complete, else None; _DEAD if the process is gone."""
         try:
             if key.fd == self.writes:
                 self.outbox = self.outbox[os.write(self.writes, self.outbox) :]
@@ -99,28 +101,26 @@ class Child:
         except BrokenPipeError:
             return _DEAD
         self.inbox += received
-        whole_length = (
-            HEADER.size + HEADER.unpack(self.inbox[: HEADER.size])[0] if len(self.inbox) >= HEADER.size else None
-        )
-        if len(self.inbox) == whole_length:
-            return pickle.loads(self.inbox[HEADER.size :])
+        header, message = self.inbox[: HEADER.size], self.inbox[HEADER.size :]
+        if len(header) == HEADER.size and len(message) == HEADER.unpack(header)[0]:
+            return pickle.loads(message)
         return None if received else _DEAD
 
     def end(self, patience: float = 0.0) -> str:
-        """Kill the process and all it started, and say how it ended by itself, if within `patience` seconds it did."""
+        """Kill the process and all that it started, after waiting `patience` seconds; say how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone already
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.stdin.close()
+        self.stdout.close()
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"
 
 
 class Pool:
-    """Child processes that grade for one task. They start with the first completion and stay until `close`."""
+    """Child processes that grade for one task. They start with the first completion, and live until `close`."""
 
     def __init__(self, name: str, limits: Limits, hello: bytes):
         self.name, self.limits = name, limits
@@ -129,16 +129,14 @@ class Pool:
         self._children: list[Child] = []
         self._failed_starts: list[str] = []  # how they ended
         self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._children)  # when the pool is forgotten, or the program ends
+        weakref.finalize(self, _end_all, self._children)  # when the pool is collected, or the program ends
 
     def grade(self, items: Sequence[tuple[Any, str]]) -> list[Outcome]:
         """The outcome of every (prompt, text), in the order given, whichever child graded it."""
         with self._lock:
             try:
                 return self._grade(items)
-            except (
-                BaseException
-            ):  # an interrupt, say: a reply may be half read, so the next call starts with new children
+            except BaseException:  # such as an interrupt: a reply may be half read, so the next call uses new children
                 _end_all(self._children)
                 raise
 
@@ -150,7 +148,7 @@ class Pool:
         self._failed_starts = []
         for child in self._children:
             if not child.ready:
-                child.until = time.monotonic() + START  # it had no chance to report since the last call
+                child.until = time.monotonic() + START  # between calls nobody reads its report
         while len(found) < len(items):
             self._hire(len(items) - len(found))
             for child in self._children:
@@ -160,15 +158,14 @@ class Pool:
                     child.send(_packed(items[child.item], f"the answer of prompt {prompt.index}"), self.limits.deadline)
             for child, reply in self._replies():
                 if reply is _LATE or reply is _DEAD:
-                    late = time.monotonic() >= child.until  # or so late that it ended itself before this was noticed
+                    late = time.monotonic() >= child.until  # or it ended itself because it was late
                     self._children.remove(child)
-                    how = child.end(patience=0.0 if late else 1.0)
+                    ending = child.end(patience=0.0 if late else 1.0)
                     if not child.ready:
-                        self._failed_starts.append(f"was not ready after {START:g} s" if late else how)
+                        self._failed_starts.append(f"was not ready after {START:g} s" if late else ending)
                     else:
-                        found[child.item] = (
-                            (0.0, "timeout", None) if late else (0.0, "error", f"the grading process {how}")
-                        )
+                        error = (0.0, "error", f"the grading process {ending}")
+                        found[child.item] = (0.0, "timeout", None) if late else error
                 elif not child.ready:
                     child.ready = reply == "ready"
                     if not child.ready:
@@ -178,7 +175,7 @@ class Pool:
         return [found[i] for i in range(len(items))]
 
     def _hire(self, needed: int) -> None:
-        """Bring the number of children up to what is needed and allowed; one that died idle is replaced."""
+        """Start as many children as are needed and allowed, and replace those that died idle."""
         for child in [child for child in self._children if not child.busy and child.process.poll() is not None]:
             self._children.remove(child)
             child.end()
@@ -186,12 +183,13 @@ class Pool:
             self._children.append(Child(self._hello))
         if not self._children:
             raise SparseRLError(
-                f"completions of the task {self.name} cannot be graded: a grading process {self._failed_starts[-1]} before it was ready, "
-                f"{FAILED_STARTS} times; see if the task can be made in a new Python, and if {self.workers} processes fit in memory."
+                f"completions of the task {self.name} cannot be graded: a grading process {self._failed_starts[-1]} "
+                f"before it was ready, {FAILED_STARTS} times; check that the task can be made in a new Python and that "
+                f"{self.workers} processes fit in memory."
             )
 
     def _replies(self) -> Iterator[tuple[Child, Any]]:
-        """What happens next: replies, deaths, missed deadlines. A reply that is there counts, however late it was noticed."""
+        """Wait for replies, deaths and missed deadlines. A reply that has arrived counts, however late we notice it."""
         busy = [child for child in self._children if child.busy]
         heard = set()
         with selectors.DefaultSelector() as selector:
@@ -213,7 +211,7 @@ class Pool:
 
 
 def pool_for(name: str, options: dict, limits: Limits) -> Pool:
-    """The pool of a task made this way: one for all its copies, training and held out."""
+    """The pool for tasks with this name and options: all copies, training and held out, share it."""
     hello = _packed((name, options, asdict(limits)), f"the options of the task {name}")
     pool = _POOLS.get(hello) or Pool(name, limits, hello)
     _POOLS[hello] = pool

@@ -1,6 +1,6 @@
 """The other end of verify.py: a process that grades completions of one task until its stdin closes.
 
-Messages travel over copies of stdin and stdout; the reward itself gets an empty stdin, and what it prints goes to stderr.
+Messages use copies of stdin and stdout; the reward itself gets an empty stdin, and what it prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .verify import GRACE, HEADER, START, frame
 
 
 def main() -> None:
-    """Serve, and be gone: a thread the reward left running must not keep the process alive."""
+    """Serve, then end at once: a thread that the reward left running must not keep the process alive."""
     code = 0
     try:
         serve()
@@ -38,14 +38,13 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    nowhere = open(os.devnull, "r+")  # noqa: SIM115  (open as long as the process lives)
+    nowhere = open(os.devnull, "r+")  # noqa: SIM115  (it stays open while the process lives)
     os.dup2(nowhere.fileno(), 0)
     os.dup2(2, 1)
 
     def overstay(seconds: float) -> None:
-        faulthandler.dump_traceback_later(
-            seconds + GRACE, exit=True, file=nowhere
-        )  # its thread needs no lock that a reward could hold
+        """End the process after this time. faulthandler's thread needs no lock that a reward could hold."""
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=nowhere)
 
     overstay(START)
     hello = _receive(inbox, parent)
@@ -57,9 +56,8 @@ def serve() -> None:
         task = make(name, **options)
         task.prepare()
     except Exception as error:  # the parent raises it
-        outbox.write(
-            frame(pickle.dumps(str(error) if isinstance(error, SparseRLError) else f"{type(error).__name__}: {error}"))
-        )
+        why = str(error) if isinstance(error, SparseRLError) else f"{type(error).__name__}: {error}"
+        outbox.write(frame(pickle.dumps(why)))
         return
     outbox.write(frame(pickle.dumps("ready")))
     faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: an ordinary Hugging Face folder, and beside it what training needs to go on.
 
-    checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt, and students/ where there are some
-                                shards/ where the learner was divided among processes: each wrote its own part
+    checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt; students/ if there are any
+                                shards/ if the learner was divided among processes: each wrote its own part
 
 A checkpoint is written under another name, flushed to disk, and renamed. Any number of processes can go on from it.
 """
@@ -40,7 +40,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep`.
 
-    The first process writes, and every one its shards of the learner's state.
+    The first process writes it, and every process writes its shards of the learner's state.
     """
     path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
     world = world or World()
@@ -83,7 +83,7 @@ def save_checkpoint(
 
 
 def without_shards(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
-    """State with None for every tensor that is divided among processes, and these tensors by name."""
+    """The state with None for every tensor that is divided among processes, and these tensors by name."""
     shards = {}
 
     def walk(value: Any, name: str) -> Any:
@@ -100,7 +100,9 @@ def without_shards(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def with_shards(state: Any, like: Any, folder: Path) -> Any:
-    """Undo `without_shards`: `like` is a state as this process has it, into whose tensors, whole or divided, those of the file go."""
+    """Undo `without_shards`: read the shards into tensors like those of `like`, this process's own state, whole or
+    divided.
+    """
     wanted = {}
 
     def walk(value: Any, model: Any, name: str) -> Any:
@@ -125,7 +127,7 @@ def with_shards(state: Any, like: Any, folder: Path) -> Any:
 
 
 def save_model(folder: Path, model, tokenizer) -> None:
-    """An ordinary Hugging Face folder; a beacon lies beside the weights."""
+    """Write an ordinary Hugging Face folder; a beacon lies beside the weights."""
     with no_progress_bar():
         if beacon_of(model) is None:
             model.save_pretrained(folder)
@@ -133,22 +135,22 @@ def save_model(folder: Path, model, tokenizer) -> None:
             model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()))
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
-    if not (folder / "config.json").exists():  # adapters come without
+    if not (folder / "config.json").exists():  # adapters have none
         (folder / TEMPLATE_FILE).write_text(
             json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
         )
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:
-    """What `save_checkpoint` was given as `state`, and `step`; torch's random state is set.
+    """The `state` that `save_checkpoint` was given, and `step`; torch's random state is set.
 
-    `like`: the same state as it is now, for shapes; needed where processes wrote shards.
+    `like`: the current state, for its shapes; needed where processes wrote shards.
     """
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise SparseRLError(
-            f"{path / STATE} is damaged ({first_line(error)}); remove {path} to go on from the one before."
+            f"{path / STATE} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
         ) from error
     torch.set_rng_state(state.pop("torch_rng"))
     if not state.pop("shards", (path / _SHARDS).is_dir()):
@@ -157,7 +159,7 @@ def load_state(path: Path, like: dict | None = None) -> dict:
         return with_shards(state, like or {}, path / _SHARDS)
     except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise SparseRLError(
-            f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the one before."
+            f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
         ) from error
 
 
@@ -166,8 +168,8 @@ def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise SparseRLError(
-            f"a checkpoint takes {needed / 2**20:,.0f} MiB, and a new one is written before an old one goes, but {folder} has "
-            f"{free / 2**20:,.0f} MiB free; free some space, or choose another folder with --out."
+            f"a checkpoint takes {needed / 2**20:,.0f} MiB, and a new one is written before an old one is removed, but "
+            f"{folder} has {free / 2**20:,.0f} MiB free; free some space, or choose another folder with --out."
         )
 
 

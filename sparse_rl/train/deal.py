@@ -14,28 +14,27 @@ from ..tasks import Prompt
 
 
 def deal(expected: Sequence[float], minibatches: int, processes: int) -> list[int]:
-    """Which process samples each prompt: the longest of a minibatch first, always to the one that has least so far."""
-    loads, owner = [0.0] * processes, [0] * len(expected)
+    """The rank of the process that samples each prompt: a minibatch's longest first, each to the process with least.
+
+    expected: tokens of each prompt's completions
+    """
+    loads, owner_rank = [0.0] * processes, [0] * len(expected)
     for block in torch.arange(len(expected)).tensor_split(minibatches):
         for i in sorted(block.tolist(), key=lambda i: -expected[i]):
-            owner[i] = min(range(processes), key=loads.__getitem__)
-            loads[owner[i]] += expected[i]
-    return owner
+            owner_rank[i] = min(range(processes), key=loads.__getitem__)
+            loads[owner_rank[i]] += expected[i]
+    return owner_rank
 
 
 class LengthsSeen:
-    """How long responses may be expected to be: as those to the same prompt were; of one never seen, as its own length lets expect."""
+    """Expected response length: the last mean for this prompt, else a regression on prompt length."""
 
     def __init__(self):
-        self.known: dict[
-            int, float
-        ] = {}  # by the prompt's place in its task: the mean response of the last step that had it
-        self.sums = torch.zeros(
-            5, dtype=torch.float64
-        )  # of 1, x, y, xx, xy over prompts of x tokens with mean responses of y
+        self.known: dict[int, float] = {}  # by a prompt's index in its task: its mean response in its last step
+        self.sums = torch.zeros(5, dtype=torch.float64)  # of 1, x, y, xx, xy: x prompt tokens, y mean response tokens
 
     def expect(self, prompts: Sequence[Prompt], tokens: Sequence[int]) -> list[float]:
-        """Tokens that a completion of each will have, the prompt's included."""
+        """Tokens that a completion of each prompt will have, the prompt's `tokens` included."""
         count, x, y, xx, xy = self.sums.tolist()
         spread = count * xx - x * x
         slope = (count * xy - x * y) / spread if spread > 1e-9 * max(count * xx, 1.0) else 0.0
@@ -43,7 +42,7 @@ class LengthsSeen:
         return [n + max(1.0, self.known.get(p.index, start + slope * n)) for p, n in zip(prompts, tokens, strict=True)]
 
     def note(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], repeats: bool) -> None:
-        """`repeats`: the task's prompts come back, so each is worth remembering."""
+        """Learn from a step. `repeats`: the task's prompts come back, so each one is worth remembering."""
         found: dict[int, list[tuple[int, int]]] = {}
         for prompt, t in zip(prompts, trajectories):
             found.setdefault(prompt.index, []).append((t.num_prompt_tokens, len(t.tokens) - t.num_prompt_tokens))

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts while a run goes on, sampled on whatever cache the engine has."""
+"""Accuracy on held-out prompts during a run, sampled on whatever cache the engine has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..tasks import UNGRADED, Grade, Prompt, Task
 def accuracy(
     engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
 ) -> dict[str, float]:
-    """Share of completions with full reward, and what they were like."""
+    """The share of completions with full reward, and what the completions were like."""
     return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed))
 
 
@@ -36,7 +36,7 @@ def complete(
     """`members`: which of every prompt's samples are wanted; None: all."""
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
     trajectories = engine.generate(ids, samples, sampling, seed, samples=members)
-    if not trajectories:  # a process may have no share; tokenizers make one text of no responses
+    if not trajectories:  # a process may have no share; from no responses, tokenizers would make one text
         return [], []
     texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
     return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
@@ -58,8 +58,12 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
 def engines_for(
     engine: Engine, students: Sequence[Student], prompts: list[list[int]], new_tokens: int
 ) -> dict[str, Callable[[], Engine]]:
-    """What a run's held-out prompts are sampled on, each made when its turn comes: the dense cache, the run's own, its students'."""
-    engines = {"dense": lambda: dense_engine(engine.model, prompts, new_tokens, engine.rows, like=engine)}
+    """The engines that sample a run's held-out prompts, each made when its turn comes: on the dense cache, on the run's
+    own, and one for each chunk size of each student.
+    """
+    engines: dict[str, Callable[[], Engine]] = {
+        "dense": lambda: dense_engine(engine.model, prompts, new_tokens, engine.rows, like=engine)
+    }
     if engine.compressor.evicts:
         engines["sparse"] = lambda: engine
     for student, chunk in [(s, size) for s in students for size in s.sizes]:
@@ -78,7 +82,10 @@ def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows:
 def fitting_engine(
     model, compressor: str, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine
 ) -> Engine:
-    """An engine whose rows hold these prompts and that many new tokens: as many rows as fit in the bytes of `like`, at most `rows`."""
+    """An engine whose rows hold these prompts and that many new tokens.
+
+    It has as many rows as fit in the bytes of `like`, but no more than `rows`.
+    """
     longest = max(map(len, prompts))
     capacity = make(compressor).capacity(longest, new_tokens)
     row_bytes = ModelShape.of(model.config, like.shape.dtype).cache_shape().row_bytes(capacity)

@@ -1,9 +1,9 @@
 """What a run writes down: one JSON line per step, in two files, and the same numbers for trackers.
 
-    metrics.jsonl   what was learned; a resumed run writes the same bytes as one that was never interrupted
+    metrics.jsonl   what was learned; a resumed run writes the same bytes as a run that was never interrupted
     timing.jsonl    seconds, tokens per second, bytes allocated: what differs from run to run
 
-A line is written whole, with a newline, and flushed; a last line without one is what a crash left, and is not read.
+A line is written whole, with a newline, and flushed. A crash may leave a last line without a newline; it is not read.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class Log:
             self.trackers.end_training()
 
 
-class NoLog:
-    """Of a process that writes nothing down: the first one does."""
+class NoLog(Log):
+    """The log of a process that writes nothing down, because the first process does."""
+
+    def __init__(self): ...
 
     def write(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None: ...
 
@@ -60,7 +62,7 @@ def make_trackers(names: list[str], project: str, folder: Path, config: Mapping)
     from accelerate import Accelerator
 
     try:
-        accelerator = Accelerator(log_with=names, project_dir=folder)
+        accelerator = Accelerator(log_with=[*names], project_dir=folder)
         flat = {
             f"{section}.{k}": v if isinstance(v, (int, float, str, bool)) else str(v)
             for section, c in config.items()
@@ -68,9 +70,7 @@ def make_trackers(names: list[str], project: str, folder: Path, config: Mapping)
         }
         accelerator.init_trackers(project, config=flat)
     except (ImportError, ValueError) as error:
-        raise SparseRLError(
-            f"run.trackers {names} cannot be used ({error}); install them, or leave them out."
-        ) from error
+        raise SparseRLError(f"run.trackers {names} cannot be used ({error}); install them, or omit them.") from error
     missing = set(names) - {tracker.name for tracker in accelerator.trackers}
     if missing:
         raise SparseRLError(
@@ -80,16 +80,16 @@ def make_trackers(names: list[str], project: str, folder: Path, config: Mapping)
 
 
 class Clock:
-    """Seconds by stage; `tell` hears the name of each stage as it begins."""
+    """Seconds by stage; `announce` is called with the name of each stage as it begins."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda name: None):
-        self.tell = tell
+    def __init__(self, announce: Callable[[str], None] = lambda name: None):
+        self.announce = announce
         self.seconds: dict[str, float] = {}
         self.start = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        self.tell(name)
+        self.announce(name)
         start = time.perf_counter()
         try:
             yield
@@ -103,7 +103,7 @@ class Clock:
 
 
 def average(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps that have it; counts are summed, and always there."""
+    """The mean of each metric over the optimizer steps that have it; the counts are sums, and always there."""
     names = list(dict.fromkeys(name for update in updates for name in update))
     counts = {
         name: sum(update.get(name, 0.0) for update in updates)

@@ -1,8 +1,8 @@
-"""Dividing a step among processes, and putting it together again as one process would have made it.
+"""Putting the processes' parts of a step together, as one process would have made it (step.py defines rows and
+positions).
 
-Prompts are dealt out minibatch by minibatch, so that the processes have about as much to sample and, in every optimizer step, to learn
-from. All members of a group stay on one process. What the others need to know of a trajectory is small; its trace, which is not, stays
-where it was sampled, and so does the learning from it.
+Other processes need little of a trajectory. Its trace is large, so it stays where it was sampled, and so does the
+learning from it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..cache import Trace
-from ..learn.batch import Scored, join
-from .step import StepRollout
+from ..learn.batch import join
+from .step import StepRollout, step_positions
 
 
 def without_full_traces(rollout: StepRollout) -> StepRollout:
-    """What other processes need of a part: of its traces one head, which evicts when all do."""
+    """What other processes need of a part: one head of each trace. All heads evict at the same steps."""
     traces = tuple(first_head_trace(trace) for trace in rollout.scored.sampled.traces)
     return replace(
         rollout,
@@ -33,46 +33,55 @@ def first_head_trace(trace: Trace) -> Trace:
     return Trace(trace.evicted_at[:1, :1].clone())
 
 
-def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
-    """The parts of all processes as one rollout: by round of sampling, then prompt by prompt."""
-    if len(parts) == 1:
-        return parts[0]
-    places: list[tuple[int, int]] = []  # (round, place in the step) of every trajectory, part after part
-    for part in parts:
-        rounds: Counter[int] = Counter()
-        for slot in slots(part, group_size):
-            places.append((rounds[slot], slot))
-            rounds[slot] += 1
-    order = sorted(range(len(places)), key=places.__getitem__)
-    now_at = torch.empty(len(order), dtype=torch.int64)
-    now_at[order] = torch.arange(len(order))
-    chosen, start = torch.empty(sum(len(part.chosen) for part in parts), dtype=torch.int64), 0
-    for part in parts:
-        chosen[[places[start + i][1] for i in part.chosen.tolist()]] = now_at[start + part.chosen]
-        start += len(part.trajectories)
-
-    def in_order(name: str) -> list:
-        every = [value for part in parts for value in getattr(part, name)]
-        return [every[i] for i in order]
-
-    scored: Scored = join(*(part.scored for part in parts))
-    alpha = {slot: values for part in parts for slot, values in part.alpha.items()}
-    return StepRollout(
-        *(in_order(name) for name in ("prompts", "trajectories", "texts", "grades")),
-        scored=scored.rows(torch.tensor(order)),
-        chosen=chosen,
-        alpha={slot: alpha[slot] for slot in sorted(alpha)},
-        seconds=max(part.seconds for part in parts),
-        trace_bytes=sum(part.trace_bytes for part in parts),
+def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepted: Tensor) -> StepRollout:
+    """The rows of a rollout, then those of another."""
+    return replace(
+        rollout,
+        prompts=rollout.prompts + more.prompts,
+        trajectories=rollout.trajectories + more.trajectories,
+        texts=rollout.texts + more.texts,
+        grades=rollout.grades + more.grades,
+        scored=join(rollout.scored, more.scored),
+        chosen_rows=chosen_rows,
+        accepted=accepted,
+        trace_bytes=rollout.trace_bytes + more.trace_bytes,
     )
 
 
-def slots(rollout: StepRollout, group_size: int) -> list[int]:
-    """The place in the step that each trajectory was sampled for."""
-    return [t.prompt_index * group_size + t.sample_index for t in rollout.trajectories]
+def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
+    """The parts of all processes as one rollout: by round of sampling, then position by position."""
+    if len(parts) == 1:
+        return parts[0]
+    places: list[tuple[int, int]] = []  # (round, position) of every row, part after part
+    for part in parts:
+        rounds: Counter[int] = Counter()
+        for position in step_positions(part, group_size):
+            places.append((rounds[position], position))
+            rounds[position] += 1
+    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))  # row of the step -> row of the parts
+    new_row = torch.empty_like(order)  # row of the parts -> row of the step
+    new_row[order] = torch.arange(len(order))
+    chosen_rows, start = torch.empty(sum(len(part.chosen_rows) for part in parts), dtype=torch.int64), 0
+    for part in parts:
+        positions = [places[start + row][1] for row in part.chosen_rows.tolist()]
+        chosen_rows[positions] = new_row[start + part.chosen_rows]
+        start += len(part.trajectories)
 
+    def in_order(lists: list[list]) -> list:
+        every = [value for values in lists for value in values]
+        return [every[i] for i in order.tolist()]
 
-def owned(scored: Scored, rank: int) -> Scored:
-    """A part as sampled by the process of that rank."""
-    owner: Tensor = torch.full_like(scored.sampled.lengths, rank)
-    return replace(scored, sampled=replace(scored.sampled, owner=owner))
+    accepted = [part.accepted for part in parts if part.accepted is not None]
+    alpha = {position: values for part in parts for position, values in part.alpha.items()}
+    return StepRollout(
+        prompts=in_order([part.prompts for part in parts]),
+        trajectories=in_order([part.trajectories for part in parts]),
+        texts=in_order([part.texts for part in parts]),
+        grades=in_order([part.grades for part in parts]),
+        scored=join(*(part.scored for part in parts)).rows(order),
+        chosen_rows=chosen_rows,
+        accepted=torch.cat(accepted)[order] if accepted else None,
+        alpha={position: alpha[position] for position in sorted(alpha)},
+        seconds=max(part.seconds for part in parts),
+        trace_bytes=sum(part.trace_bytes for part in parts),
+    )

@@ -1,11 +1,11 @@
-"""Sampling one step ahead: the next step's rollouts run on frozen weights while the learner works on this one's.
+"""Where the rollouts of a step come from: sampled in turn with learning, or one step ahead while the learner works.
 
-    take(k)      the rollouts of step k, from weights that have seen the updates of steps up to k - 2
-    start_next(k)     the frozen weights become the learner's, which has seen k - 1; the rollouts of step k + 1 begin
-    learn from k
+    take(k)           the rollouts of step k, from weights that have seen the updates of steps up to k - 2 start_next(k)
+    the sampler gets the learner's weights, which have seen step k - 1; it begins the rollouts of k + 1 learn from k
 
-So what is learned from is one step old, never more. The old log-probs are those of the weights that sampled: what compression changed
-stays in the gap, what the update in between changed is in the drift. On a GPU the two share the device by streams.
+So with `rollout.ahead` the rollouts are one step old, never more. The old log-probs come from the weights that sampled:
+the gap holds what compression changed, and the drift what the update in between changed. On a GPU the two threads share
+the device by streams.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Sample = Callable[[int, Clock], StepRollout]
 class SyncSource:
     """Sample, then learn. The sampler's weights are always the learner's."""
 
-    def __init__(self, sample: Sample):
-        self.take = sample
+    def __init__(self, sample: Sample, publish_weights: Callable[[], None]):
+        self.take, self.publish_weights = sample, publish_weights
 
-    def start_next(self, step: int, publish: Callable[[], None]) -> None:
+    def start_next(self, step: int) -> None:
         """Nothing runs ahead."""
 
-    def after_update(self, publish: Callable[[], None]) -> None:
-        publish()
+    def after_update(self) -> None:
+        self.publish_weights()
 
     def wait_idle(self) -> None: ...
 
@@ -42,32 +42,33 @@ class SyncSource:
 
 
 class PrefetchSource:
-    def __init__(self, sample: Sample, engine: Engine, steps: int):
-        self.sample, self.engine, self.steps = sample, engine, steps
+    """Sample one step ahead, in a thread."""
+
+    def __init__(self, sample: Sample, publish_weights: Callable[[], None], engine: Engine, steps: int):
+        self.sample, self.publish_weights, self.engine, self.steps = sample, publish_weights, engine, steps
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
         self.stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
         self.pending: tuple[int, Clock, Future[StepRollout]] | None = None
 
     def take(self, step: int, clock: Clock) -> StepRollout:
-        """What was sampled ahead, or, at the start, what is sampled now."""
+        """The rollouts that were sampled ahead; at the start of a run they are sampled now."""
         if self.pending is None or self.pending[0] != step:
             self.wait_idle()
             return self.sample(step, clock)
-        _, theirs, future = self.pending
+        _, their_clock, future = self.pending
         with clock.stage("wait"):
             rollout = future.result()
         self.pending = None
-        return replace(rollout, timing={f"ahead/{name}/seconds": seconds for name, seconds in theirs.seconds.items()})
+        timing = {f"ahead/{name}/seconds": seconds for name, seconds in their_clock.seconds.items()}
+        return replace(rollout, timing=timing)
 
-    def start_next(self, step: int, publish: Callable[[], None]) -> None:
+    def start_next(self, step: int) -> None:
         """After `take`: hand the learner's weights to the sampler and begin the next step."""
-        publish()
+        self.publish_weights()
         if step + 1 >= self.steps:
             return
-        if self.stream is not None:
-            self.stream.wait_stream(
-                torch.cuda.current_stream(self.engine.device)
-            )  # the weights are there before they are used
+        if self.stream is not None:  # the sampler's stream waits until the weights are there
+            self.stream.wait_stream(torch.cuda.current_stream(self.engine.device))
         clock = Clock()
 
         def run() -> StepRollout:
@@ -76,18 +77,18 @@ class PrefetchSource:
 
         self.pending = (step + 1, clock, self.worker.submit(run))
 
-    def after_update(self, publish: Callable[[], None]) -> None:
-        """The sampler is at work: its weights change when it is not."""
+    def after_update(self) -> None:
+        """The sampler is at work, so its weights stay; `start_next` changes them when it is idle."""
 
     def sampler_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def wait_idle(self) -> None:
-        """Wait until nothing uses the sampler's weights; what was sampled is kept."""
+        """Wait until nothing uses the sampler's weights. The rollouts are kept."""
         if self.pending is not None:
             self.pending[2].exception()
 
     def close(self) -> None:
-        """End what runs, and throw it away."""
+        """Stop the thread, and throw its rollouts away."""
         self.engine.stopped = True
         self.worker.shutdown(wait=True)

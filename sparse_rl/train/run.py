@@ -1,4 +1,4 @@
-"""Run folders: start one, or go on with one.
+"""Run folders: start a run, or go on with one.
 
 runs/NAME/recipe.yaml      the recipe with every key spelled out
          metrics.jsonl     one line per step: what was learned
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import Recipe, load_recipe
+from ..config import Recipe, load_recipe, migrate
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import write_text
@@ -26,12 +26,16 @@ from ..planning.training import TrainingPlan, make_training_plan
 from .budget import compressor_of
 from .checkpoint import require_space
 from .loop import Trainer
+from .saving import resume as resume_run
 
 
 def train(
     recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True, world: World | None = None
 ) -> Trainer:
-    """Make a run folder, or go on with one, and train to the end. With several processes, all of them call this; the first one writes."""
+    """Make a run folder, or go on with one, and train to the end.
+
+    With several processes, all of them call this, and the first one writes.
+    """
     folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
@@ -45,32 +49,39 @@ def train(
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(folder_lock(folder))
             require_space(folder, checkpoint_bytes(trainer))
-            return check_folder(
-                folder, recipe, resume
-            )  # again: another process may have been here while the model was loaded
+            return check_folder(folder, recipe, resume)  # again: loading the model took time, in which others may come
 
         changes = world.run_on_first(begin)
+        translated = world.run_on_first(lambda: translated_keys(folder) if resume else [])
         if resume:
-            trainer.resume()
+            resume_run(trainer)
         world.run_on_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
+        for note in translated:
+            trainer.terminal.say(f"sparse-rl: recipe.yaml was written by an earlier version: {note}")
         for change in changes:
-            trainer.view.say(f"sparse-rl: from step {trainer.step} on, {change}")
+            trainer.terminal.say(f"sparse-rl: from step {trainer.steps_done} on, {change}")
         trainer.run()
     return trainer
 
 
+def translated_keys(folder: Path) -> list[str]:
+    """A sentence for every key of the folder's recipe that an earlier version wrote in another way."""
+    import yaml
+
+    return migrate(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))[1]
+
+
 def checkpoint_bytes(trainer: Trainer) -> int:
     """Masters and two moments of what is trained, the model itself, and its students' whole weights."""
-    learners = [trainer.learner, *trainer.students.every]
+    learners = [trainer.learner, *trainer.students.members]
     masters = sum(m.nbytes for learner in learners for m in learner.optimizer.masters)
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-    return (
-        3 * masters + trained + sum(p.nbytes for student in trainer.students.every for p in student.model.parameters())
-    )
+    students = sum(p.nbytes for student in trainer.students.members for p in student.model.parameters())
+    return 3 * masters + trained + students
 
 
 def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
-    """Refuse to mix up runs; what a resumed run changes is returned."""
+    """Refuse to mix up runs; returns what a resumed run changes."""
     if resume:
         return check_same(load_recipe(folder / "recipe.yaml"), recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
@@ -80,7 +91,7 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the lock goes with the process, however it ends."""
+    """Hold the folder for this process; the lock ends with the process, however that ends."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,7 +103,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> TrainingPlan:
-    """What the run of a recipe will take on each of its processes, from the model's config alone."""
+    """The memory that a recipe's run will take on each of its processes, from the model's config alone."""
+    method = recipe.learn.resolve_method()
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
     weights = weight_bytes(config, shape.dtype)
@@ -113,8 +125,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         checkpointing=recipe.model.gradient_checkpointing,
         reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
-        shadow=recipe.learn.resolve_method().view == "shadow" or bool(recipe.student.chunks),
-        distills=recipe.learn.resolve_method().distill is not None,
+        shadow=method.view == "shadow" or bool(recipe.student.chunks),
+        distills=method.distill is not None,
         students=len(recipe.student.chunks),
         student_trained=lora_parameters(config, recipe.student.lora_rank) if recipe.student.lora_rank else parameters,
         processes=processes,
@@ -151,7 +163,9 @@ CHANGEABLE_ON_RESUME = {
 
 
 def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:
-    """A resumed run must be the same run, but for what a run that stopped may need: those changes are returned as sentences."""
+    """A resumed run must have the recipe of the run, except for keys that may change; those changes are returned as
+    sentences.
+    """
     before, now, changes = old.to_dict(), new.to_dict(), []
     for section in before:
         for name in {**before[section], **now[section]}:

@@ -1,4 +1,4 @@
-"""What a step sampled, and the few completions of it that are kept for reading, with the evidence of every token."""
+"""A few completions of a step, written for reading with the evidence of every token."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .step import StepRollout
 BEACON = "\N{BLACK DIAMOND}"  # how a beacon is shown among the tokens
 
 
-def places_to_write(rollout: StepRollout, wanted: int) -> list[int]:
-    """Some of the N, spread over the step's prompts."""
-    return list(range(0, len(rollout.chosen), max(1, len(rollout.chosen) // wanted))[:wanted])
+def positions_to_write(rollout: StepRollout, wanted: int) -> list[int]:
+    """Some positions, spread over the step's prompts."""
+    count = len(rollout.chosen_rows)
+    return list(range(0, count, max(1, count // wanted))[:wanted])
 
 
 def write_samples(
@@ -30,28 +31,29 @@ def write_samples(
     tokenizer,
     evidence: Mapping[int, tuple[Trajectory, Tensor]],
 ) -> None:
-    """Some completions of a step. Lists have an entry for every token as fed; those of the prompt and of beacons mean nothing.
+    """Write some completions of a step.
 
-    evidence: by place among the N, the trajectory with its whole trace, and which of its tokens were clipped, bool [T].
+    Lists have an entry for every token as fed; entries of the prompt and of beacons mean nothing. accepted: bool, by
+    row. evidence: by position, the trajectory with its whole trace, and which of its tokens were clipped, bool [T].
     """
-    weights = torch.cat([batch.weights * batch.mask for batch in batches])  # [N, T] of what was learned from
+    weights = torch.cat([batch.weights * batch.mask for batch in batches])  # [N, T], by position
     advantages = torch.cat([batch.advantages for batch in batches])
     shutil.rmtree(folder, ignore_errors=True)
     with writing(folder), TrajectoryWriter(folder) as writer:
-        for slot, (t, clipped) in evidence.items():
-            i, scored = int(rollout.chosen[slot]), rollout.scored
+        for position, (t, clipped) in evidence.items():
+            row, scored = int(rollout.chosen_rows[position]), rollout.scored
             tokens = len(t.tokens)
             writer.write(
                 t,
                 tokenizer.decode(t.prompt_tokens),
-                rollout.texts[i],
-                reward=rollout.grades[i].reward,
-                verdict=rollout.grades[i].verdict,
-                advantage=advantages[slot].item(),
-                accepted=bool(accepted[i]),
-                old_logprobs=scored.old_logprobs[i, :tokens].tolist(),
+                rollout.texts[row],
+                reward=rollout.grades[row].reward,
+                verdict=rollout.grades[row].verdict,
+                advantage=advantages[position].item(),
+                accepted=bool(accepted[row]),
+                old_logprobs=scored.old_logprobs[row, :tokens].tolist(),
                 pieces=[BEACON if token == t.beacon_id else tokenizer.decode([token]) for token in t.tokens.tolist()],
-                rank=scored.ranks[i, :tokens].int().tolist(),
-                weight=weights[slot, :tokens].tolist(),
+                rank=scored.ranks[row, :tokens].int().tolist(),
+                weight=weights[position, :tokens].tolist(),
                 clipped=clipped[:tokens].tolist(),
             )

@@ -1,4 +1,16 @@
-"""The record of a step: what was sampled, and what became of it."""
+"""The record of a step: what was sampled, and what became of it.
+
+Completions of a step are counted in four ways:
+
+    position      0 .. N - 1: the place in the step that a completion was sampled for, prompt * group_size + member
+    row           0 .. R - 1: one completion of all that were sampled, in the lists and tensors of a StepRollout. With
+                  `learn.refill` a position may have several rows, so R >= N; without it R = N
+    chosen_rows   int64 [N]: for every position, the row that is learned from
+    owner_rank    int64 [R]: the process that sampled the row; it alone has the whole trace, and learns from it
+
+A process samples for some positions only, its `own_positions`. Its part of a step has rows of its own, and its
+chosen_rows belong to its own positions in turn; merge.py makes one step of the parts.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +26,26 @@ from ..tasks import Grade, Prompt
 
 @dataclasses.dataclass
 class StepRollout:
-    """What a step sampled, and what became of it. `chosen` are the N that are learned from; with `refill` more were sampled."""
+    """What a step, or a process's part of it, sampled. Lists and tensors have an entry for every row."""
 
-    prompts: list[Prompt]  # one per trajectory
+    prompts: list[Prompt]
     trajectories: list[Trajectory]
     texts: list[str]
     grades: list[Grade]
     scored: Scored
-    chosen: Tensor  # int64 [N]
-    alpha: dict[int, Tensor] = dataclasses.field(
-        default_factory=dict
-    )  # by place in the step: overlaps of a few trajectories' tokens
+    chosen_rows: Tensor  # int64 [N]
+    accepted: Tensor | None = None  # bool [R], where refilling had to know it; else the trainer finds out
+    alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: overlaps of a few trajectories
     seconds: float = 0.0  # that sampling took, on the slowest process
     trace_bytes: int = 0
-    grading_error: str | None = None  # the last one of the grader, whatever step it was in
-    timing: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of this process: what ran beside the learner, waiting for others
+    grading_error: str | None = None  # the grader's last error, in whatever step it was
+    timing: dict[str, float] = dataclasses.field(default_factory=dict)  # of this process: waiting, sampling ahead
 
     @property
     def rewards(self) -> Tensor:
         return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
+
+
+def step_positions(rollout: StepRollout, group_size: int) -> list[int]:
+    """The position in the step that each row was sampled for."""
+    return [t.prompt_index * group_size + t.sample_index for t in rollout.trajectories]

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: a table of its latest steps that redraws itself, or plain lines where there is no terminal."""
+"""What a run shows: a table of its latest steps that redraws itself, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _COLUMNS = {  # heading -> (metric, format)
 
 
 class TerminalTable:
-    """Give it every step's numbers. As a context manager it owns the terminal while it is open. `quiet`: nothing is said either."""
+    """Shows the numbers of every step it is given. As a context manager it owns the terminal while it is open.
+
+    enabled: steps are shown. quiet: `say` is silent too.
+    """
 
     def __init__(self, title: str, steps: int, enabled: bool = True, quiet: bool = False):
         self.title, self.steps, self.enabled = title, steps, enabled
@@ -34,8 +37,8 @@ class TerminalTable:
         self.started: tuple[float, int] | None = None
         self.stage = ""
 
-    def now(self, stage: str) -> None:
-        """What the run is doing."""
+    def show_stage(self, stage: str) -> None:
+        """Show what the run is doing."""
         self.stage = stage
         if self.live:
             self.live.update(self.table())
@@ -54,7 +57,9 @@ class TerminalTable:
         self.console.print(text, highlight=False, markup=False)
 
     def columns(self) -> dict[str, tuple[str, str]]:
-        """Heading -> (metric, format): the usual ones, and how far every student is from its teacher, and how often right."""
+        """Heading -> (metric, format): the usual columns, and two for each student: its KL to the teacher, its
+        accuracy.
+        """
         found = dict(_COLUMNS)
         for name in dict.fromkeys(name for values in self.rows.values() for name in values):
             part, who, quantity = (*name.split("/"), "", "")[:3]
@@ -67,11 +72,12 @@ class TerminalTable:
     def cells(self, values: Mapping[str, float]) -> dict[str, str]:
         columns = self.columns().items()
         return {
-            heading: form.format(values[name]) if values.get(name) is not None else ""
-            for heading, (name, form) in columns
+            heading: pattern.format(values[name]) if values.get(name) is not None else ""
+            for heading, (name, pattern) in columns
         }
 
     def time_left(self, step: int) -> str:
+        assert self.started is not None, "no step was shown yet"
         start, first = self.started
         if step <= first or step >= self.steps:
             return ""

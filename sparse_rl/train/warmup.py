@@ -2,13 +2,12 @@
 
     sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
 
-The loss is the mean negative log-prob of the solution's tokens and the end token. The folder it writes is an ordinary Hugging Face model,
-with the recipe beside it.
+The loss is the mean negative log-prob of the solution's tokens and the end token. Warm-up writes an ordinary Hugging
+Face folder, with the recipe beside the model.
 """
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import shutil
@@ -28,7 +27,7 @@ from ..errors import SparseRLError
 from ..files import writing
 from ..learn.batch import pack
 from ..learn.learner import learning
-from ..learn.optimizer import MasterAdamW, OptimizerSettings
+from ..learn.optimizer import MasterAdamW, OptimizerSettings, count_skipped
 from ..learn.score import batch_logprobs
 from ..models import encode, ends_of, load_model
 from ..rollout import Engine, Sampling
@@ -42,7 +41,7 @@ _RISE = 20  # steps over which the learning rate rises; constant afterwards
 
 
 def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, float]:
-    """Train, write the model to `folder`, and say how it does on held-out prompts."""
+    """Train, write the model to `folder`, and return its accuracy on held-out prompts."""
     folder, settings = Path(folder), recipe.warmup
     if folder.exists():
         raise SparseRLError(f"{folder} exists already; choose another folder with --out, or remove it.")
@@ -56,25 +55,25 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
         recipe.model.name, recipe.model.dtype, seed=recipe.run.seed, logits=recipe.model.logits
     )
     ends = ends_of(model, tokenizer)
-    optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    adamw = OptimizerSettings(lr=settings.lr, warmup_steps=_RISE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = MasterAdamW(model.parameters(), adamw)
     done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps, ends.taught())
     with TerminalTable(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
         try:
             for tokens, mask in batches.made(settings.workers):
                 loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
                 with uninterrupted():
-                    norm, _ = optimizer.step(min(1.0, (done + 1) / _RISE))
+                    norm, _ = optimizer.step(done, loss)
                     done += 1
-                if not math.isfinite(norm):
-                    raise SparseRLError(
-                        f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr})."
-                    )
+                stop = f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr})."
+                count_skipped(0, norm, limit=1, sentence=lambda _, stop=stop: stop)
                 if done % 25 == 0:
                     view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
         except KeyboardInterrupt:
             _write(folder, model, tokenizer, recipe)
             view.say(
-                f"sparse-rl: interrupted after {done} of {settings.steps} steps; the model as it was then is in {folder}."
+                f"sparse-rl: interrupted after {done} of {settings.steps} steps; {folder} holds the model of that "
+                "moment."
             )
             raise
     _write(folder, model, tokenizer, recipe)
@@ -90,7 +89,9 @@ Pairs = list[tuple[list[int], list[int]]]  # token ids of prompts, and of their 
 
 @dataclass(frozen=True)
 class Batches(Dataset):
-    """Batch number `step` of a warm-up; a task that cannot make it is said by its error, which a worker could not raise in one sentence."""
+    """The batches of a warm-up by step. A task's error is returned as a value: a worker process could not raise it as
+    one sentence.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -110,16 +111,15 @@ class Batches(Dataset):
         return [(encode(self.tokenizer, p.text), [*ids, self.end]) for p, ids in zip(prompts, solutions)]
 
     def made(self, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches in order, padded; with workers they are made ahead, in processes that a signal to all leaves to this one."""
+        """The batches in order, padded. Workers make them ahead; they ignore signals, which this process handles."""
         workers = min(workers, os.cpu_count() or 1)
-        start = (
-            "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None
-        )  # tasks need not be picklable
+        forks = workers and "fork" in multiprocessing.get_all_start_methods()
+        start = "fork" if forks else None  # tasks need not be picklable
         loader = DataLoader(
             self,
             None,
             num_workers=workers,
-            collate_fn=_as_made,
+            collate_fn=_unchanged,
             worker_init_fn=_ignore_signals,
             multiprocessing_context=start,
         )
@@ -129,7 +129,7 @@ class Batches(Dataset):
             yield _padded(pairs)
 
 
-def _as_made(pairs: Pairs) -> Pairs:
+def _unchanged(pairs: Pairs) -> Pairs:
     return pairs
 
 
@@ -139,12 +139,10 @@ def _ignore_signals(worker: int) -> None:
 
 
 def _padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """tokens int64 [B, T], padded at the end; mask bool [B, T]: those of the solutions"""
+    """tokens int64 [B, T], padded at the end; mask bool [B, T]: the solutions' tokens"""
     longest = max(len(asked) + len(answer) for asked, answer in pairs)
-    tokens, mask = (
-        torch.zeros(len(pairs), longest, dtype=torch.int64),
-        torch.zeros(len(pairs), longest, dtype=torch.bool),
-    )
+    tokens = torch.zeros(len(pairs), longest, dtype=torch.int64)
+    mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
     for i, (asked, answer) in enumerate(pairs):
         tokens[i, : len(asked) + len(answer)] = torch.tensor(asked + answer)
         mask[i, len(asked) : len(asked) + len(answer)] = True
@@ -152,7 +150,7 @@ def _padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 
 def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
-    """Gradients of one batch, accumulated over micro-batches of about equally long rows; its loss."""
+    """Accumulate the gradients of one batch over micro-batches of about equally long rows; returns its loss."""
     device = next(model.parameters()).device
     lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
     total, loss = mask.sum().item(), 0.0

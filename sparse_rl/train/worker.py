@@ -1,22 +1,24 @@
-"""A process's share of a step: complete its prompts on a compressed cache, grade them, and score them with the weights that sampled.
+"""A process's share of a step: complete its prompts on a compressed cache, grade them, score them with the same
+weights.
 
-Nothing here waits for another process, so it may run while the learner works (ahead.py). What a process samples does not depend on which
-others there are: a completion's random numbers belong to its prompt and place in the step.
+Nothing here waits for another process, so it may run while the learner works (prefetch.py). What a process samples does
+not depend on the other processes: a completion's random numbers belong to its prompt and its position in the step.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import Recipe
 from ..errors import SparseRLError
-from ..learn.batch import apply_correction, collate, join, score
+from ..learn.batch import accepted_rows, collate, score
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
@@ -27,19 +29,31 @@ from .budget import BudgetControl, compressor_of
 from .deal import LengthsSeen, deal
 from .held_out import complete
 from .log import Clock
-from .merge import first_head_trace, owned
+from .merge import append, first_head_trace
 from .step import StepRollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Sampler:
-    def __init__(self, recipe: Recipe, model: nn.Module, tokenizer, task: Task, rank: int = 0, processes: int = 1):
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        rank: int = 0,
+        processes: int = 1,
+    ):
         self.recipe, self.model, self.tokenizer, self.task = recipe, model, tokenizer, task
         self.rank, self.processes = rank, processes
         self.method = recipe.learn.resolve_method()
         rollout = recipe.rollout
         if rollout.prompts < processes:
             raise SparseRLError(
-                f"rollout.prompts is {rollout.prompts} for {processes} processes, but a group stays on one; use at least as many prompts."
+                f"rollout.prompts is {rollout.prompts} for {processes} processes, but a group stays on one process; "
+                "use at least as many prompts as processes."
             )
         self.reference = self._reference()
         self.engine = Engine(model, compressor_of(rollout), rollout.max_budget, rollout.interval, rollout.rows)
@@ -50,91 +64,89 @@ class Sampler:
         self.lengths = LengthsSeen()
 
     def step(self, number: int, clock: Clock) -> StepRollout:
-        """Completions of this process's prompts of a step, graded and scored; rejected ones replaced where the recipe says so."""
-        n, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
+        """Completions of this process's prompts of a step, graded and scored; replaced where the recipe refills."""
+        count, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
         with clock.stage("rollout"):
-            prompts = self.task.sample(number * n, n)
+            prompts = self.task.sample(number * count, count)
             ids = self.encode(prompts)
-            owner = deal(
-                self.lengths.expect(prompts, list(map(len, ids))), self.recipe.learn.minibatches, self.processes
-            )
-        mine = [i * group + j for i in range(n) for j in range(group) if owner[i] == self.rank]  # places in the step
-        rollout = self._complete(number, 0, prompts, ids, mine, clock)
-        for turn in range(1, self.recipe.learn.refill + 1):
-            rejected = (~apply_correction(rollout.scored, self.method.correction).accepted[rollout.chosen]).nonzero()[
-                :, 0
-            ]
-            if not len(rejected):
-                break
-            more = self._complete(number, turn, prompts, ids, [mine[i] for i in rejected.tolist()], clock)
-            first = len(rollout.trajectories)
-            rollout = replace(
-                rollout,
-                prompts=rollout.prompts + more.prompts,
-                trajectories=rollout.trajectories + more.trajectories,
-                texts=rollout.texts + more.texts,
-                grades=rollout.grades + more.grades,
-                scored=join(rollout.scored, more.scored),
-                chosen=rollout.chosen.clone(),
-                trace_bytes=rollout.trace_bytes + more.trace_bytes,
-            )
-            good = apply_correction(more.scored, self.method.correction).accepted
-            rollout.chosen[rejected[good]] = first + good.nonzero()[:, 0]
+            expected = self.lengths.expect(prompts, list(map(len, ids)))
+            owner_rank = deal(expected, self.recipe.learn.minibatches, self.processes)  # of every prompt
+        own_positions = [i * group + j for i in range(count) for j in range(group) if owner_rank[i] == self.rank]
+        rollout = self._complete(number, 0, prompts, ids, own_positions, clock)
+        if self.recipe.learn.refill:
+            rollout = self._refill(rollout, number, prompts, ids, own_positions, clock)
         with clock.stage("diagnose"):
-            alpha = self._alpha(rollout, mine, n * group)
+            alpha = self._alpha(rollout, own_positions, count * group)
         return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
 
-    def _complete(
-        self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], places: list[int], clock: Clock
+    def _refill(
+        self,
+        rollout: StepRollout,
+        number: int,
+        prompts: list[Prompt],
+        ids: list[list[int]],
+        own_positions: list[int],
+        clock: Clock,
     ) -> StepRollout:
-        """Completions for some places of a step."""
+        """Sample replacements for rejected trajectories, in up to `learn.refill` rounds."""
+        rollout = replace(rollout, accepted=accepted_rows(rollout.scored, self.method.correction))
+        for turn in range(1, self.recipe.learn.refill + 1):
+            assert rollout.accepted is not None
+            rejected = (~rollout.accepted[rollout.chosen_rows]).nonzero()[:, 0]  # indices of own_positions
+            if not len(rejected):
+                break
+            more = self._complete(number, turn, prompts, ids, [own_positions[i] for i in rejected.tolist()], clock)
+            good = accepted_rows(more.scored, self.method.correction)
+            chosen_rows = rollout.chosen_rows.clone()
+            chosen_rows[rejected[good]] = len(rollout.trajectories) + good.nonzero()[:, 0]
+            rollout = append(rollout, more, chosen_rows, torch.cat([rollout.accepted, good]))
+        return rollout
+
+    def _complete(
+        self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], positions: list[int], clock: Clock
+    ) -> StepRollout:
+        """Completions for some positions of a step."""
         group, learn = self.recipe.rollout.group_size, self.recipe.learn
-        members = [[] for _ in ids]
-        for place in places:
-            members[place // group].append(place % group)
+        members: list[list[int]] = [[] for _ in ids]
+        for position in positions:
+            members[position // group].append(position % group)
         with clock.stage("rollout"):
-            trajectories = self.engine.generate(
-                ids, group, self.sampling, stream_key(self.recipe.run.seed, [number, turn]), samples=members
-            )
+            seed = stream_key(self.recipe.run.seed, [number, turn])
+            trajectories = self.engine.generate(ids, group, self.sampling, seed, samples=members)
         with clock.stage("grade"):
             asked = [prompts[t.prompt_index] for t in trajectories]
-            texts = self.tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
+            responses = [t.response_tokens.tolist() for t in trajectories]
+            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             grades = self.task.grade(asked, texts)
         with clock.stage("score"):
             reference = self.reference() if self.reference else None
-            sampled = collate(trajectories)
-            scored = score(
-                self.model, sampled, learn.micro_batch_tokens, self.sampling.temperature, reference, self.method.view
-            )
+            sampled, temperature = collate(trajectories, self.rank), self.sampling.temperature
+            scored = score(self.model, sampled, learn.micro_batch_tokens, temperature, reference, self.method.view)
         size = sum(t.trace.nbytes for t in trajectories)
-        return StepRollout(
-            asked,
-            trajectories,
-            texts,
-            grades,
-            owned(scored, self.rank),
-            torch.arange(len(trajectories)),
-            trace_bytes=size,
-        )
+        rows = torch.arange(len(trajectories))
+        return StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
 
-    def _alpha(self, rollout: StepRollout, mine: list[int], places: int) -> dict[int, torch.Tensor]:
-        """Overlaps of the dense with the sampler's distribution, of a few trajectories that are spread over the step."""
-        wanted = (
-            range(0, places, max(1, places // self.recipe.run.diagnose))[: self.recipe.run.diagnose]
-            if self.recipe.run.diagnose
-            else ()
-        )
+    def _alpha(self, rollout: StepRollout, own_positions: list[int], positions: int) -> dict[int, Tensor]:
+        """By position, overlaps of the dense with the sampler's distribution for `run.diagnose` of the step's
+        positions.
+
+        Row i of a process's part was sampled for the i-th of its own positions; replacements come later.
+        """
+        wanted = self.recipe.run.diagnose
+        if not wanted:
+            return {}
+        chosen = range(0, positions, max(1, positions // wanted))[:wanted]
         with evaluating(self.model):
             return {
-                place: overlap(self.model, rollout.trajectories[i], self.sampling.temperature).double().cpu()
-                for i, place in enumerate(mine)
-                if place in wanted
+                position: overlap(self.model, rollout.trajectories[row], self.sampling.temperature).double().cpu()
+                for row, position in enumerate(own_positions)
+                if position in chosen
             }
 
     def complete_held_out(
         self, engine: Engine, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[tuple[Trajectory, Grade]]:
-        """This process's share of held-out completions; with several processes, their traces without_full_traces."""
+        """This process's share of held-out completions; with several processes, one head of each trace."""
         members = [list(range(samples)) if i % self.processes == self.rank else [] for i in range(len(prompts))]
         seed = stream_key(self.recipe.run.seed, [-2])
         trajectories, grades = complete(engine, self.tokenizer, task, prompts, samples, sampling, seed, members)
@@ -148,24 +160,29 @@ class Sampler:
         return ids
 
     def _stop_ids(self) -> tuple[int, ...]:
-        """The tokens the recipe names, besides the model's own."""
-        names = self.recipe.rollout.stop
-        ids = [self.tokenizer.convert_tokens_to_ids(name) for name in names]
-        for name, number in zip(names, ids):
-            if number is None or number == self.tokenizer.unk_token_id:
+        """The tokens that the recipe names, besides the model's own."""
+        ids: list[int] = []
+        for name in self.recipe.rollout.stop:
+            number = self.tokenizer.convert_tokens_to_ids(name)
+            if not isinstance(number, int) or number == self.tokenizer.unk_token_id:
                 raise SparseRLError(f"rollout.stop names {name!r}, which is not a token of this tokenizer.")
+            ids.append(number)
         return tuple(dict.fromkeys([*ids, *stop_ids(self.model, self.tokenizer)]))
 
-    def _reference(self) -> Callable | None:
-        """A function that opens the starting model, for the KL term; None without one."""
+    def _reference(self) -> Callable[[], AbstractContextManager[nn.Module]] | None:
+        """A function that opens the starting model, for the KL term; None without a KL term."""
         if self.recipe.loss.beta == 0:
             return None
         if self.recipe.model.lora_rank:
+            from peft import PeftModel
+
+            adapted: nn.Module = self.model
+            assert isinstance(adapted, PeftModel)
 
             @contextmanager
-            def without_adapters() -> Iterator:
-                with self.model.disable_adapter():
-                    yield self.model
+            def without_adapters() -> Iterator[nn.Module]:
+                with adapted.disable_adapter():
+                    yield adapted
 
             return without_adapters
         frozen = copy.deepcopy(self.model).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Beacons: what is fed, what is seen, what is kept. Everything runs through the engine and the learner's own functions."""
+"""Beacons: what is fed, seen and kept. Everything runs through the engine and the learner's own functions."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def generate(model, chunk: int, rows: int = 4, sampling=SAMPLING, prompts=None, 
     return engine, engine.generate(prompts or prompts_of(5, 11, 3), 2, sampling, seed=3)
 
 
-# ------------------------------------------------------------------------------------------------------------ the engine
+# ---------------------------------------------------------------------------------------- the engine
 
 
 @pytest.mark.parametrize("position", ["shared", "own"])
@@ -57,10 +57,10 @@ def test_the_learner_finds_the_samplers_logprobs_again(name, chunk, position):
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 8, 16, 32, 36, 50])
 def test_rows_hold_the_prompt_the_beacons_and_a_chunk(chunk, monkeypatch):
-    """Entries after n response tokens: P + floor(n / c) + n mod c, seen on the device after every step; every token is fed once."""
-    import sparse_rl.rollout.capture as capture
+    """After n response tokens a row has P + floor(n / c) + n mod c entries; every token is fed once."""
+    from sparse_rl.rollout import fold as module
 
-    seen, fed, original = [], [], capture.fold
+    seen, fed, original = [], [], module.fold
 
     def watch(cache, state, turn):
         original(cache, state, turn)
@@ -69,7 +69,7 @@ def test_rows_hold_the_prompt_the_beacons_and_a_chunk(chunk, monkeypatch):
         seen.append((n, state.used[0].item(), closing))
         fed.append((turn.token[0].item(), turn.position[0].item()))
 
-    monkeypatch.setattr(capture, "fold", watch)
+    monkeypatch.setattr(module, "fold", watch)
     model = student()
     prompt = prompts_of(7)
     engine = Engine(model, make("beacon", chunk=chunk), rows=1)
@@ -126,7 +126,7 @@ def test_fused_steps_and_long_rounds_change_nothing(name, options, monkeypatch):
 
 
 def test_rows_with_open_chunks_move_together_when_the_batch_drains():
-    """Twelve rows that end at different times, chunks of every fill: what moves is the whole row, its chunk's places included."""
+    """Twelve rows that end at different times, with chunks of every fill: whole rows move, chunk ends included."""
     model, sampling = student(), Sampling(max_new_tokens=48, stop_ids=tuple(range(0, VOCABULARY, 9)))
     prompts = prompts_of(*range(3, 15))
     together = Engine(model, "beacon:5", rows=12).generate(prompts, 1, sampling)
@@ -201,11 +201,11 @@ def test_surprise_ends_chunks(threshold):
     assert threshold == 1000.0 or len(set(sizes)) > 1 or set(sizes) == {2}
 
 
-# ------------------------------------------------------------------------------------------------------------ the mask
+# ---------------------------------------------------------------------------------------- the mask
 
 
 def visible_by_hand(tokens: list[int], prompt: int, beacon: int) -> torch.Tensor:
-    """methods: a query of chunk w sees the prompt, b_1 .. b_{w-1} and its own chunk up to itself; b_w sees the same, its chunk, itself."""
+    """A query of chunk w sees the prompt, b_1 .. b_{w-1} and its own chunk up to itself; b_w sees its whole chunk."""
     chunk_of, chunk = [], 0
     for i, token in enumerate(tokens):
         chunk_of.append(-1 if i < prompt else chunk)
@@ -241,7 +241,7 @@ def test_the_trace_says_what_the_paper_says(prompt, ends):
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_distributions_and_gradients_are_those_of_an_explicit_mask_in_fp64(name):
-    """A reference that knows nothing of traces: one forward pass of the stock model under the mask of the paper, positions by hand."""
+    """A reference without traces: one forward pass of the stock model under the paper's mask, positions by hand."""
     model = student(name).double()
     model.requires_grad_(True)
     beacon, tokens, prompt = beacon_of(model), torch.tensor(prompts_of(26)[0]), 6
@@ -299,7 +299,7 @@ def test_saved_tokens_count_beacons_as_entries():
     assert kv_tokens_saved(trajectories) == pytest.approx(1 - slots / tokens)
 
 
-# ------------------------------------------------------------------------------------------------------------ records and folders
+# ---------------------------------------------------------------------------------------- records and folders
 
 
 def test_trajectories_with_beacons_are_written_and_read_back(tmp_path):

@@ -161,7 +161,7 @@ FULL = torch.full((2, 2, 5), NEVER)
         ("sparse_rl.trace.9", {"evicted_at": FULL.to(torch.uint16)}, "its format is 'sparse_rl.trace.9'"),
         (PLAIN, {"weight": torch.zeros(2)}, "damaged .*evicted_at"),
         (EVENTS, {"evicted_at": FULL.to(torch.uint16)}, "damaged .*moments"),
-        (PLAIN, {"evicted_at": FULL.to(torch.int64)}, "3 dimensions of torch.int64, not 3 of torch.uint16 or torch.int32"),
+        (PLAIN, {"evicted_at": FULL.to(torch.int64)}, "3 dimensions of torch.int64, not 3 of torch.uint16"),
         (PLAIN, {"evicted_at": FULL.to(torch.int16)}, "torch.int16"),
         (PLAIN, {"evicted_at": torch.full((2, 2, 5), torch.nan)}, "3 dimensions of torch.float32"),
         (PLAIN, {"evicted_at": FULL[0].to(torch.uint16)}, "2 dimensions of torch.uint16"),
@@ -224,8 +224,12 @@ def test_lines_that_are_no_trajectories_are_refused(written):
     lacking, short = json.loads(second), json.loads(second)
     del lacking["trace"]
     short["sampler_logprobs"].pop()
-    for bad, message in ((first[:50], "line 2 is not a trajectory .Invalid control character"), (json.dumps(lacking), "it lacks 'trace'"),
-                         (json.dumps(short), "tokens 42, log-probs 41, trace 42"), ("[]", "line 2 is not a trajectory")):  # fmt: skip
+    for bad, message in (
+        (first[:50], "line 2 is not a trajectory .Invalid control character"),
+        (json.dumps(lacking), "it lacks 'trace'"),
+        (json.dumps(short), "tokens 42, log-probs 41, trace 42"),
+        ("[]", "line 2 is not a trajectory"),
+    ):
         path.write_text(f"{first}\n{bad}\n")
         with pytest.raises(SparseRLError, match=message):
             list(read_trajectories(written))
@@ -237,7 +241,7 @@ def test_lines_that_are_no_trajectories_are_refused(written):
 
 @pytest.mark.parametrize("interval", [4, 1])
 def test_a_flipped_bit_is_noticed(interval, tmp_path):
-    """Whichever bit of a file flips: it is refused, or it was one that nobody reads and the trace comes back as it was."""
+    """Whichever bit of a file flips, the file is refused, or nobody reads the bit and the trace is as it was."""
     evicted_at = torch.full((2, 2, 300), NEVER, dtype=torch.int32)
     for moment in range(20, 300, interval):
         evicted_at[:, :, moment - 20] = moment

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_rl import COMPRESSORS
+from tests.helpers.compressors import STANDALONE
 from tests.helpers.runs import run
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny-sums.yaml"
@@ -28,7 +28,7 @@ finally:
 def test_list_compressors():
     done = run("list", "compressors")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [*COMPRESSORS, "beacon:N", "kvpress:X"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [*STANDALONE, "beacon:N", "kvpress:NAME"]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("beacon:N"))
     assert line.split(maxsplit=1)[1].startswith("after every chunk of the response the model reads a learned beacon")
 

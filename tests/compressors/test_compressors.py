@@ -1,4 +1,4 @@
-"""Scores against slow references written from the formulas, one loop per index; and what every compressor must respect."""
+"""Scores against slow references, one loop per index of the formulas; and what every compressor must respect."""
 
 import importlib.util
 import math
@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, CacheView, Engine, Sampling
-from sparse_rl.compressors import make
+from sparse_rl.compressors import describe, make
 from sparse_rl.compressors.base import best
 from sparse_rl.errors import SparseRLError
+from sparse_rl.kernels import twins
+from tests.helpers.compressors import EVICTING, STANDALONE
 from tests.helpers.models import prompts_of
 
 
@@ -94,22 +96,19 @@ def test_rkv_and_snapkv_equal_the_loops(groups, used, queries, repeat):
 
 
 def test_redundancy_is_the_same_in_blocks(monkeypatch):
-    from sparse_rl.compressors import rkv
-
     view = random_view(used=33, repeat=True)
-    whole = rkv.redundancy(view.keys, 0.5)
-    monkeypatch.setattr(rkv, "BLOCK_ELEMENTS", 2 * 2 * 33 * 5)  # five rows of the similarity matrix at a time
-    torch.testing.assert_close(rkv.redundancy(view.keys, 0.5), whole)
+    whole = twins.redundancy(view.keys, 0.5)
+    monkeypatch.setattr(twins, "BLOCK_ELEMENTS", 2 * 2 * 33 * 5)  # five rows of the similarity matrix at a time
+    torch.testing.assert_close(twins.redundancy(view.keys, 0.5), whole)
 
 
 def test_redundancy_spares_the_newest_copy():
     keys = torch.eye(6)[None, None]
     keys[0, 0, 1] = keys[0, 0, 0]
     keys[0, 0, 4] = keys[0, 0, 0]  # 0, 1 and 4 are the same key
-    from sparse_rl.compressors.rkv import redundancy
-
-    repeated = redundancy(keys, 0.5)[0, 0]
-    # column 4: hit by row 0 and 1, spared by both (it is their newest copy). column 1: hit by 0 and 4, spared by 4 only.
+    repeated = twins.redundancy(keys, 0.5)[0, 0]
+    # Column 4 is hit by rows 0 and 1, and spared by both: it is their newest copy.
+    # Column 1 is hit by rows 0 and 4, and spared by 4 only.
     assert repeated[4] < repeated[1]
     torch.testing.assert_close(
         repeated[0], repeated[4] * math.exp(2 / 6)
@@ -157,7 +156,7 @@ def test_ties_go_to_the_newer_slot():
 
 @settings(deadline=None, max_examples=60)
 @given(
-    name=st.sampled_from([n for n, c in COMPRESSORS.items() if c.evicts]),
+    name=st.sampled_from([n for n in STANDALONE if COMPRESSORS[n].evicts]),
     used=st.integers(12, 60),
     data=st.data(),
     seed=st.integers(0, 1000),
@@ -175,7 +174,7 @@ def test_kept_slots_are_unique_ordered_and_protect_sinks_and_window(name, used, 
         assert (kept == slot).any(-1).all()
 
 
-@pytest.mark.parametrize("name", [n for n in COMPRESSORS if make(n).evicts_response and n != "window"])
+@pytest.mark.parametrize("name", [n for n in EVICTING if n != "window"])
 def test_prompt_can_be_protected(name, llama):
     compressor = COMPRESSORS[name](protect_prompt=True)
     engine = Engine(llama, compressor=compressor, budget=48, interval=8, rows=2)
@@ -248,7 +247,7 @@ def test_a_name_is_given_once():
 
 
 def test_compaction_keeps_everything_of_a_slot_together():
-    """Keys, values, feed indices and mass of kept slots move as one; other rows stay untouched."""
+    """Keys, values, feed indices and mass of kept slots move as one; other rows stay; the trace names what left."""
     from sparse_rl.cache import CacheShape, SlotCache
 
     cache = SlotCache(CacheShape(3, 2, 4, 5, 7, torch.float32, num_queries=2, mass=True), rows=4, capacity=10)
@@ -258,7 +257,9 @@ def test_compaction_keeps_everything_of_a_slot_together():
     before = [t.clone() for t in (cache.keys, cache.values, cache.feed, cache.mass)]
     rows, layers = torch.tensor([3, 1]), slice(1, 3)
     kept = torch.rand(2, 2, 2, 10).argsort(-1)[..., :6].sort(-1).values
-    evicted = cache.keep(layers, rows, 10, kept)
+    trace = torch.full((4, 3, 2, 12), -1, dtype=torch.int16)
+    slots = cache.keys, cache.values, cache.feed, cache.mass
+    twins.compact(*slots, trace, layers, rows, 10, kept, torch.tensor([10, 11]), torch.tensor([True, True]), -1)
     for tensor, old in zip((cache.keys, cache.values, cache.feed, cache.mass), before, strict=True):
         for layer in range(3):
             for row in range(4):
@@ -267,9 +268,10 @@ def test_compaction_keeps_everything_of_a_slot_together():
                         n = [3, 1].index(row)
                         assert tensor[layer, row, head, :6].equal(old[layer, row, head, kept[layer - 1, n, head]])
                         gone = set(range(10)) - set(kept[layer - 1, n, head].tolist())
-                        assert set(evicted[layer - 1, n, head].tolist()) == gone
+                        assert set((trace[row, layer, head] == 10 + n).nonzero()[:, 0].tolist()) == gone
                     else:
                         assert tensor[layer, row, head].equal(old[layer, row, head])
+                        assert (trace[row, layer, head] == -1).all()
 
 
 @pytest.mark.parametrize("chunks", [[1] * 13, [13], [5, 4, 4], [12, 1], [3, 10]])
@@ -292,3 +294,49 @@ def test_kvpress_missing_says_how_to_install_it(monkeypatch, llama):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(SparseRLError, match=r"pip install --no-deps kvpress"):
         Engine(llama, compressor="kvpress:KnormPress")
+
+
+@pytest.mark.parametrize(
+    "name, evicts, has_budget, evicts_response, folds",
+    [
+        ("dense", False, False, False, False),
+        ("rkv", True, True, True, False),
+        ("prompt-only", True, True, False, False),
+        ("beacon", True, False, False, True),
+        ("kvpress", True, True, True, False),
+    ],
+)
+def test_a_compressor_says_what_it_does(name, evicts, has_budget, evicts_response, folds):
+    cls = COMPRESSORS[name]
+    assert (cls.evicts, cls.has_budget, cls.evicts_response, cls.folds) == (evicts, has_budget, evicts_response, folds)
+
+
+def test_a_compressor_parses_its_own_argument():
+    assert make("beacon:8").chunk == 8 and make("beacon", chunk=8).chunk == 8
+    assert make("prompt-only").name == "prompt-only:snapkv" and make("prompt-only:rkv").name == "prompt-only:rkv"
+    assert make("prompt-only:rkv", threshold=0.9).chooser.threshold == 0.9
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("rkv:8", {}, "rkv takes no argument, but rkv:8 was given; write rkv."),
+        ("dense:", {}, "dense takes no argument"),
+        ("rkw:8", {}, "there is no compressor 'rkw:8'; did you mean 'rkv'"),
+        ("beacon:8", {"chunk": 4}, "beacon:8 names its chunk, but chunk=4 was given too"),
+        ("beacon:8", {"chunks": 4}, "beacon:8 has no parameter 'chunks'; did you mean 'chunk'"),
+        ("kvpress", {}, "kvpress needs the name of a scorer; write kvpress:KnormPress"),
+        ("prompt-only:rkw", {}, "there is no compressor 'rkw'; did you mean 'rkv'"),
+        ("prompt-only:beacon:8", {}, "beacon does not choose among slots"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(name, options, message):
+    with pytest.raises(SparseRLError, match=message):
+        make(name, **options)
+
+
+def test_the_list_comes_from_the_registry():
+    rows = dict(describe())
+    assert len(rows) == len(COMPRESSORS) and all(rows.values())
+    assert {"dense", "rkv", "prompt-only", "beacon:N", "kvpress:NAME"} <= set(rows)
+    assert not any(idea.startswith(name.partition(":")[0]) for name, idea in rows.items())

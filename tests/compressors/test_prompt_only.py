@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from sparse_rl import COMPRESSORS, Engine, Sampling
+from sparse_rl import Engine, Sampling
 from sparse_rl.cache.trace import NEVER
 from sparse_rl.compressors import make
 from sparse_rl.errors import SparseRLError
 from sparse_rl.models import ModelShape
 from sparse_rl.planning.memory import make_plan
 from sparse_rl.train.held_out import dense_engine
+from tests.helpers.compressors import EVICTING
 from tests.helpers.models import prompts_of, tiny
 
 BUDGET = 20
-CHOOSERS = [name for name in COMPRESSORS if make(name).evicts_response]
 
 
 def engine_of(model, compressor="prompt-only", rows=4, **options):
@@ -23,7 +23,7 @@ def engine_of(model, compressor="prompt-only", rows=4, **options):
 @pytest.mark.parametrize(
     "prompt", [1, 8, BUDGET - 1, BUDGET, BUDGET + 1, BUDGET + 3, 55]
 )  # below, at, above the budget and its interval
-@pytest.mark.parametrize("chooser", CHOOSERS)
+@pytest.mark.parametrize("chooser", EVICTING)
 def test_slots_are_the_kept_prompt_and_the_whole_response(chooser, prompt, llama):
     new = 30
     engine = engine_of(llama, f"prompt-only:{chooser}")
@@ -38,7 +38,7 @@ def test_slots_are_the_kept_prompt_and_the_whole_response(chooser, prompt, llama
     assert engine.cache.capacity == min(prompt, BUDGET) + new
 
 
-@pytest.mark.parametrize("chooser", CHOOSERS)
+@pytest.mark.parametrize("chooser", EVICTING)
 def test_the_prompt_keeps_what_its_chooser_keeps(chooser, llama):
     """A prompt that fills a row is evicted by the ordinary compressor too: the same slots stay."""
     sampling, prompts = Sampling(2, stop_ids=()), prompts_of(48, 57)
@@ -106,7 +106,7 @@ def test_rows_grow_with_the_call_and_the_plan_knows(llama):
 def test_a_dense_evaluation_takes_no_more_than_these_rows(llama):
     """Also before the first rollout, when there are none yet."""
     engine = engine_of(llama, "prompt-only:knorm", rows=12)
-    assert engine.cache is None
+    assert engine.storage.cache is None
     before = dense_engine(llama, prompts_of(100, 7), 20, rows=12, like=engine)
     engine.generate(prompts_of(100), sampling=Sampling(20))
     after = dense_engine(llama, prompts_of(100, 7), 20, rows=12, like=engine)
@@ -145,7 +145,7 @@ def test_rows_of_a_fixed_size_refuse_longer_calls(llama):
         (
             "prompt-only:rkv",
             {"protect_prompt": True},
-            "evicts nothing but the prompt, so protect_prompt leaves it nothing",
+            "evicts nothing but the prompt, so with protect_prompt there is nothing to evict",
         ),
         (
             "prompt-only",

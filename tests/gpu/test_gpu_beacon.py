@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling, token_logprobs
-from sparse_rl.attention import shadow
 from sparse_rl.beacon import add_beacon, beacon_of
 from sparse_rl.compressors import make
+from sparse_rl.kernels import ops
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.student import Students, StudentSettings
@@ -63,7 +63,7 @@ def test_gradients_by_segments_are_those_under_a_mask(chunk, monkeypatch):
     trajectories = generate(model, chunk=chunk)
     upstream = torch.randn(collate(trajectories).mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
     logprobs, gradients = logprobs_and_gradients(model, trajectories, upstream)
-    monkeypatch.setattr(shadow, "fits_kernels", lambda *_: False)
+    monkeypatch.setattr(ops, "fits_tiles", lambda *_: False)
     expected, theirs = logprobs_and_gradients(model, trajectories, upstream)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
     for name, gradient in gradients.items():

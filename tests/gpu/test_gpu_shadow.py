@@ -1,4 +1,4 @@
-"""The shadow view on a CUDA device: by segments, by FlexAttention and under a boolean mask it is the same view, forward and backward."""
+"""The shadow view on a CUDA device: segments, FlexAttention and a boolean mask agree, forward and backward."""
 
 import copy
 import dataclasses
@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling, Trace
-from sparse_rl.attention import shadow
+from sparse_rl.cache import segments
 from sparse_rl.cache.segments import find_segments
 from sparse_rl.config import load_recipe
+from sparse_rl.kernels import ops, twins
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import collate, make_batches, score
+from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
@@ -21,6 +22,7 @@ from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.models import with_lora
 from sparse_rl.train.run import train
 from tests.helpers.gpu import SMALL, logprobs_and_gradients, on_gpu
+from tests.helpers.learning import batches_of
 from tests.helpers.models import prompts_of
 
 pytestmark = pytest.mark.gpu
@@ -37,12 +39,12 @@ def refuse(*args, **kwargs):
 
 
 def under_the_mask(monkeypatch):
-    monkeypatch.setattr(shadow, "fits_kernels", lambda *_: False)
+    monkeypatch.setattr(ops, "fits_tiles", lambda *_: False)
 
 
 def by_flex(monkeypatch):
     monkeypatch.setattr(
-        shadow, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
+        segments, "find_segments", lambda *given: dataclasses.replace(find_segments(*given), are_few=False)
     )
 
 
@@ -66,7 +68,7 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
         model.train()
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
-        m.setattr(shadow, "attend", refuse)
+        m.setattr(twins, "attend", refuse)
         mine, gradients = logprobs_and_gradients(model, done, upstream)
     under_the_mask(monkeypatch)
     theirs, expected = logprobs_and_gradients(model, done, upstream)
@@ -83,7 +85,7 @@ def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
         by_flex(m)
-        m.setattr(shadow, "attend", refuse)
+        m.setattr(twins, "attend", refuse)
         mine, gradients = logprobs_and_gradients(model, done, upstream)
     under_the_mask(monkeypatch)
     theirs, expected = logprobs_and_gradients(model, done, upstream)
@@ -94,7 +96,7 @@ def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
 
 @pytest.mark.parametrize("compressor", ["rkv", "snapkv", "window", "random"])
 def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
-    """What the learner's ratio is centred on, and the gap to the sampler, are at the noise of two bf16 kernels; dense replay is not."""
+    """The learner's first ratio and the gap to the sampler are at the noise of bf16 kernels; dense replay is not."""
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     gaps = {}
     for name, view in (("dense", "dense"), (compressor, "shadow"), (compressor, "dense")):
@@ -104,18 +106,17 @@ def test_bf16_first_ratio_is_one_up_to_the_noise_of_dense_rollouts(compressor):
         if view == "shadow":
             rewards = torch.tensor([1.0, 0.0] * (len(done) // 2))
             advantages, _ = advantage(rewards, torch.tensor([t.prompt_index for t in done]))
-            (batch,) = make_batches(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
+            (batch,) = batches_of(scored, advantages, PRESETS["sparse-rl"], Loss(), 1)
             assert torch.equal(batch.mask, scored.sampled.mask)  # nothing to reject
-            found = Learner(copy.deepcopy(model), OptimizerSettings(lr=1e-6), Loss(), micro_batch_tokens=1024).step(
-                batch
-            )
+            learner = Learner(copy.deepcopy(model), OptimizerSettings(lr=1e-6), Loss(), micro_batch_tokens=1024)
+            found = learner.step(batch).metrics
             assert abs(found["update/drift/mean"]) < 1e-3 and found["update/clip/frac"] < 0.01
     assert gaps[compressor, "shadow"] < 1.5 * gaps["dense", "dense"]
     assert gaps[compressor, "dense"] > 3 * gaps["dense", "dense"]
 
 
 def test_memory_follows_the_tokens():
-    """Four times the tokens take about four times the memory of a forward and backward pass; a mask would take sixteen."""
+    """Four times the tokens take about four times the memory of forward and backward; a mask would take sixteen."""
     model = on_gpu("qwen2", torch.bfloat16, **SMALL)
     peaks = []
     for tokens in (2048, 8192):
@@ -141,7 +142,7 @@ def test_training_in_the_shadow_view(tmp_path):
     """A bf16 run with distillation, through the recipe: finite, and the gap is rounding."""
     keys = {
         "learn.method": "smd",
-        "learn.distill": "b",
+        "learn.distill": "shadow-to-dense-forward",
         "run.steps": "2",
         "model.dtype": "bfloat16",
         "eval.every": "2",

@@ -1,18 +1,26 @@
 """Comparing rollouts, and choosing how a step is decoded."""
 
+from dataclasses import replace
+
 import torch
 
-from sparse_rl.rollout import capture
+from sparse_rl.kernels import ops
 from sparse_rl.rollout.fused import FusedForward
 
 FAMILY = ("llama", "qwen2", "qwen3")  # decoded by fused kernels
 
 
+def change_rules(monkeypatch, **changes):
+    """Run rollouts by other rules than those of their device."""
+    rules = ops.rules
+    monkeypatch.setattr(ops, "rules", lambda device: replace(rules(device), **changes))
+
+
 def fuse_everywhere(monkeypatch):
-    """On the CPU too, where the kernels' twins run. Returns a list of what was decided."""
+    """Decode by fused kernels on the CPU too, where their twins run. Returns a list of what was decided."""
     taken = []
     fits = FusedForward.fits
-    monkeypatch.setattr(capture, "fusing_pays", lambda device: True)
+    change_rules(monkeypatch, fuses=True)
     monkeypatch.setattr(FusedForward, "fits", staticmethod(lambda *a: taken.append(fits(*a)) or taken[-1]))
     return taken
 

@@ -8,6 +8,7 @@ from sparse_rl import token_logprobs
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.rollout import capture
+from tests.helpers.decoding import change_rules
 from tests.helpers.models import tiny
 
 SMALL = dict(
@@ -26,7 +27,7 @@ def on_gpu(name: str, dtype=torch.float32, **changes):
 
 def eagerly(monkeypatch):
     """Decode launch by launch, through the model's own modules."""
-    monkeypatch.setattr(capture, "fusing_pays", lambda device: False)
+    change_rules(monkeypatch, fuses=False)
     monkeypatch.setattr(capture.Decoder, "capture", lambda self, width: setattr(self, "graphs", None))
 
 

@@ -28,6 +28,7 @@ _SMALL = dict(
 
 
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA = dict(head_dim=8, sliding_window=SLIDING, query_pre_attn_scalar=12)
 
 
 CONFIGS = {
@@ -37,8 +38,8 @@ CONFIGS = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", dict(sliding_window=SLIDING)),
     "phi3": ("Phi3Config", dict(sliding_window=SLIDING)),
-    "gemma2": ("Gemma2Config", dict(head_dim=8, sliding_window=SLIDING, attn_logit_softcapping=3.0, query_pre_attn_scalar=12)),
-    "gemma3": ("Gemma3TextConfig", dict(head_dim=8, sliding_window=SLIDING, query_pre_attn_scalar=12, layer_types=_MIXED)),
+    "gemma2": ("Gemma2Config", dict(**_GEMMA, attn_logit_softcapping=3.0)),
+    "gemma3": ("Gemma3TextConfig", dict(**_GEMMA, layer_types=_MIXED)),
     "olmo2": ("Olmo2Config", {}),
     "smollm3": ("SmolLM3Config", dict(no_rope_layers=[1, 1, 0])),
 }  # fmt: skip

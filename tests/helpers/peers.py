@@ -1,8 +1,10 @@
-"""Stand-ins for the hosts of sparse_rl.integrations, where they are not installed: our own writing of what their sources do with a plug-in.
+"""Stand-ins for the hosts of sparse_rl.integrations that are not installed: what their code does with a plug-in.
 
-verl      0.9.1: trainer/ppo/core_algos.py (registry, signature, agg_loss), trainer/ppo/rollout_corr_helper.py (token weights)
-slime     0.3 to 0.4: backends/megatron_utils/loss.py and cp_utils.py (signature of a TIS function, its reducers, one rank or shares)
-prime-rl  0.8: trainer/rl/loss.py (LossInputs, LossOutputs, compute_loss of the rl component)
+verl 0.9.1       trainer/ppo/core_algos.py (registry, signature, agg_loss),
+                 trainer/ppo/rollout_corr_helper.py (token weights)
+slime 0.3, 0.4   backends/megatron_utils/loss.py and cp_utils.py (signature of a TIS function, its reducers;
+                 one rank, or several that share responses)
+prime-rl 0.8     trainer/rl/loss.py (LossInputs, LossOutputs, compute_loss of the rl component)
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import torch
 
 
 def module(monkeypatch, path: str, **names) -> types.ModuleType:
-    """A module of that dotted path, and packages above it, for as long as the test runs."""
+    """A module of this dotted path, and the packages above it, while the test runs."""
     parts = path.split(".")
     for i in range(1, len(parts)):
         above = ".".join(parts[:i])
@@ -82,7 +84,7 @@ def slime_token_loss(logprobs, old, advantages, low, high):
 
 
 def slime_mean(token_loss, masks, own: list, denominators, per_token: bool):
-    """Sum of means over sequences, or of tokens. `own`: the tokens of each response that this rank has; denominators None: of the masks."""
+    """The sum over sequences of means, or of tokens. own: this rank's tokens; denominators None: sums of masks."""
     result, start = 0.0, 0
     for i, (mask, index) in enumerate(zip(masks, own)):
         piece = (token_loss[start : start + len(index)] * mask[index]).sum()
@@ -93,7 +95,7 @@ def slime_mean(token_loss, masks, own: list, denominators, per_token: bool):
 
 
 def stand_in_for_slime(monkeypatch, own=None, whole=None) -> None:
-    """One rank; or the rank that has the tokens `own[i]` of response i, whose gathered tensors are `whole[i]`."""
+    """One rank, or the rank that has the tokens `own[i]` of response i, whose gathered tensors are `whole[i]`."""
     state = {"gathered": 0, "sliced": 0}
 
     def all_gather_with_cp(tensor, total_length, response_length):
@@ -144,7 +146,7 @@ def stand_in_for_prime_rl(monkeypatch) -> None:
 
 
 def prime_rl_loss(loss, kwargs, logprobs, inference, advantages, masks, weights, scale):
-    """The rl component over packed sequences: a call for each, the sum divided by the count of tokens."""
+    """The rl component over packed sequences: one call per sequence, and the sum divided by the count of tokens."""
     total, metrics = logprobs[0].sum() * 0.0, []
     for i, mask in enumerate(masks):
         done = loss(

@@ -1,4 +1,4 @@
-"""Documents for the report's page with known values in every place: no run is needed to test what the page shows of them."""
+"""Documents for the report's page with known values everywhere, so that testing the page needs no run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 
 NEVER = 65535
 MAIN = (
-    "reward/mean", "eval/dense/accuracy", "eval/sparse/accuracy", "reject/trajectories/frac", "gap/xi/p05", "gap/xi/p50", "gap/xi/p95",
-    "gap/alpha/p05", "old/kl/mean", "update/kl/mean", "update/clip/frac", "old/entropy/mean", "rollout/length/mean",
-    "cache/bytes/allocated", "cache/bytes_saved/frac", "rollout/tokens_per_s", "time/step", "time/rollout", "time/update",
+    "reward/mean", "eval/dense/accuracy", "eval/sparse/accuracy", "reject/trajectories/frac",
+    "gap/xi/p05", "gap/xi/p50", "gap/xi/p95", "gap/alpha/p05", "old/kl/mean", "update/kl/mean", "update/clip/frac",
+    "old/entropy/mean", "rollout/length/mean", "cache/bytes/allocated", "cache/bytes_saved/frac",
+    "rollout/tokens_per_s", "time/step", "time/rollout", "time/update",
     "student/c8/kl", "rollout/loops/frac", "gap/ess/frac",
 )  # fmt: skip
 TYPICAL = {
-    "cache/bytes/allocated": 3e6, "cache/bytes_saved/frac": 0.6, "rollout/tokens_per_s": 4500.0, "rollout/length/mean": 40.0,
+    "cache/bytes/allocated": 3e6, "cache/bytes_saved/frac": 0.6,
+    "rollout/tokens_per_s": 4500.0, "rollout/length/mean": 40.0,
     "time/step": 1.5, "time/rollout": 0.8, "time/update": 0.5, "gap/xi/p05": 0.8, "gap/xi/p50": 1.0, "gap/xi/p95": 1.2,
 }  # fmt: skip
 
@@ -45,6 +47,10 @@ def curves(points: int, seed: int, names=MAIN, spread: float = 0.0) -> dict:
     return found
 
 
+def said(level: str, text: str, figure: str, value: float) -> dict:
+    return {"level": level, "text": text, "figure": figure, "value": value}
+
+
 def run(name: str, points: int = 60, seed: int = 0, **changes) -> dict:
     return {
         "name": name, "method": "sparse-rl", "command": f"sparse-rl train tiny-sums --run.seed {seed} --out {name}",
@@ -52,9 +58,9 @@ def run(name: str, points: int = 60, seed: int = 0, **changes) -> dict:
         "clock": {"step": list(range(1, points + 1)), "seconds": [1.5 * s for s in range(1, points + 1)]},
         "curves": curves(points, seed), "recipe": {"run.seed": seed}, "trajectories": [],
         "verdict": [
-            {"level": "good", "text": "Few trajectories are rejected.", "figure": "reject/trajectories/frac", "value": 0.031},
-            {"level": "bad", "text": "The overlap is below 0.86: raise rollout.budget.", "figure": "gap/alpha/p05", "value": 0.71},
-            {"level": "look", "text": "Some completions end in a loop.", "figure": "rollout/loops/frac", "value": 0.12},
+            said("good", "Few trajectories are rejected.", "reject/trajectories/frac", 0.031),
+            said("fail", "The overlap is below 0.86: raise rollout.budget.", "gap/alpha/p05", 0.71),
+            said("warn", "Some completions end in a loop.", "rollout/loops/frac", 0.12),
         ],
         **changes,
     }  # fmt: skip
@@ -73,7 +79,7 @@ def packed(gone: np.ndarray) -> dict:
 
 
 def evictions(layers: int, heads: int, tokens: int, budget: int, seed: int = 0) -> np.ndarray:
-    """When each token goes: the first never, the others after a while, each head in its own way. -> uint16 [layers, heads, tokens]"""
+    """When each token goes: the first never, the others later, in a random order. -> uint16 [layers, heads, tokens]"""
     rng = np.random.default_rng(seed)
     index = np.arange(tokens)
     kept = (budget * rng.lognormal(-0.5, 0.9, (layers, heads, tokens))).astype(int) + 4
@@ -112,5 +118,6 @@ def trajectory(
         "step": 10, "prompt_index": 0, "sample_index": 0, "reward": 0.0, "verdict": "wrong", "accepted": True,
         "advantage": -0.35, "finish": "stop", "pieces": pieces, "num_prompt": prompt,
         "sampler": sampler, "old": old, "rank": rng.integers(0, 50, n).tolist(), "weight": weight,
-        "clipped": rng.integers(0, 2, n).tolist(), "beacons": list(beacons), "map": None if gone is None else packed(gone), **changes,
+        "clipped": rng.integers(0, 2, n).tolist(), "beacons": list(beacons),
+        "map": None if gone is None else packed(gone), **changes,
     }  # fmt: skip

@@ -1,6 +1,7 @@
-"""What several processes must agree on. Run by tests/test_world.py under torch's launcher: processes.py FOLDER
+"""What several processes must agree on. tests/distributed runs it under torch's launcher: processes.py FOLDER
 
-Every process builds the same global batch by itself and takes an optimizer step on it alone; then all of them take it together.
+Every process builds the same global batch by itself and takes an optimizer step on it alone; then all of them take it
+together.
 """
 
 import copy
@@ -17,17 +18,19 @@ import sparse_rl.train.checkpoint
 from sparse_rl.distributed.world import PeerFailed, World, is_lost, join_world, leave_world
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints
-from sparse_rl.learn.batch import collate, make_batches, score
+from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.learner import Disagreement, Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
-from sparse_rl.learn.shards import full, publish, save_shards, shard
+from sparse_rl.learn.shards import copy_weights, full, save_shards, shard
 from sparse_rl.learn.student import Students, StudentSettings
 from sparse_rl.models import tiny_tokenizer, with_lora
 from sparse_rl.rollout import Engine, Sampling
 from sparse_rl.train.checkpoint import load_state, save_checkpoint
 from sparse_rl.train.loop import Trainer
+from sparse_rl.train.saving import save_after
+from tests.helpers.learning import batches_of
 from tests.helpers.models import tiny
 from tests.helpers.runs import recipe
 
@@ -35,26 +38,28 @@ OPTIMIZER = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
 
 
 def batches(model, method, loss, world, minibatches=2):
-    """The same on every process; rows belong to the processes in turn, but the first minibatch has none of the last one's."""
+    """The same on every process; rows belong to the processes in turn, but the first minibatch has none of the last
+    one's.
+    """
     engine = Engine(model, "rkv", budget=12, interval=4, rows=4)
     prompts = [[5, 6, 7, 8, 9 + i] for i in range(6)]
     done = engine.generate(prompts, 2, Sampling(24, for_correction=True, stop_ids=(3, 17, 40)), seed=1)
     scored = score(model, collate(done), 64, view=method.view)
     first = len(done) // minibatches
-    owner = torch.arange(len(done)) % world.size
-    owner[:first] = torch.arange(first) % max(world.size - 1, 1)
-    scored = dataclasses.replace(scored, sampled=dataclasses.replace(scored.sampled, owner=owner))
+    owner_rank = torch.arange(len(done)) % world.size
+    owner_rank[:first] = torch.arange(first) % max(world.size - 1, 1)
+    scored = dataclasses.replace(scored, sampled=dataclasses.replace(scored.sampled, owner_rank=owner_rank))
     advantages = torch.linspace(-1.5, 1.2, len(done))
-    return make_batches(scored, advantages, method.correction, loss, minibatches)
+    return batches_of(scored, advantages, method.correction, loss, minibatches)
 
 
 def recorded(learner):
     """Gradients as the optimizer finds them, whole, step by step."""
     found, step = [], learner.optimizer.step
 
-    def spy(share):
+    def spy(*args):
         found.append([full(g).clone() for g in learner.optimizer.gradients()])
-        return step(share)
+        return step(*args)
 
     learner.optimizer.step = spy
     return found
@@ -74,19 +79,19 @@ def step_alone_and_together(world, name, divided, lora=0, checkpointing=False, l
         if lora:
             model.enable_input_require_grads()
     every = batches(model, method, loss, world)
-    assert len({int(o) for o in every[0].owner}) < max(world.size, 2)  # somebody has nothing to do there
-    how = dict(micro_batch_tokens=64, clip_kl=method.correction.clip_kl, distill=method.distill)
+    assert len({int(o) for o in every[0].owner_rank}) < max(world.size, 2)  # somebody has nothing to do there
+    options = dict(micro_batch_tokens=64, clip_kl=method.correction.clip_kl, distill=method.distill)
     alone_model = copy.deepcopy(model)
-    alone = Learner(alone_model, OPTIMIZER, loss, **how)
+    alone = Learner(alone_model, OPTIMIZER, loss, **options)
     whole = copy.deepcopy(model)  # what a sampler would have
     sharded = shard(model, world.size) if divided else None
     if divided:
         assert all(
             isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters() if p.dim() == 2
         )
-    together = Learner(model, OPTIMIZER, loss, world=world, sharded=sharded, **how)
+    together = Learner(model, OPTIMIZER, loss, world=world, sharded=sharded, **options)
     ours, theirs = recorded(alone), recorded(together)
-    everybody = [dataclasses.replace(b, owner=torch.zeros_like(b.owner)) for b in every]
+    everybody = [dataclasses.replace(b, owner_rank=torch.zeros_like(b.owner_rank)) for b in every]
     exact = dtype == torch.float32
 
     def same(theirs, mine):
@@ -96,7 +101,7 @@ def step_alone_and_together(world, name, divided, lora=0, checkpointing=False, l
             assert (theirs.float() - mine.float()).norm() <= 0.03 * mine.float().norm() + 1e-3
 
     for one, all_ in zip(everybody, every):
-        found, expected = together.step(all_), alone.step(one)
+        found, expected = together.step(all_).metrics, alone.step(one).metrics
         assert found.keys() == expected.keys()
         for key in expected:
             assert abs(found[key] - expected[key]) <= 1e-5 * max(1, abs(expected[key])) if exact else True, (
@@ -112,7 +117,7 @@ def step_alone_and_together(world, name, divided, lora=0, checkpointing=False, l
         assert other.dtype == torch.float32
         same(full(other).detach(), one.detach())
     if divided:
-        publish(model, whole)
+        copy_weights(model, whole)
         for one, other, master in zip(alone_model.parameters(), whole.parameters(), model.parameters()):
             assert other.dtype == dtype and other.equal(full(master).to(dtype))
             same(other, one)
@@ -125,9 +130,8 @@ def check_steps(world, folder):
         step_alone_and_together(world, "sparse-rl", divided)
         step_alone_and_together(world, "shadow", divided, loss=Loss(mean="token-mean"))
         step_alone_and_together(world, "smd", divided)
-        step_alone_and_together(
-            world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24)
-        )  # weights normalised
+        # Of sparse-rl-released the weights are normalised over all processes.
+        step_alone_and_together(world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24))
         step_alone_and_together(world, "shadow", divided, lora=4, checkpointing=True)
         step_alone_and_together(world, "sparse-rl", divided, checkpointing=True)
         step_alone_and_together(world, "shadow", divided, dtype=torch.bfloat16)
@@ -140,14 +144,14 @@ def check_students(world, folder):
     engine = Engine(model, "dense", rows=4)
     done = engine.generate([[5, 6, 7 + i] for i in range(4)], 2, Sampling(16, for_correction=True), seed=1)
     sampled = score(model, collate(done), 64, view=method.view).sampled
-    how = StudentSettings(chunks=[4], lr=1e-3)
-    alone, together = Students(model, how, OPTIMIZER, 64), Students(model, how, OPTIMIZER, 64, world=world)
-    owner = torch.arange(len(done)) % world.size
+    settings = StudentSettings(chunks=[4], lr=1e-3)
+    alone, together = Students(model, settings, OPTIMIZER, 64), Students(model, settings, OPTIMIZER, 64, world=world)
+    owner_rank = torch.arange(len(done)) % world.size
     expected = alone.learn(model, sampled, 2, step=0)
-    found = together.learn(model, dataclasses.replace(sampled, owner=owner), 2, step=0)
+    found = together.learn(model, dataclasses.replace(sampled, owner_rank=owner_rank), 2, step=0)
     for key in expected:
         assert abs(found[key] - expected[key]) <= 1e-5 * max(1, abs(expected[key]))
-    for one, other in zip(alone.every[0].model.parameters(), together.every[0].model.parameters()):
+    for one, other in zip(alone.members[0].model.parameters(), together.members[0].model.parameters()):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
@@ -216,8 +220,8 @@ def check_disagreement(world, folder):
 def check_stopping(world, folder):
     """Who is stopped stays until the checkpoint is there, even if asked twice; weights that differ are not saved."""
     made = Trainer(recipe(eval={"every": 0}), Path(folder) / "run", show=False, world=world)
-    made.step = 1
-    made._save_after(Disagreement("planted"))
+    made.progress.steps = 1
+    save_after(made, Disagreement("planted"))
     world.run_on_all(lambda: None)
     assert not find_checkpoints(Path(folder) / "run" / "checkpoints")
     original = sparse_rl.train.checkpoint.save_model
@@ -228,7 +232,7 @@ def check_stopping(world, folder):
 
     sparse_rl.train.checkpoint.save_model = slowly
     world.stop = True  # Ctrl-C again, after the meeting that stopped the run
-    made._save_after(KeyboardInterrupt())
+    save_after(made, KeyboardInterrupt())
     sparse_rl.train.checkpoint.save_model = original
     assert [step for step, _ in find_checkpoints(Path(folder) / "run" / "checkpoints")] == [1]
 
@@ -251,7 +255,7 @@ def check_shards(world, folder):
     learner = learner_of(model, True)
     for i, master in enumerate(learner.optimizer.masters):
         master.grad = torch.zeros_like(master) + i
-    learner.optimizer.step(1.0)
+    learner.optimizer.step(0)
     expected = [full(p).detach() for p in model.parameters()]
     state = {"learner": learner.state_dict()}
     path = save_checkpoint(Path(folder), 3, made(2), tiny_tokenizer(), state, 2, world=world)
@@ -273,7 +277,7 @@ def check_shards(world, folder):
     except OSError as error:
         assert "process 0" in str(error)  # on every process
     else:
-        raise AssertionError("a file is no folder")
+        raise AssertionError("a file is not a folder")
 
 
 def read_shards_alone(folder):
@@ -292,7 +296,7 @@ def read_shards_alone(folder):
         try:
             load_state(path, {"learner": {"optimizer": optimizer.state_dict()}})
         except SparseRLError as error:
-            assert "shards is damaged" in str(error) and "go on from the one before" in str(error)
+            assert "shards is damaged" in str(error) and "go on from the checkpoint before it" in str(error)
         else:
             raise AssertionError("half the weights are gone")
         shutil.rmtree(path / "shards", ignore_errors=True)

@@ -1,13 +1,13 @@
-"""Our advantages, weights, losses and gradients against TRL's GRPOTrainer, on the same rollouts. Runs where TRL is installed.
+"""Our advantages, weights, losses and gradients against TRL's GRPOTrainer, on the same rollouts, if TRL is installed.
 
-A stand-in for its vLLM engine hands TRL planted completions and sampler log-probs. TRL's own code then pads and scores them, computes
-advantages and importance ratios and, once the weights have changed, the loss and its gradient. Ours start from the same tokens, rewards
-and sampler log-probs and share nothing else with it.
+A stand-in for its vLLM engine hands TRL planted completions and sampler log-probs. TRL's own code then pads and scores
+them, computes advantages and importance ratios and, once the weights have changed, the loss and its gradient. Our side
+starts from the same tokens, rewards and sampler log-probs and shares nothing else with it.
 
 Where the two are defined differently, the exact relation between them is tested:
 
-    mis           a token outside the band adds nothing to TRL's surrogate, but still counts in its means, its sequence ratio and its KL.
-                  Ours leaves it out of all of them, as TRL does with a token that a tool wrote.
+    mis           a token outside the band adds nothing to TRL's surrogate, but still counts in its means, its sequence
+                  ratio and its KL. We omit it from all of them, as TRL does with a token that a tool wrote.
     geo           rejects by exp(mean gap); TRL's ratio of a sequence is exp(sum of gaps).
     beta          TRL multiplies the KL by the policy ratio unless `use_bias_correction_kl` is off; ours never does.
     token-mean    over the optimizer step, as in TRL's dapo. Its bnpo is the average of the micro-batches' token means.
@@ -201,20 +201,16 @@ def their_loss(trainer, *micro_batches: dict) -> torch.Tensor:
     return sum(trainer._compute_loss(trainer.model, batch) for batch in micro_batches)
 
 
-def our_loss(options: dict, how: Loss, fix: Correction, **changes):
-    """(loss, metric sums). `changes` replace what is passed to the loss."""
+def our_loss(options: dict, loss: Loss, correction: Correction, **changes):
+    """(loss, metric sums). `changes` replace mask, weights or scale."""
     sampler, old, reference = known(options.get("temperature", 1.0))
-    old = sampler if fix.old == "sampler" else old
+    old = sampler if correction.old == "sampler" else old
     advantages, _ = advantage(REWARDS, GROUP, "dr-grpo" if options.get("scale_rewards") == "none" else "grpo", eps=1e-4)
-    fixed = correct(old - sampler, response_mask(), fix)
-    passed = {
-        "mask": fixed.mask,
-        "weights": fixed.weights,
-        "scale": token_scale(fixed.mask, fixed.accepted, how),
-        **changes,
-    }
+    corrected = correct(old - sampler, response_mask(), correction)
+    mask, weights = changes.get("mask", corrected.mask), changes.get("weights", corrected.weights)
+    scale = changes.get("scale", token_scale(corrected.mask, corrected.accepted, loss))
     logprobs = score(policy("new"), options.get("temperature", 1.0))
-    return policy_loss(logprobs, old, advantages.float(), **passed, how=how, reference_logprobs=reference)[:2]
+    return policy_loss(logprobs, old, advantages.float(), mask, weights, scale, loss, reference)[:2]
 
 
 def gradient(loss: torch.Tensor, model) -> torch.Tensor:
@@ -222,7 +218,7 @@ def gradient(loss: torch.Tensor, model) -> torch.Tensor:
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, their_gradient: torch.Tensor) -> None:
-    """The loss and the gradient of every weight. Log-probs are fp32 on both sides and one side pads, hence the tolerance."""
+    """The loss and the gradient of every weight. Log-probs are fp32 and one side pads, hence the tolerance."""
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     largest = their_gradient.abs().max().item()
     assert largest > 1e-3
@@ -232,17 +228,17 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, their_gradient: torch.
 @pytest.mark.parametrize("preset", ["none", "tis"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_and_gradient(trainer_of, objective, preset):
-    options, how = OBJECTIVES[objective]
+    options, loss = OBJECTIVES[objective]
     trainer = trainer_of(**options, **CORRECTIONS[preset])
     theirs = their_loss(trainer, their_batch(trainer))
-    ours, sums = our_loss(options, how, PRESETS[preset])
+    ours, sums = our_loss(options, loss, PRESETS[preset])
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     assert (
         metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
     )  # both ends of the clip are at work
-    if how.level == "token":
+    if loss.level == "token":
         assert (sums["clipped"] / sums["tokens"]).item() == pytest.approx(metrics["clip_ratio/region_mean"])
-    if how.beta:
+    if loss.beta:
         assert (sums["kl"] / sums["tokens"]).item() == pytest.approx(metrics["kl"], rel=1e-5)
     assert_same(ours, theirs, gradient(theirs, trainer.model))
 
@@ -250,33 +246,35 @@ def test_loss_and_gradient(trainer_of, objective, preset):
 @pytest.mark.parametrize("preset", ["naive", "geo", "mis", "sparse-rl"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_what_we_drop_is_like_a_tool_s_token(trainer_of, objective, preset):
-    """TRL has no rejection and, in its means, no dropped tokens. Told that a tool wrote those tokens, it arrives at our loss."""
-    options, how = OBJECTIVES[objective]
-    fix = PRESETS[preset]
+    """TRL neither rejects nor drops tokens from its means. Told that a tool wrote them, it finds our loss."""
+    options, loss = OBJECTIVES[objective]
+    correction = PRESETS[preset]
     trainer = trainer_of(**options, **CORRECTIONS[preset])
     batch = their_batch(trainer)
     sampler, old, _ = known(options.get("temperature", 1.0))
-    kept = correct((sampler if fix.old == "sampler" else old) - sampler, response_mask(), fix).mask
+    kept = correct((sampler if correction.old == "sampler" else old) - sampler, response_mask(), correction).mask
     assert (preset == "naive") == torch.equal(kept, response_mask())
     batch.update(tool_mask=kept.long(), num_items_in_batch=kept.sum())
-    if fix.old == "sampler":
+    if correction.old == "sampler":
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
     theirs = their_loss(trainer, batch)
-    assert_same(our_loss(options, how, fix)[0], theirs, gradient(theirs, trainer.model))
+    assert_same(our_loss(options, loss, correction)[0], theirs, gradient(theirs, trainer.model))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_masked_tokens_count_in_the_means_of_trl(trainer_of, objective):
-    """TRL's token_mask is our loss with weights of 0 instead of a smaller mask. Without KL, in dr-grpo's mean, that is `mis` itself."""
-    options, how = OBJECTIVES[objective]
+    """TRL's token_mask is our loss with weights of 0, not with a smaller mask. For dr-grpo without KL, it is `mis`."""
+    options, loss = OBJECTIVES[objective]
     trainer = trainer_of(**options, **CORRECTIONS["mis"])
     theirs = their_loss(trainer, their_batch(trainer))
     their_gradient = gradient(theirs, trainer.model)
     sampler, old, _ = known(options.get("temperature", 1.0))
-    response, fixed = response_mask(), correct(old - sampler, response_mask(), PRESETS["mis"])
-    zeroed = dict(mask=response, weights=fixed.weights * fixed.mask, scale=token_scale(response, fixed.accepted, how))
-    assert_same(our_loss(options, how, PRESETS["mis"], **zeroed)[0], theirs, their_gradient)
-    as_it_is = our_loss(options, how, PRESETS["mis"])[0]
+    response, corrected = response_mask(), correct(old - sampler, response_mask(), PRESETS["mis"])
+    zeroed = dict(
+        mask=response, weights=corrected.weights * corrected.mask, scale=token_scale(response, corrected.accepted, loss)
+    )
+    assert_same(our_loss(options, loss, PRESETS["mis"], **zeroed)[0], theirs, their_gradient)
+    as_it_is = our_loss(options, loss, PRESETS["mis"])[0]
     if objective == "dr-grpo":
         assert_same(as_it_is, theirs, their_gradient)
     else:
@@ -287,7 +285,7 @@ def test_masked_tokens_count_in_the_means_of_trl(trainer_of, objective):
 @pytest.mark.parametrize("objective", ["grpo-kl", "dr-grpo-kl", "dapo", "gspo"])
 def test_accumulated_micro_batches(trainer_of, objective, micro_batches):
     """TRL's training steps, which shuffle and cut the rollouts, add up to our loss of the whole optimizer step."""
-    options, how = OBJECTIVES[objective]
+    options, loss = OBJECTIVES[objective]
     trainer = trainer_of(micro_batches, **options, **CORRECTIONS["tis"])
     rows = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GENERATIONS)]
 
@@ -299,31 +297,31 @@ def test_accumulated_micro_batches(trainer_of, objective, micro_batches):
     trainer.model.load_state_dict(policy("new").state_dict())
     theirs = optimizer_step()
     their_gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
-    assert_same(our_loss(options, how, PRESETS["tis"])[0], theirs, their_gradient)
+    assert_same(our_loss(options, loss, PRESETS["tis"])[0], theirs, their_gradient)
 
 
 def test_bnpo_averages_the_means_of_micro_batches(trainer_of):
-    options, how = OBJECTIVES["bnpo-kl"]
+    options, loss = OBJECTIVES["bnpo-kl"]
     trainer = trainer_of(2, **options, **CORRECTIONS["tis"])
     batch = their_batch(trainer)
     del batch["num_items_in_batch"]
     halves = [slice(0, 6), slice(6, 12)]
     theirs = their_loss(trainer, *({name: values[half] for name, values in batch.items()} for half in halves))
-    scale = torch.cat([token_scale(response_mask()[half], ACCEPT_ALL[half], how) / 2 for half in halves])
-    assert_same(our_loss(options, how, PRESETS["tis"], scale=scale)[0], theirs, gradient(theirs, trainer.model))
-    assert abs(our_loss(options, how, PRESETS["tis"])[0] - theirs) > 1e-4
+    scale = torch.cat([token_scale(response_mask()[half], ACCEPT_ALL[half], loss) / 2 for half in halves])
+    assert_same(our_loss(options, loss, PRESETS["tis"], scale=scale)[0], theirs, gradient(theirs, trainer.model))
+    assert abs(our_loss(options, loss, PRESETS["tis"])[0] - theirs) > 1e-4
 
 
 @pytest.mark.parametrize("objective", ["grpo-kl", "dr-grpo-kl", "gspo-kl"])
 def test_their_default_kl_is_ours_times_the_ratio(trainer_of, objective):
-    options, how = OBJECTIVES[objective]
+    options, loss = OBJECTIVES[objective]
     trainer = trainer_of(**options, **CORRECTIONS["tis"], use_bias_correction_kl=True)
     theirs = their_loss(trainer, their_batch(trainer))
     _, old, reference = known()
     response, logprobs = response_mask(), score(policy("new"))
-    scale = token_scale(response, ACCEPT_ALL, how)
-    weighted = (scale * ratio(logprobs, old, response, how.level) * k3(logprobs, reference))[response].sum()
-    ours = our_loss(options, dataclasses.replace(how, beta=0.0), PRESETS["tis"])[0] + how.beta * weighted
+    scale = token_scale(response, ACCEPT_ALL, loss)
+    weighted = (scale * ratio(logprobs, old, response, loss.level) * k3(logprobs, reference))[response].sum()
+    ours = our_loss(options, dataclasses.replace(loss, beta=0.0), PRESETS["tis"])[0] + loss.beta * weighted
     assert_same(ours, theirs, gradient(theirs, trainer.model))
 
 
@@ -334,11 +332,11 @@ def test_importance_ratios(trainer_of, preset, dropped):
     response = response_mask()
     assert torch.equal(batch["completion_mask"].bool(), response)
     torch.testing.assert_close(batch["old_per_token_logps"][response], old[response], rtol=1e-5, atol=1e-5)
-    fixed = correct(old - sampler, response, PRESETS[preset])
+    corrected = correct(old - sampler, response, PRESETS[preset])
     theirs = batch["importance_sampling_ratio"]
-    torch.testing.assert_close((fixed.weights * fixed.mask)[response], theirs[response], rtol=1e-5, atol=0)
-    assert torch.equal(fixed.mask, (theirs > 0) & response)
-    assert (response & ~fixed.mask).sum() == dropped
+    torch.testing.assert_close((corrected.weights * corrected.mask)[response], theirs[response], rtol=1e-5, atol=0)
+    assert torch.equal(corrected.mask, (theirs > 0) & response)
+    assert (response & ~corrected.mask).sum() == dropped
     assert preset == "mis" or (theirs == 2).sum() == 3  # the planted gaps above log 2
 
 

@@ -1,4 +1,4 @@
-"""Sparse rollouts inside TRL's GRPOTrainer: what it samples, scores and learns, against our own engine and learner on the same batch."""
+"""Sparse rollouts inside TRL's GRPOTrainer: it samples, scores and learns as our own engine and learner do."""
 
 import ast
 import contextlib
@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling
-from sparse_rl.attention import shadow
 from sparse_rl.errors import SparseRLError
-from sparse_rl.learn.batch import collate, make_batches, score
+from sparse_rl.kernels import ops
+from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import tiny_tokenizer
+from tests.helpers.learning import batches_of
 from tests.helpers.models import tiny
 
 trl = pytest.importorskip("trl", minversion="1.12")
@@ -132,14 +133,14 @@ def our_batch(trainer, advantages, how: Correction, loss: Loss, view: str, refer
     """The rollouts of the trainer's last generation, scored and weighed by our own pipeline."""
     sampled = collate(trainer.vllm_generation.trajectories)
     scored = score(trainer.model, sampled, 10_000, trainer.temperature, reference=reference, view=view)
-    return make_batches(scored, advantages, how, loss, minibatches=1)[0]
+    return batches_of(scored, advantages, how, loss)[0]
 
 
 def our_gradient(model, batch, loss: Loss, temperature: float = 1.0) -> tuple[float, torch.Tensor]:
     fresh = model_of()
     fresh.load_state_dict(model.state_dict())
     learner = Learner(fresh, OptimizerSettings(), loss, temperature=temperature)
-    value = learner._backward(batch, torch.arange(len(batch.tokens)))["loss"]
+    value = learner._backward(batch, torch.arange(len(batch.tokens)))[0]["loss"]
     return value, gradient(learner.model)
 
 
@@ -206,7 +207,7 @@ def test_replay_starts_at_ratio_1(sparse, architecture, pad_to_multiple_of):
 
 
 def test_traces_follow_their_rows_through_shuffling_and_splitting(sparse):
-    """The training forward finds the old log-probs, of which the sampler's are known to be equal, in every micro-batch."""
+    """The training forward finds the old log-probs, which are known to equal the sampler's, in every micro-batch."""
     trainer = sparse(replay=True, micro_batches=3)
     order = []
     for step in range(3):
@@ -261,8 +262,10 @@ def test_the_reference_is_replayed_too(sparse):
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @pytest.mark.parametrize("replay", [False, True])
 def test_training_steps_add_up_to_our_optimizer_step(sparse, replay, micro_batches):
-    how = STRICT if not replay else PRESETS["none"]
-    trainer = sparse(replay=replay, correction=how, micro_batches=micro_batches, loss_type="dapo", num_iterations=2)
+    correction = STRICT if not replay else PRESETS["none"]
+    trainer = sparse(
+        replay=replay, correction=correction, micro_batches=micro_batches, loss_type="dapo", num_iterations=2
+    )
     rows = [dict(row) for row in ROWS]
 
     def optimizer_step() -> float:
@@ -276,7 +279,7 @@ def test_training_steps_add_up_to_our_optimizer_step(sparse, replay, micro_batch
     ordered = torch.tensor(
         [advantages[tuple(t.response_tokens.tolist())] for t in trainer.vllm_generation.trajectories]
     )
-    expected = our_batch(trainer, ordered, how, LOSSES["dapo"], "shadow" if replay else "dense")
+    expected = our_batch(trainer, ordered, correction, LOSSES["dapo"], "shadow" if replay else "dense")
     nudge(trainer.model)
     assert_same((optimizer_step(), gradient(trainer.model)), our_gradient(trainer.model, expected, LOSSES["dapo"]))
 
@@ -290,13 +293,15 @@ def _completions(trainer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("how", [*PRESETS, STRICT, dataclasses.replace(STRICT, mask_outside=(0.8, 1.25))], ids=str)
-def test_our_corrections_give_our_weights_masks_and_loss(sparse, how, loss_type):
+@pytest.mark.parametrize(
+    "correction", [*PRESETS, STRICT, dataclasses.replace(STRICT, mask_outside=(0.8, 1.25))], ids=str
+)
+def test_our_corrections_give_our_weights_masks_and_loss(sparse, correction, loss_type):
     trainer = sparse(
-        correction=how, loss_type=loss_type, vllm_importance_sampling_correction=False
+        correction=correction, loss_type=loss_type, vllm_importance_sampling_correction=False
     )  # ours are on all the same
     batch, loss = generated(trainer), LOSSES[loss_type]
-    preset = PRESETS[how] if isinstance(how, str) else how
+    preset = PRESETS[correction] if isinstance(correction, str) else correction
     expected = our_batch(trainer, batch["advantages"], preset, loss, "dense")
     mask, response = batch["tool_mask"].bool(), batch["completion_mask"].bool()
     assert mask.sum(1).tolist() == expected.mask.sum(1).tolist()
@@ -304,14 +309,14 @@ def test_our_corrections_give_our_weights_masks_and_loss(sparse, how, loss_type)
         expected.weights[expected.mask].tolist(), rel=1e-4
     )
     assert batch["num_items_in_batch"] == expected.mask.sum()
-    if not isinstance(how, str):
+    if not isinstance(correction, str):
         rejected = trainer._metrics["train"]["sparse_rl/reject/trajectories/frac"][-1]
         assert 0 < rejected < 1 and mask.any(1).float().mean().item() == pytest.approx(1 - rejected)
         assert trainer._metrics["train"]["sparse_rl/reject/tokens/frac"][-1] == pytest.approx(
             1 - (mask.sum() / response.sum()).item()
         )
     if not mask.any():  # geo's band: nothing is left of rollouts this different
-        assert how == "geo"
+        assert correction == "geo"
         return
     nudge(trainer.model)
     theirs = trainer._compute_loss(trainer.model, batch)
@@ -380,7 +385,7 @@ def test_the_model_is_given_back_as_it_was(sparse):
 
 
 def test_sampling_is_not_under_autocast(sparse):
-    """Weights in fp32 are sampled from in fp32, whatever the learner's precision; replay then is off by the learner's rounding alone."""
+    """fp32 weights are sampled in fp32 whatever the learner's precision; then replay differs only by its rounding."""
     found = {}
     for bf16 in (False, True):
         trainer = sparse(replay=True, max_steps=1, bf16=bf16)
@@ -393,9 +398,9 @@ def test_sampling_is_not_under_autocast(sparse):
 def test_replay_under_autocast_attends_in_one_dtype(sparse, monkeypatch):
     """As stock attention does; the kernels of a GPU take nothing else."""
     seen = set()
-    fits = shadow.fits_kernels
+    attend = ops.trace_attention
     monkeypatch.setattr(
-        shadow, "fits_kernels", lambda *tensors: seen.add(tuple(x.dtype for x in tensors[:3])) or fits(*tensors)
+        ops, "trace_attention", lambda *given: seen.add(tuple(x.dtype for x in given[:3])) or attend(*given)
     )
     sparse(replay=True, max_steps=1, bf16=True).train()
     assert seen == {(torch.bfloat16,) * 3}
@@ -470,14 +475,16 @@ from sparse_rl.integrations.trl import use_sparse_rollouts
 from accelerate.utils import gather_object
 
 model, tokenizer = load_model("tiny-sums", device="cpu")
-config = GRPOConfig(sys.argv[1], report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-    num_generations=8, max_completion_length=40, max_steps=2, logging_steps=1, learning_rate=1e-3, save_strategy="no", temperature=1.5)
+config = GRPOConfig(sys.argv[1], report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2,
+    gradient_accumulation_steps=2, num_generations=8, max_completion_length=40, max_steps=2, logging_steps=1,
+    learning_rate=1e-3, save_strategy="no", temperature=1.5)
 trainer = GRPOTrainer(model, reward_funcs=lambda completions, **_: [len(c) % 7.0 for c in completions], args=config,
     train_dataset=Dataset.from_dict({"prompt": ["3+4+1+5+2=", "9+9+1=", "7+2+2+1="]}), processing_class=tokenizer)
 use_sparse_rollouts(trainer, budget=16, interval=4, replay=True)
 trainer.train()
 weights = trainer.accelerator.gather(torch.cat([p.detach().flatten() for p in trainer.model.parameters()])[None])
-drawn = gather_object([[(t.prompt_tokens.tolist(), t.response_tokens.tolist()) for t in trainer.vllm_generation.trajectories]])
+mine = trainer.vllm_generation.trajectories
+drawn = gather_object([[(t.prompt_tokens.tolist(), t.response_tokens.tolist()) for t in mine]])
 if trainer.accelerator.is_main_process:
     log = trainer.state.log_history[1]
     print("FOUND", [(weights[0] - weights[1]).abs().max().item(), log["sampling/sampling_logp_difference/max"], *drawn])
@@ -547,7 +554,7 @@ def test_a_damaged_trace_is_refused(sparse):
         return found
 
     sampler.generate = swapped
-    with pytest.raises(SparseRLError, match="the traces are not those of these tokens"):
+    with pytest.raises(SparseRLError, match="the traces do not belong to these tokens"):
         generated(trainer)
 
 
@@ -576,7 +583,7 @@ def test_what_is_refused(made, case):
     ("name", "value", "said"),
     [
         ("tools", [print], "tools and environments"),
-        ("rollout_func", print, "leave it out"),
+        ("rollout_func", print, "omit it"),
         ("_is_vlm", True, "text model"),
         ("is_fsdp_enabled", True, "launch with DDP"),
         ("is_deepspeed_enabled", True, "launch with DDP"),

@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 from sparse_rl.cache import LayerSlots
 from sparse_rl.kernels import decode, twins
 from sparse_rl.kernels.sample import sample_and_record
-from sparse_rl.rollout.decode import RowState, sample_next
-from sparse_rl.rollout.sampling import Sampling
+from sparse_rl.rollout.decode import RowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16 matrices
@@ -80,7 +79,7 @@ def test_add_rms_norm_of_a_sum_in_parts(parts):
 
 
 def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
-    """(new token, cache) of 7 rows in 9; one is empty, one is full and waits, one has ended. Beyond a row's slots lie NaN."""
+    """(new token, cache) of 7 rows in 9: one is empty, one is full and waits, one has ended. Unused slots hold NaN."""
     rows, total = 7, 9
     used = torch.tensor([0, capacity - 1, capacity // 2, capacity, 1, capacity // 3, 2], device=DEVICE)
     index = used * 3 + torch.tensor([0, 1, 40, 3, 2, 70, 1], device=DEVICE)
@@ -155,7 +154,7 @@ def state_of(rows: int, new: int, seed: int = 0) -> RowState:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("vocabulary", [61, 4096, 9000])
-def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatch):
+def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype):
     rows, new = 40, 9
     logits = draw(rows, vocabulary, dtype=dtype) * 4
     logits[0, : vocabulary - 1] = -torch.inf  # all mass on the last token
@@ -163,8 +162,7 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
     stop_ids = torch.tensor([3, 7, vocabulary - 1], device=DEVICE)
     mine, theirs = state_of(rows + 2, new), state_of(rows + 2, new)
     sample_and_record(logits, mine, temperature, stop_ids)
-    monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
-    sample_next(logits, theirs, Sampling(new, temperature), stop_ids, None)
+    twins.sample_and_record(logits, theirs, temperature, stop_ids)
     for name in ("token", "index", "used", "count", "done", "tokens"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
@@ -176,7 +174,7 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype, monkeypatc
     [(torch.float32, 0.7, 1100), (torch.bfloat16, 1.0, 4200), (torch.float16, 2.0, 61)],
 )
 @pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=1e-46), dict(top_k=7), dict(top_k=40, top_p=0.6)])
-def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype, monkeypatch):
+def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype):
     """Against the twin, which sorts. Numbers of bfloat16 are often tied; of each row another token is drawn."""
     rows, new = 12, 9
     logits = draw(rows, vocabulary, dtype=dtype) * 4
@@ -188,8 +186,7 @@ def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype,
     none = torch.tensor([], dtype=torch.int64, device=DEVICE)
     mine, theirs = state_of(rows, new), state_of(rows, new)
     sample_and_record(logits, mine, temperature, none, **limits)
-    monkeypatch.setattr("sparse_rl.kernels.has_triton", lambda: False)
-    sample_next(logits, theirs, Sampling(new, temperature, **limits), none, None)
+    twins.sample_and_record(logits, theirs, temperature, none, **limits)
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.done, theirs.done)
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
     assert mine.count.sum() > state_of(rows, new).count.sum()

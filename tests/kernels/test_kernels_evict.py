@@ -13,11 +13,9 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from sparse_rl import CacheView
 from sparse_rl.cache import SlotCache
 from sparse_rl.cache.slots import CacheShape
-from sparse_rl.compressors import rkv
-from sparse_rl.kernels import evict
+from sparse_rl.kernels import evict, twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -111,7 +109,7 @@ def test_redundancy(shape, dtype, poisoned):
         assert (copies > 1).any() and (copies == 0).any()  # several copies, and none
     result = evict.redundancy(keys.to(DEVICE), threshold)
     assert result.dtype == FP32
-    torch.testing.assert_close(result.cpu(), rkv.redundancy(keys, threshold), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.cpu(), twins.redundancy(keys, threshold), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ def test_redundancy_at_other_thresholds(threshold, dtype, poisoned):
     if abs(threshold) < 1:
         threshold = far_from_ties(keys, threshold)
     torch.testing.assert_close(
-        evict.redundancy(keys.to(DEVICE), threshold).cpu(), rkv.redundancy(keys, threshold), rtol=1e-5, atol=0
+        evict.redundancy(keys.to(DEVICE), threshold).cpu(), twins.redundancy(keys, threshold), rtol=1e-5, atol=0
     )
 
 
@@ -172,15 +170,15 @@ def test_observed_logits(rows, heads, group, used, dim, count, dtype, softcap, p
     g = generator(rows, heads, group, used)
     keys = torch.randn(rows, heads, used, dim, generator=g).to(dtype)
     queries = torch.randn(rows, heads * group, count + 3, dim, generator=g).to(dtype)
-    view = CacheView(keys, keys, None, queries, None, None, None, scaling=dim**-0.5, softcap=softcap)
-    expected = view.attention_logits(last=count).amax(2)
-    result = evict.observed_logits(queries.to(DEVICE)[:, :, -count:], keys.to(DEVICE), view.scaling, softcap)
+    queries, scaling = queries[:, :, -count:], dim**-0.5
+    expected = twins.observed_logits(queries, keys, scaling, softcap)
+    result = evict.observed_logits(queries.to(DEVICE), keys.to(DEVICE), scaling, softcap)
     assert result.dtype == FP32
     torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
 def random_storage(layers, rows, heads, capacity, dims, dtype, mass, margin, g):
-    """A cache's content by name. With a margin, rows and slots beyond the cache's own: its tensors are views, not contiguous."""
+    """A cache's content by name. With a margin there are rows and slots beyond the cache: its tensors are views."""
     lead = (layers, rows + margin, heads, capacity + margin)
     storage = {
         "keys": torch.randn(*lead, dims[0], generator=g).to(dtype),
@@ -241,15 +239,13 @@ def test_compact(capacity, used, budget, dims, dtype, mass, margin, layers, choi
     )
     trace.scatter_(3, cache.feed[..., :used].transpose(0, 1).long(), never)  # in use, so not evicted yet
     traced = trace.clone().to(DEVICE)
-    evicted = cache.keep(layers, chosen[live], used, kept[:, live])
-    for i, (row, now) in enumerate(zip(chosen[live], fed[live].to(trace.dtype), strict=True)):
-        trace[row, layers] = trace[row, layers].scatter(2, evicted[:, i].long(), now.expand(evicted[:, i].shape))
+    slots = cache.keys, cache.values, cache.feed, cache.mass
+    twins.compact(*slots, trace, layers, chosen, used, kept, fed, live, never)
 
     cache = cache_over(result, margin)
+    slots = cache.keys, cache.values, cache.feed, cache.mass
     rest = (x.to(DEVICE) for x in (kept, fed, live))
-    evict.compact(
-        cache.keys, cache.values, cache.feed, cache.mass, traced, layers, chosen.to(DEVICE), used, *rest, never
-    )
+    evict.compact(*slots, traced, layers, chosen.to(DEVICE), used, *rest, never)
     for name in storage:
         assert torch.equal(result[name].cpu(), expected[name]), name
     assert torch.equal(traced.cpu(), trace)

@@ -1,5 +1,7 @@
-"""Attention under a trace by segments, forward and backward, against the boolean mask in fp64: on a GPU where there is one, else in
-Triton's interpreter."""
+"""Attention under a trace by segments, forward and backward, against the boolean mask in fp64.
+
+The kernels run on a GPU where there is one, else in Triton's interpreter.
+"""
 
 import copy
 import os
@@ -15,14 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl import Engine, Sampling
-from sparse_rl.attention import shadow
-from sparse_rl.attention.core import attend
-from sparse_rl.attention.flex import visible_blocks
-from sparse_rl.attention.shadow import Replay, layer_mask
-from sparse_rl.beacon import fixed_chunk_ends
-from sparse_rl.beacon import insert_beacons as lay_out_beacons
-from sparse_rl.cache.segments import find_segments, key_tiles, query_tiles
-from sparse_rl.kernels.segments import _list_kept, insert_beacons, segment_attention
+from sparse_rl.beacon import fixed_chunk_ends, insert_beacons
+from sparse_rl.cache.segments import Replay, find_segments, key_tiles, query_tiles
+from sparse_rl.kernels import ops
+from sparse_rl.kernels.flex import visible_blocks
+from sparse_rl.kernels.segments import _list_kept, make_layout, segment_attention
+from sparse_rl.kernels.twins import attend, layer_mask
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from tests.helpers.models import prompts_of, tiny
@@ -110,7 +110,7 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
     upstream = upstream * real[:, :, None, None]  # nobody asks for padding
 
     mine = [x.detach().requires_grad_() for x in (query, key, value)]
-    layout = insert_beacons(find_segments(evicted_at, lengths), evicted_at, dim, dtype)
+    layout = make_layout(find_segments(evicted_at, lengths), evicted_at, dim, dtype)
     out = segment_attention(*mine, layout, layer, scaling, window, softcap)
     out.backward(upstream)
 
@@ -127,14 +127,14 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
 
 @pytest.mark.parametrize("innermost", [True, False])
 def test_gradients_of_inputs_that_are_slices(innermost):
-    """Queries, keys and values cut out of one projection, with the head dim innermost in memory or not: strides are honoured."""
+    """Queries, keys and values may be parts of one projection, with the head dim innermost in memory or not."""
     evicted_at, lengths = micro_batch("even")
     rows, _, heads, tokens = evicted_at.shape
     whole = (
         draw(rows, tokens, 3 * heads, 16) if innermost else draw(rows, tokens, 16, 3 * heads).transpose(2, 3)
     ).requires_grad_()
     query, key, value = whole.transpose(1, 2).split(heads, 1)
-    layout = insert_beacons(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
+    layout = make_layout(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
     upstream = (
         draw(rows, heads, tokens, 16, seed=3).transpose(1, 2)
         if innermost
@@ -153,7 +153,7 @@ def test_lists_of_long_rows():
     tokens = 2600
     evicted_at = torch.stack([trace(tokens, n, 300, 200, layers=1, seed=n) for n in (tokens, 1700)]).to(DEVICE)
     segments = find_segments(evicted_at, torch.tensor([tokens, 1700], device=DEVICE))
-    layout = insert_beacons(segments, evicted_at, 16, torch.float32)
+    layout = make_layout(segments, evicted_at, 16, torch.float32)
     assert segments.most_kept == 300 and segments.begins.shape[1] == 12
     for b in range(2):
         for s, begin in enumerate(segments.begins[b].tolist()):
@@ -166,23 +166,23 @@ def test_lists_of_long_rows():
 def test_a_second_derivative_is_refused():
     evicted_at, lengths = micro_batch("irregular")
     query, key, value = (draw(3, 2, 20, 16, seed=seed).requires_grad_() for seed in range(3))
-    layout = insert_beacons(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
+    layout = make_layout(find_segments(evicted_at, lengths), evicted_at, 16, torch.float32)
     out = segment_attention(query, key, value, layout, 0, 0.25, None, None)
     (gradient,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (gradient.square().sum() + query.sum()).backward()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_gpu_shadow.py does it on the device")
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_shadow.py does it on the device")
 @pytest.mark.parametrize("name", ["gemma2"])  # windows and soft-caps; the others on a GPU
 def test_through_a_model(name, monkeypatch):
-    """The attention as a model calls it: log-probs and gradients by segments equal those under the mask, windows and soft-caps included."""
+    """Log-probs and gradients of a model by segments equal those under the mask, windows and soft-caps included."""
     model = copy.deepcopy(tiny(name))
     done = Engine(model, budget=10, interval=6, rows=2).generate(prompts_of(4, 20), sampling=Sampling(16))
     tokens = collate(done)
     found = []
     for way in (True, False):
-        monkeypatch.setattr(shadow, "fits_kernels", lambda *_, way=way: way)
+        monkeypatch.setattr(ops, "place_of", lambda _, way=way: ops.Place("cuda" if way else "cpu", triton=True))
         replay = replay_of(model, [(t.tokens, t.trace) for t in done])
         model.zero_grad()
         logprobs = batch_logprobs(model, tokens.tokens, tokens.mask, 1.0, replay)
@@ -197,7 +197,7 @@ def test_through_a_model(name, monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 60), st.integers(0, 10_000))
 def test_segments_say_what_each_query_sees(tokens, seed):
-    """Kept tokens at the begin, and own tokens up to oneself, are exactly the visible ones; tiles cover every query and place once."""
+    """A query sees the tokens kept at its segment's begin, and the segment's own; tiles cover everything once."""
     lengths = torch.randint(1, tokens + 1, (3,), generator=torch.Generator().manual_seed(seed))
     lengths[0] = tokens
     evicted_at = torch.stack([any_trace(tokens, n, seed + i) for i, n in enumerate(lengths.tolist())])
@@ -232,7 +232,7 @@ def test_segments_say_what_each_query_sees(tokens, seed):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(100, 700), st.integers(0, 10_000), st.sampled_from([None, 1, 127, 128, 129, 255, 256, 257, 384]))
 def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
-    """`some` are the blocks in which, but for causality and the window, something is visible; `whole` those in which all is."""
+    """`some` holds every block in which something is visible, `whole` none in which something is not."""
     generator = torch.Generator().manual_seed(seed)
     edges = torch.randint(1, 6, (1, 2, -(-tokens // 128)), generator=generator) * 128 + torch.randint(
         -1, 2, (1, 2, 1), generator=generator
@@ -257,7 +257,7 @@ def test_blocks_of_the_fallback_hold_what_is_visible(tokens, seed, window):
 
 
 def test_many_segments_are_told_apart():
-    """Kept tokens are listed where the lists stay small beside the tokens: a budget and an interval; not where every token is an event."""
+    """Kept tokens are listed where the lists stay small, not where every token is an event."""
     few = trace(4096, 4096, 512, 128, layers=1, heads=2)[None]
     assert find_segments(few, torch.tensor([4096])).are_few
     chunks = (
@@ -279,7 +279,7 @@ def test_many_segments_are_told_apart():
 def test_layers_and_heads_may_share_their_lists(chunk):
     """As beacons do: what one head sees, all see."""
     prompts, lengths, group, dim = torch.tensor([6, 20]), torch.tensor([50, 33]), 2, 16
-    laid = lay_out_beacons(
+    laid = insert_beacons(
         torch.zeros(2, 50, dtype=torch.int64),
         prompts,
         lengths,
@@ -297,7 +297,7 @@ def test_layers_and_heads_may_share_their_lists(chunk):
     found = []
     for evicted_at in (shared, shared.expand(-1, 4, heads, -1)):
         mine = [x.detach().requires_grad_() for x in (query, key, value)]
-        layout = insert_beacons(find_segments(evicted_at, fed), evicted_at, dim, torch.float32)
+        layout = make_layout(find_segments(evicted_at, fed), evicted_at, dim, torch.float32)
         assert layout.kept.shape[1:3] == evicted_at.shape[1:3]
         out = segment_attention(*mine, layout, 3, 0.3, None, None)
         out.backward(upstream)

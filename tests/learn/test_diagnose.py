@@ -25,7 +25,9 @@ from tests.helpers.models import prompts_of, tiny
 
 
 def planted():
-    """10 trajectories of 20 response tokens (the last of 10): 3 hold one token with xi below 1e-4, of which 2 have reward."""
+    """10 trajectories of 20 response tokens (the last of 10): 3 hold one token with xi below 1e-4, of which 2 have
+    reward.
+    """
     mask = torch.ones(10, 20, dtype=torch.bool)
     mask[9, 10:] = False
     gap = torch.zeros(10, 20)
@@ -38,8 +40,8 @@ def planted():
 
 def test_rejection_is_counted_over_the_original_mask():
     gap, mask, rewards = planted()
-    fixed = correct(gap, mask, PRESETS["sparse-rl"])
-    found = rejection_metrics(mask, fixed, rewards)
+    corrected = correct(gap, mask, PRESETS["sparse-rl"])
+    found = rejection_metrics(mask, corrected, rewards)
     assert found["reject/trajectories/frac"] == 3 / 10
     assert found["reject/tokens/frac"] == (20 + 20 + 10) / 190
     assert found["reject/rewarded/frac"] == 2 / 3 and found["reject/unrewarded/frac"] == 1 / 7
@@ -58,9 +60,8 @@ def test_gap_figures_are_those_of_the_planted_gaps():
     assert found["gap/abs/mean"] == pytest.approx(np.abs(values).mean(), rel=1e-6)
     assert found["gap/k3/mean"] == pytest.approx((xi - 1 - values).mean(), rel=1e-6)
     assert found["gap/chi2/mean"] == pytest.approx((xi**2).mean() - 1, rel=1e-5)
-    weights = np.array(
-        [2.0] * 5 + [1.0] * 135
-    )  # what the loss uses: 140 tokens of accepted trajectories, 5 capped; 50 are dropped
+    # The loss uses 140 tokens of accepted trajectories, 5 of them capped; 50 tokens are dropped.
+    weights = np.array([2.0] * 5 + [1.0] * 135)
     assert found["gap/ess/frac"] == pytest.approx(weights.sum() ** 2 / (190 * (weights**2).sum()), rel=1e-6)
     sequences = np.exp(
         [math.log(1e-5) / 20, math.log(3) / 4, 0, 0, math.log(1e-5) / 20, 0, 0, 0, 0, math.log(1e-5) / 10]
@@ -70,9 +71,9 @@ def test_gap_figures_are_those_of_the_planted_gaps():
 
 def test_nothing_sampled_gives_no_figures():
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    fixed = correct(torch.zeros(2, 3), mask, PRESETS["none"])
-    assert gap_metrics(torch.zeros(2, 3), mask, fixed) == {}
-    assert rejection_metrics(mask, fixed, torch.zeros(2)) == {
+    corrected = correct(torch.zeros(2, 3), mask, PRESETS["none"])
+    assert gap_metrics(torch.zeros(2, 3), mask, corrected) == {}
+    assert rejection_metrics(mask, corrected, torch.zeros(2)) == {
         "reject/trajectories/frac": 0.0,
         "reject/unrewarded/frac": 0.0,
     }
@@ -109,9 +110,8 @@ def test_gap_by_distance_from_the_last_eviction():
 
 def test_evictions_are_found_in_real_traces(llama):
     done = Engine(llama, budget=12, interval=4, rows=2).generate(prompts_of(9, 30), sampling=Sampling(20))
-    for t, first in zip(
-        done, (16, 30)
-    ):  # capacity 16: full after 16 tokens; a longer prompt is compressed once, after itself
+    # The capacity is 16: a row is full after 16 tokens; a longer prompt is compressed once, after itself.
+    for t, first in zip(done, (16, 30)):
         gap = torch.zeros(1, len(t.tokens))
         gap[0, first + 1] = 1.0
         mask = torch.arange(len(t.tokens))[None] >= t.num_prompt_tokens

@@ -56,9 +56,11 @@ def reference_advantages(rewards, members=None):
 
 
 def reference_loss(preset, sampler, old, logprobs, ref, mask, rewards, loss: Loss):
-    """(loss, gradient) by loops over trajectories and tokens. All fp64; the gradient of each token is written out by hand."""
+    """(loss, gradient) by loops over trajectories and tokens. All fp64; the gradient of each token is written out by
+    hand.
+    """
     n, width = len(mask), len(mask[0])
-    how = {
+    parts = {
         "naive": {},
         "none": {},
         "tis": dict(cap=2),
@@ -78,21 +80,21 @@ def reference_loss(preset, sampler, old, logprobs, ref, mask, rewards, loss: Los
     for i in range(n):
         tokens = [t for t in range(width) if mask[i][t]]
         gaps = {t: old[i][t] - sampler[i][t] for t in tokens}
-        if "clip_gap" in how:
+        if "clip_gap" in parts:
             gaps = {t: max(-20.0, min(20.0, x)) for t, x in gaps.items()}
         for t in tokens:
             xi[i][t] = math.exp(gaps[t])
         accept = True
-        if "veto" in how and tokens:
-            accept = min(xi[i][t] for t in tokens) >= how["veto"]
-        if "geo" in how and tokens:
-            accept = how["geo"][0] <= math.exp(sum(gaps.values()) / len(tokens)) <= how["geo"][1]
+        if "veto" in parts and tokens:
+            accept = min(xi[i][t] for t in tokens) >= parts["veto"]
+        if "geo" in parts and tokens:
+            accept = parts["geo"][0] <= math.exp(sum(gaps.values()) / len(tokens)) <= parts["geo"][1]
         accepted.append(accept)
         for t in tokens:
-            M[i][t] = accept and ("band" not in how or how["band"][0] <= xi[i][t] <= how["band"][1])
-            if "cap" in how:
-                w[i][t] = min(xi[i][t], how["cap"])
-    if how.get("normalise"):
+            M[i][t] = accept and ("band" not in parts or parts["band"][0] <= xi[i][t] <= parts["band"][1])
+            if "cap" in parts:
+                w[i][t] = min(xi[i][t], parts["cap"])
+    if parts.get("normalise"):
         everything = [w[i][t] for i in range(n) for t in range(width) if mask[i][t]]
         mean = sum(everything) / len(everything)
         w = [[x / mean for x in row] for row in w]
@@ -123,7 +125,7 @@ def reference_loss(preset, sampler, old, logprobs, ref, mask, rewards, loss: Los
                 d = ref[i][t] - logprobs[i][t]
                 penalty = math.exp(d) - 1 - d
                 slope = 1 - math.exp(d)
-                if "clip_kl" in how and abs(penalty) > 10:
+                if "clip_kl" in parts and abs(penalty) > 10:
                     penalty, slope = 10.0, 0.0
                 value += scale * loss.beta * penalty
                 gradient[i, t] += scale * loss.beta * slope
@@ -149,14 +151,14 @@ def test_loss_and_gradient_equal_the_loops(preset, loss, seed):
     expected, gradient = reference_loss(
         preset, *(x.tolist() for x in (sampler, old, logprobs, reference, mask, rewards)), loss
     )
-    how = PRESETS[preset]
-    used_old = sampler if how.old == "sampler" else old
+    chosen = PRESETS[preset]
+    used_old = sampler if chosen.old == "sampler" else old
     advantages, _ = advantage(rewards, torch.tensor(GROUP))
-    fixed = correct(used_old - sampler, mask, how)
-    scale = token_scale(fixed.mask, fixed.accepted, loss).double()
+    corrected = correct(used_old - sampler, mask, chosen)
+    scale = token_scale(corrected.mask, corrected.accepted, loss).double()
     leaf = logprobs.clone().requires_grad_()
     value, *_ = policy_loss(
-        leaf, used_old, advantages, fixed.mask, fixed.weights.double(), scale, loss, reference, how.clip_kl
+        leaf, used_old, advantages, corrected.mask, corrected.weights.double(), scale, loss, reference, chosen.clip_kl
     )
     value.backward()
     assert value.item() == pytest.approx(expected, rel=1e-5, abs=1e-9)
@@ -166,16 +168,16 @@ def test_loss_and_gradient_equal_the_loops(preset, loss, seed):
 def test_micro_batches_add_up():
     sampler, old, logprobs, reference, mask, rewards = planted_batch(0)
     loss = Loss(beta=0.05)
-    fixed = correct(old - sampler, mask, PRESETS["sparse-rl"])
-    scale, (adv, _) = token_scale(fixed.mask, fixed.accepted, loss), advantage(rewards, torch.tensor(GROUP))
+    corrected = correct(old - sampler, mask, PRESETS["sparse-rl"])
+    scale, (adv, _) = token_scale(corrected.mask, corrected.accepted, loss), advantage(rewards, torch.tensor(GROUP))
 
     def part(rows):
         return policy_loss(
             logprobs[rows],
             old[rows],
             adv[rows],
-            fixed.mask[rows],
-            fixed.weights[rows],
+            corrected.mask[rows],
+            corrected.weights[rows],
             scale[rows],
             loss,
             reference[rows],
@@ -187,7 +189,7 @@ def test_micro_batches_add_up():
 
 def test_presets_reject_what_they_should():
     sampler, old, _, _, mask, _ = planted_batch(0)
-    accepted = {name: correct(old - sampler, mask, how).accepted.tolist() for name, how in PRESETS.items()}
+    accepted = {name: correct(old - sampler, mask, preset).accepted.tolist() for name, preset in PRESETS.items()}
     assert accepted["none"] == [True] * 8
     assert accepted["sparse-rl"] == [True, False, True, True, True, True, True, True]  # the planted gap of -12
     assert accepted["geo"] == [True, False, True, True, False, False, False, False]
@@ -215,8 +217,8 @@ def test_rebaseline_leaves_rejected_members_out(seed):
 
 
 def test_parts_combine_and_are_checked():
-    how = correction("sparse-rl", cap=5.0, mask_outside=(0.1, 10.0))
-    assert how == Correction(reject_below=1e-4, cap=5.0, mask_outside=(0.1, 10.0))
+    combined = correction("sparse-rl", cap=5.0, mask_outside=(0.1, 10.0))
+    assert combined == Correction(reject_below=1e-4, cap=5.0, mask_outside=(0.1, 10.0))
     with pytest.raises(SparseRLError, match="'sparse_rl'; did you mean 'sparse-rl'"):
         correction("sparse_rl")
     with pytest.raises(SparseRLError, match=r"no part 'capp'; did you mean 'cap'"):
@@ -231,22 +233,13 @@ def test_parts_combine_and_are_checked():
 
 def test_everything_rejected_is_a_loss_of_zero():
     sampler, old, logprobs, _, mask, rewards = planted_batch(0)
-    fixed = correct(old - sampler - 20, mask, PRESETS["sparse-rl"])
-    assert fixed.accepted.tolist() == [
-        False,
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]  # the empty response has nothing to reject
+    corrected = correct(old - sampler - 20, mask, PRESETS["sparse-rl"])
+    assert corrected.accepted.tolist() == [i == 3 for i in range(8)]  # the empty response has nothing to reject
     leaf = logprobs.clone().requires_grad_()
     loss = Loss(renormalise=True)
     adv, _ = advantage(rewards, torch.tensor(GROUP))
     value, *_ = policy_loss(
-        leaf, old, adv, fixed.mask, fixed.weights, token_scale(fixed.mask, fixed.accepted, loss), loss
+        leaf, old, adv, corrected.mask, corrected.weights, token_scale(corrected.mask, corrected.accepted, loss), loss
     )
     value.backward()
     assert value.item() == 0 and leaf.grad.abs().max() == 0

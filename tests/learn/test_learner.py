@@ -1,4 +1,6 @@
-"""The learner against plain torch: batches change nothing, micro-batches add up, masters are fp32, bad steps leave no mark."""
+"""The learner against plain torch: batches change nothing, micro-batches add up, masters are fp32, bad steps leave no
+mark.
+"""
 
 import copy
 import math
@@ -12,12 +14,13 @@ from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import Batch, collate, join, make_batches, pack, score
+from sparse_rl.learn.batch import Batch, collate, join, pack, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from tests.helpers.largest import Largest
+from tests.helpers.learning import batches_of
 from tests.helpers.models import VOCABULARY, prompts_of, tiny
 
 STEADY = OptimizerSettings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -33,7 +36,7 @@ def make_batch(model, preset="sparse-rl", loss=None, minibatches=1, temperature=
     scored = score(model, collate(done), 64, temperature)
     rewards = torch.tensor([1.0, 0.0] * (len(done) // 2))
     advantages, _ = advantage(rewards, torch.tensor([t.prompt_index for t in done]))
-    return make_batches(scored, advantages, PRESETS[preset], loss or Loss(), minibatches), done, advantages
+    return batches_of(scored, advantages, PRESETS[preset], loss or Loss(), minibatches), done, advantages
 
 
 def test_batches_change_no_logprob(model):
@@ -95,7 +98,7 @@ def test_logits_exist_for_a_chunk_only(monkeypatch):
     (batch,), _, _ = make_batch(model)
     monkeypatch.setattr(scoring, "head_chunk", lambda vocabulary: 8)
     with Largest() as seen:
-        metrics = Learner(model, STEADY, Loss()).step(batch)
+        metrics = Learner(model, STEADY, Loss()).step(batch).metrics
     assert metrics["update/grad_norm"] > 0 and int(batch.mask.sum()) > 30
     assert seen.rows == 8
 
@@ -132,7 +135,7 @@ def test_a_step_is_adamw_on_the_whole_batch(architecture, limit):
     model = copy.deepcopy(tiny(architecture))
     (batch,), _, _ = make_batch(model, temperature=0.9)
     expected = reference_step(model, batch, Loss(), 0.9)
-    metrics = Learner(model, STEADY, Loss(), micro_batch_tokens=limit, temperature=0.9).step(batch)
+    metrics = Learner(model, STEADY, Loss(), micro_batch_tokens=limit, temperature=0.9).step(batch).metrics
     assert metrics["update/grad_norm"] > 1e-3
     for got, want, start in zip(model.parameters(), expected.parameters(), tiny(architecture).parameters()):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=2e-5)
@@ -142,7 +145,7 @@ def test_a_step_is_adamw_on_the_whole_batch(architecture, limit):
 def test_naive_is_centred_on_the_sampler():
     done = rollouts(tiny("llama"))
     scored = score(tiny("llama"), collate(done), 64)
-    naive, none = (make_batches(scored, torch.ones(6), PRESETS[name], Loss(), 1)[0] for name in ("naive", "none"))
+    naive, none = (batches_of(scored, torch.ones(6), PRESETS[name], Loss(), 1)[0] for name in ("naive", "none"))
     assert naive.old_logprobs.equal(scored.sampled.sampler_logprobs) and none.old_logprobs.equal(scored.old_logprobs)
     assert (scored.gap.abs() > 0.01).any() and naive.weights[naive.mask].eq(1).all()
 
@@ -154,9 +157,10 @@ def test_clip_fraction_counts_all_response_tokens():
     batch.mask[dropped] = False
     batch.old_logprobs[batch.mask] -= 1.0  # every ratio is e: clipped where the advantage is positive
     clipped = int(batch.mask[batch.advantages > 0].sum())
-    metrics = Learner(model, STEADY, Loss()).step(batch)
+    result = Learner(model, STEADY, Loss()).step(batch)
+    metrics = result.metrics
     assert metrics["update/clip/frac"] == clipped / batch.response_tokens < clipped / int(batch.mask.sum())
-    assert batch.clipped.equal(batch.mask & (batch.advantages > 0)[:, None])
+    assert result.clipped.equal(batch.mask & (batch.advantages > 0)[:, None])
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -173,7 +177,7 @@ def test_no_dropout_of_any_kind_while_learning(architecture):
         model = copy.deepcopy(tiny("llama", attention_dropout=0.5))
     (batch,), _, _ = make_batch(model, "none")
     before = {n: (m.training, getattr(m, "p", None)) for n, m in model.named_modules()}
-    metrics = Learner(model, STEADY, Loss()).step(batch)
+    metrics = Learner(model, STEADY, Loss()).step(batch).metrics
     assert abs(metrics["update/drift/mean"]) < 1e-6
     assert before == {n: (m.training, getattr(m, "p", None)) for n, m in model.named_modules()}
 
@@ -204,7 +208,7 @@ def test_checkpointing_changes_no_gradient():
         runs += 1
 
     saving.model.layers[0].register_forward_pre_hook(count)
-    one, two = (Learner(m, STEADY, Loss(), micro_batch_tokens=10_000).step(batch) for m in (plain, saving))
+    one, two = (Learner(m, STEADY, Loss(), micro_batch_tokens=10_000).step(batch).metrics for m in (plain, saving))
     assert runs == 2  # recomputed: it was on
     assert one == pytest.approx(two, rel=1e-5)
     for a, b in zip(plain.parameters(), saving.parameters()):
@@ -214,7 +218,7 @@ def test_checkpointing_changes_no_gradient():
 def test_the_ratio_starts_at_one_despite_dropout():
     model = copy.deepcopy(tiny("llama", attention_dropout=0.5))
     (batch,), _, _ = make_batch(model, "none")
-    metrics = Learner(model, STEADY, Loss()).step(batch)
+    metrics = Learner(model, STEADY, Loss()).step(batch).metrics
     assert abs(metrics["update/drift/mean"]) < 1e-6 and metrics["update/clip/frac"] == 0
     assert model.model.layers[0].self_attn.attention_dropout == 0.5 and not model.training
 
@@ -230,14 +234,13 @@ def test_the_reference_is_another_model():
             expected = token_logprobs(other, t.tokens, temperature=0.9)[t.num_prompt_tokens :]
         torch.testing.assert_close(scored.reference_logprobs[i][scored.sampled.mask[i]], expected, rtol=1e-4, atol=1e-5)
     advantages = torch.zeros(len(done))
-    (batch,) = make_batches(scored, advantages, PRESETS["none"], Loss(beta=0.1), 1)
-    metrics = Learner(model, STEADY, Loss(beta=0.1), temperature=0.9).step(
-        batch
-    )  # no advantage anywhere: the KL alone moves the weights
+    (batch,) = batches_of(scored, advantages, PRESETS["none"], Loss(beta=0.1), 1)
+    # No advantage anywhere: the KL alone moves the weights.
+    metrics = Learner(model, STEADY, Loss(beta=0.1), temperature=0.9).step(batch).metrics
     assert metrics["update/kl/mean"] > 0 and metrics["update/loss"] == pytest.approx(
         0.1 * mean_of_sequences(scored), rel=1e-4
     )
-    without = Learner(copy.deepcopy(model), STEADY, Loss()).step(batch)
+    without = Learner(copy.deepcopy(model), STEADY, Loss()).step(batch).metrics
     assert without == {"update/empty/count": 1.0}
 
 
@@ -248,11 +251,13 @@ def mean_of_sequences(scored) -> float:
 
 
 def test_optimizer_steps_have_their_own_normalisation():
-    """The released code's weights have mean 1 over the response tokens of each optimizer step, and scales count its trajectories only."""
+    """The released code's weights have mean 1 over the response tokens of each optimizer step, and scales count its
+    trajectories only.
+    """
     model = tiny("llama")
     done = rollouts(model)
     scored = score(model, collate(done), 64)
-    batches = make_batches(scored, torch.ones(6), PRESETS["sparse-rl-released"], Loss(), 3)
+    batches = batches_of(scored, torch.ones(6), PRESETS["sparse-rl-released"], Loss(), 3)
     for i, batch in enumerate(batches):
         mask = scored.sampled.mask[2 * i : 2 * i + 2]
         assert batch.tokens.equal(scored.sampled.tokens[2 * i : 2 * i + 2]) and batch.response_tokens == int(mask.sum())
@@ -264,14 +269,13 @@ def test_optimizer_steps_have_their_own_normalisation():
 
 def test_bf16_weights_move_through_their_fp32_masters():
     model = copy.deepcopy(tiny("llama")).bfloat16()
-    how = OptimizerSettings(lr=1e-6, betas=(0.0, 0.0), weight_decay=0.0)
-    optimizer = MasterAdamW(model.parameters(), how)
+    optimizer = MasterAdamW(model.parameters(), OptimizerSettings(lr=1e-6, betas=(0.0, 0.0), weight_decay=0.0))
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         for p in model.parameters():
             torch.autograd.backward(p.float().sum())
         assert all(p.grad is None for p in model.parameters())  # gathered in fp32 already
-        optimizer.step(1.0)
+        optimizer.step(0)
     still = sum(int((a == b).sum()) for a, b in zip(before, model.parameters()))
     assert still > 0.98 * sum(p.numel() for p in before)  # bf16 alone would never get anywhere
     for a, master in zip(before, optimizer.masters):
@@ -279,7 +283,7 @@ def test_bf16_weights_move_through_their_fp32_masters():
     for _ in range(3000):
         for master in optimizer.masters:
             master.grad = torch.ones_like(master)
-        optimizer.step(1.0)
+        optimizer.step(0)
     for a, p, master in zip(before, model.parameters(), optimizer.masters):
         assert p.equal(master.bfloat16()) and not p.equal(a)
 
@@ -300,7 +304,7 @@ def test_optimizer_state_comes_back():
     twin = Learner(copy.deepcopy(tiny("llama")).bfloat16(), STEADY, Loss())
     twin.load_state_dict(copy.deepcopy(learner.state_dict()))
     assert twin.version == 1
-    assert learner.step(batch) == twin.step(batch)
+    assert learner.step(batch).metrics == twin.step(batch).metrics
     assert all(a.equal(b) for a, b in zip(learner.optimizer.masters, twin.optimizer.masters))
     assert all(a.equal(b) for a, b in zip(model.parameters(), twin.model.parameters()))
 
@@ -317,10 +321,10 @@ def test_everything_rejected_leaves_no_mark():
     model = copy.deepcopy(tiny("llama"))
     done = rollouts(model)
     scored = score(model, collate(done), 64)
-    how = Correction(reject_below=1e9)
-    (batch,) = make_batches(scored, torch.ones(len(done)), how, Loss(renormalise=True), 1)
+    reject_all = Correction(reject_below=1e9)
+    (batch,) = batches_of(scored, torch.ones(len(done)), reject_all, Loss(renormalise=True), 1)
     learner = Learner(model, STEADY, Loss())
-    assert unchanged(model, lambda: learner.step(batch)) == {"update/empty/count": 1.0}
+    assert unchanged(model, lambda: learner.step(batch).metrics) == {"update/empty/count": 1.0}
     assert learner.version == 0
 
 
@@ -341,9 +345,9 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_finally_stops(value):
     good = copy.deepcopy(batch)
     batch.weights[batch.mask] = value
     learner = Learner(model, STEADY, Loss(), max_skipped=3)
-    assert unchanged(model, lambda: learner.step(batch)) == {"update/skipped/count": 1.0}
+    assert unchanged(model, lambda: learner.step(batch).metrics) == {"update/skipped/count": 1.0}
     unchanged(model, lambda: learner.step(batch))
-    assert "update/loss" in learner.step(good) and learner.skipped == 0  # a good step forgives
+    assert "update/loss" in learner.step(good).metrics and learner.skipped == 0  # a good step forgives
     for _ in range(2):
         learner.step(batch)
     with pytest.raises(
@@ -357,7 +361,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_too():
     (batch,), _, _ = make_batch(model, "none")
     model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * math.nan)
     learner = Learner(model, STEADY, Loss())
-    assert unchanged(model, lambda: learner.step(batch)) == {"update/skipped/count": 1.0}
+    assert unchanged(model, lambda: learner.step(batch).metrics) == {"update/skipped/count": 1.0}
 
 
 def test_float16_is_refused_whoever_chose_it():
@@ -387,7 +391,7 @@ def test_a_positive_advantage_raises_the_log_prob(seed):
     tokens = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 4:] = True
-    ones, none = torch.ones(2, 9), torch.zeros_like(mask)
+    ones = torch.ones(2, 9)
     batch = Batch(
         tokens,
         torch.tensor([9, 9]),
@@ -398,7 +402,6 @@ def test_a_positive_advantage_raises_the_log_prob(seed):
         ones,
         mask / 10,
         10,
-        none,
         torch.zeros(2, dtype=torch.int64),
     )
 

@@ -1,4 +1,6 @@
-"""Students learn from the teacher's rollouts: what is learned, from what, and that a run can be stopped, resumed and used."""
+"""Students learn from the teacher's rollouts: what is learned, from what, and that a run can be stopped, resumed and
+used.
+"""
 
 import copy
 import json
@@ -10,17 +12,18 @@ import pytest
 import torch
 
 import sparse_rl.train.held_out
-import sparse_rl.train.loop
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.beacon import beacon_of, fixed_chunk_ends, random_chunk_ends
 from sparse_rl.config import make_recipe
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn.batch import collate
+from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.optimizer import OptimizerSettings
-from sparse_rl.learn.student import Student, Students, StudentSettings, copied, name_of, seen, sizes_of
+from sparse_rl.learn.student import Student, Students, StudentSettings, copied, name_of, sizes_of, teacher_states
 from sparse_rl.models import load_model
 from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import checkpoint_bytes, plan_run, train
+from sparse_rl.train.saving import resume
 from tests.helpers.models import prompts_of, tiny
 
 OPTIMIZER = OptimizerSettings(lr=1e-3, weight_decay=0.0)
@@ -46,7 +49,8 @@ def recipe(**sections):
     return make_recipe({name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
 
 
-# ------------------------------------------------------------------------------------------------------------ what is learned
+# ------------------------------------------------------------------------------------------------------------ what is
+# learned
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -58,7 +62,7 @@ def test_the_loss_is_the_kl_of_full_distributions_from_the_teacher(name):
     rows = torch.arange(len(sampled.lengths))
     prompts = sampled.mask.int().argmax(1)
     fed = student.insert_beacons(sampled.tokens, prompts, sampled.lengths, [0] * len(rows))
-    ours = student.kl(fed, seen(teacher, sampled, rows), 0.7)
+    ours = student.kl(fed, teacher_states(teacher, sampled, rows), 0.7)
 
     theirs, beacon = [], beacon_of(student.model)
     for i in rows.tolist():
@@ -88,7 +92,7 @@ def test_only_students_move_and_the_gradient_is_that_of_one_batch():
     for micro_batch_tokens in (10_000, 40):
         students = Students(teacher, StudentSettings([4, [2, 8]], lr=1e-3), OPTIMIZER, micro_batch_tokens)
         metrics = students.learn(teacher, sampled, minibatches=1, step=3)
-        steps.append((metrics, [dict(s.model.named_parameters()) for s in students.every]))
+        steps.append((metrics, [dict(s.model.named_parameters()) for s in students.members]))
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in teacher.named_parameters())
     (first, ours), (second, theirs) = steps
     assert first.keys() == {f"student/{s}/{q}" for s in ("c4", "c2-8") for q in ("kl", "grad_norm")}
@@ -107,25 +111,29 @@ def test_only_students_move_and_the_gradient_is_that_of_one_batch():
 
 
 def test_a_step_is_that_of_the_mean_kl_and_warms_up():
-    """The gradient's norm computed again; AdamW's first step has the size of the learning rate, of which warm-up takes a tenth."""
+    """The gradient's norm computed again; AdamW's first step has the size of the learning rate, of which warm-up takes
+    a tenth.
+    """
     teacher, sampled = copy.deepcopy(tiny("llama")), rolled(tiny("llama"))
-    how, optimizer = StudentSettings([4], lr=1e-3), OptimizerSettings(lr=0.5, weight_decay=0.0, warmup_steps=10)
-    students, again = Students(teacher, how, optimizer), Student(teacher, (4,), how, optimizer, 0)
+    student_settings = StudentSettings([4], lr=1e-3)
+    optimizer = OptimizerSettings(lr=0.5, weight_decay=0.0, warmup_steps=10)
+    students = Students(teacher, student_settings, optimizer)
+    again = Student(teacher, (4,), student_settings, optimizer, 0)
     rows, prompts = torch.arange(len(sampled.lengths)), sampled.mask.int().argmax(1)
     kl = again.kl(
         again.insert_beacons(sampled.tokens, prompts, sampled.lengths, [0] * len(rows)),
-        seen(teacher, sampled, rows),
+        teacher_states(teacher, sampled, rows),
         1.0,
     )
     assert len(kl) == sampled.mask.sum()
     kl.mean().backward()
     norm = torch.stack([p.grad.norm() for p in again.model.parameters()]).norm().item()
-    before = beacon_of(students.every[0].model).beacon.detach().clone()
+    before = beacon_of(students.members[0].model).beacon.detach().clone()
     metrics = students.learn(teacher, sampled, minibatches=1, step=0)
     assert metrics["student/c4/grad_norm"] == pytest.approx(norm, rel=1e-4) and metrics[
         "student/c4/kl"
     ] == pytest.approx(kl.mean().item())
-    moved = (beacon_of(students.every[0].model).beacon.detach() - before).abs()
+    moved = (beacon_of(students.members[0].model).beacon.detach() - before).abs()
     assert moved.median().item() == pytest.approx(1e-4, rel=1e-2)
 
 
@@ -139,7 +147,7 @@ def test_students_learn_what_their_teacher_says():
 def test_adapters_stand_on_the_teacher_as_it_is():
     teacher, sampled = copy.deepcopy(tiny("llama")), rolled(tiny("llama"))
     students = Students(teacher, StudentSettings([4], lr=1e-3, lora_rank=2), OPTIMIZER)
-    (student,) = students.every
+    (student,) = students.members
     trained = {name for name, p in student.model.named_parameters() if p.requires_grad}
     assert all("lora_" in name or name.endswith("beacon") for name in trained) and any(
         name.endswith("beacon") for name in trained
@@ -239,9 +247,11 @@ def test_a_run_with_students_resumes_to_the_bit(finished, tmp_path):
     assert [line for line in ours if len(line) > 1] == [line for line in theirs if len(line) > 1]
 
 
-def test_late_distillation_leaves_the_teacher_as_it_is(tmp_path):
+def test_a_frozen_teacher_stays_as_it_is(tmp_path):
     train(
-        recipe(student={"chunks": [4], "late": True, "lora_rank": 2}, eval={"every": 0}), tmp_path / "run", show=False
+        recipe(student={"chunks": [4], "freeze_teacher": True, "lora_rank": 2}, eval={"every": 0}),
+        tmp_path / "run",
+        show=False,
     )
     _, path = find_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     start, end = load_model("tiny-sums")[0].state_dict(), load_model(str(path))[0].state_dict()
@@ -273,7 +283,7 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
             tmp_path / "no",
         )
     moving = {"compressor": "beacon:4", "budget": {"min": 4, "max": 8, "target": {"alpha_5": 0.9}}}
-    with pytest.raises(SparseRLError, match=r"rollout.budget is to move, but beacon has none"):
+    with pytest.raises(SparseRLError, match=r"rollout.budget is to move, but beacon has no budget"):
         Trainer(recipe(**(sections | {"rollout": moving}), learn={"method": "shadow"}), tmp_path / "no")
     with pytest.raises(
         SparseRLError, match=r"as they were fed, which none \(view: dense\) does not do; use learn.method: shadow"
@@ -287,9 +297,9 @@ def test_refusals():
         ({"chunks": [[]]}, "give a list with an entry per student"),
         ({"chunks": [[4, 8], [8, 4]]}, "two students are the same"),
         ({"draw": "token"}, "student.draw is 'token'"),
-        ({"position": "left"}, "student.position 'left'"),
+        ({"position": "left"}, "student.position is 'left'"),
         ({"lr": 0.0}, "student.lr is 0.0"),
-        ({"chunks": [], "late": True}, "there is no student"),
+        ({"chunks": [], "freeze_teacher": True}, "there is no student"),
     ):
         with pytest.raises(SparseRLError, match=message):
             recipe(student=wrong)
@@ -321,7 +331,7 @@ def test_the_plan_counts_students():
     trainer = Trainer(given, Path("nowhere"), show=False)
     weights = sum(p.nbytes for p in load_model("tiny-sums")[0].parameters())
     assert plan.student_bytes == 2 * 4 * weights and without.student_bytes == 0  # weights, two moments, gradients
-    held = sum(p.nbytes for s in trainer.students.every for p in s.model.parameters())
+    held = sum(p.nbytes for s in trainer.students.members for p in s.model.parameters())
     assert held == pytest.approx(2 * weights, rel=1e-2)  # and a beacon each
     assert plan.total_bytes - without.total_bytes >= plan.student_bytes and "students: weights" in plan.text()
     assert checkpoint_bytes(trainer) == pytest.approx(4 * weights + 2 * 4 * weights, rel=1e-2)
@@ -338,7 +348,8 @@ def test_the_view_shows_students(capsys):
     assert [column.header for column in view.table().columns][-2:] == ["c2-8@2", "c4 KL"]
 
 
-# ------------------------------------------------------------------------------------------------------------ the loop does what it says
+# ------------------------------------------------------------------------------------------------------------ the loop
+# does what it says
 
 
 def test_adapters_follow_the_teacher_through_a_run(tmp_path):
@@ -346,12 +357,12 @@ def test_adapters_follow_the_teacher_through_a_run(tmp_path):
     given = {"student": {"chunks": [4], "lora_rank": 2}, "eval": {"every": 0}, "optimizer": {"lr": 1e-2}}
     trainer = train(recipe(**given, run={"steps": 2}), tmp_path / "run", show=False)
     again = Trainer(recipe(**given, run={"steps": 2}), tmp_path / "run", show=False)
-    again.resume()
+    resume(again)
     start = load_model("tiny-sums")[0].state_dict()
     for t in (trainer, again):
         weights = dict(t.model.named_parameters())
         assert any((weights[name] - start[name]).abs().max() > 1e-3 for name in weights)
-        (student,) = t.students.every
+        (student,) = t.students.members
         assert (
             all(torch.equal(mine, theirs) for mine, theirs in student.follows)
             and len(student.follows) == len(weights) + 1
@@ -359,7 +370,9 @@ def test_adapters_follow_the_teacher_through_a_run(tmp_path):
 
 
 def test_what_students_are_given(tmp_path, monkeypatch):
-    """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student; chunks as named."""
+    """The model that sampled, the run's temperature and lr; beacons that change with step, trajectory and student;
+    chunks as named.
+    """
     calls, laid, engines = [], [], []
     kl, insert_beacons, fitting = Student.kl, Student.insert_beacons, sparse_rl.train.held_out.fitting_engine
     monkeypatch.setattr(
@@ -392,10 +405,13 @@ def test_what_students_are_given(tmp_path, monkeypatch):
     trainer = train(recipe(rollout={"temperature": 0.7}, run={"steps": 2}), tmp_path / "run", show=False)
     assert not all(map(torch.equal, weights(trainer.model), at_sampling[0][1]))
     assert {t for *_, t in calls} == {0.7} and {id(model) for _, model, _ in calls} == {id(trainer.model)}
-    assert all(student.optimizer.how.lr == 1e-3 for student, *_ in calls) and trainer.learner.optimizer.how.lr == 1e-4
+    assert (
+        all(student.optimizer.settings.lr == 1e-3 for student, *_ in calls)
+        and trainer.learner.optimizer.settings.lr == 1e-4
+    )
     streams = [stream for _, several in laid for stream in several]
     assert len(set(streams)) == len(streams) > 60  # of 16 trajectories, 2 steps, 2 students
-    by_model = {id(s.model): s.name for s in trainer.students.every}
+    by_model = {id(s.model): s.name for s in trainer.students.members}
     assert {(by_model[id(m)], name) for m, name in engines if id(m) in by_model} == {
         ("c4", "beacon:4"),
         ("c2-8", "beacon:2"),
@@ -412,8 +428,10 @@ def test_a_student_that_diverges_stops_the_run_and_says_so(tmp_path, monkeypatch
 
 
 def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeypatch):
-    """The teacher's update of step 2 fails when its students have learned already: the checkpoint is not of that moment."""
-    step, calls = sparse_rl.train.loop.Learner.step, []
+    """The teacher's update of step 2 fails when its students have learned already: the checkpoint is not of that
+    moment.
+    """
+    step, calls = Learner.step, []
 
     def failing(self, batch):
         calls.append(1)
@@ -421,14 +439,14 @@ def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeyp
             raise SparseRLError("no more")
         return step(self, batch)
 
-    monkeypatch.setattr(sparse_rl.train.loop.Learner, "step", failing)
+    monkeypatch.setattr(Learner, "step", failing)
     given = dict(run={"steps": 3, "checkpoint_every": 1}, eval={"every": 0})
     with pytest.raises(SparseRLError, match="no more"):
         train(recipe(**given), tmp_path / "run", show=False)
     monkeypatch.undo()
     resumed = train(recipe(**given), tmp_path / "run", resume=True, show=False)
     straight = train(recipe(**given), tmp_path / "straight", show=False)
-    for mine, theirs in zip(resumed.students.every, straight.students.every, strict=True):
+    for mine, theirs in zip(resumed.students.members, straight.students.members, strict=True):
         assert mine.version == theirs.version == 6
         assert all(torch.equal(a, b) for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True))
 

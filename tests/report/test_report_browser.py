@@ -167,7 +167,8 @@ def test_bins_tell_their_extremes_and_gaps_are_gaps(show):
     assert hover(tab, found, 0.5) == ("step 6", [("a", "gap")])
     lines = found.evaluate("""c => { const g = c.chart.g, drawn = []; let last;
         g.moveTo = (x, y) => { last = [x, y] }; g.lineTo = (x, y) => { drawn.push([last[0], x]); last = [x, y] };
-        const X = c.chart.X; c.chart.draw(); return drawn.filter(([a, b]) => Math.min(a, b) < X(6) - 1 && Math.max(a, b) > X(6) + 1
+        const X = c.chart.X; c.chart.draw();
+        return drawn.filter(([a, b]) => Math.min(a, b) < X(6) - 1 && Math.max(a, b) > X(6) + 1
             && Math.abs(a - b) < X(10) - X(2) - 1).length }""")
     assert lines == 0  # nothing but the axes' lines crosses the gap
     assert "Not in this run" in tab.inner_text("#absent") and "gap/alpha/p05" in tab.inner_text("#absent")
@@ -238,8 +239,8 @@ def test_runs_of_one_name_are_kept_apart(show):
 def test_verdicts_say_their_level_in_words_and_lead_to_their_figure(show):
     tab = show(document(run("a")))
     assert [text.split() for text in tab.locator(".verdict li .level").all_inner_texts()] == [
-        ["\u2715", "bad"],
-        ["!", "look"],
+        ["\u2715", "fail"],
+        ["!", "warn"],
         ["\u2713", "good"],
     ]
     tab.click(".figure:has-text('gap/alpha/p05')")
@@ -453,7 +454,7 @@ def test_a_map_that_cannot_be_read_is_said_so(show):
     broken = trajectory(gone=evictions(1, 1, 60, 9))
     broken["map"]["tokens"] = 61
     tab = show(document(run("a", trajectories=[broken])))
-    tab.wait_for_function("() => document.getElementById('m-note').textContent.includes('120 bytes where 122 belong')")
+    tab.wait_for_function("() => document.getElementById('m-note').textContent.includes('120 bytes instead of 122')")
     assert tab.locator("#m-canvas").is_hidden() and tab.locator("#tokens .t").count() == 60
 
 
@@ -515,13 +516,16 @@ def test_phone_width_and_dark(show, dark):
     )
     tab.wait_for_selector("#m-canvas", state="visible")
     assert tab.evaluate("document.documentElement.scrollWidth") == 360
-    wide = "all => all.filter(n => n.getBoundingClientRect().right > 361 && !n.closest('.wide')).map(n => n.id || n.className)"
+    wide = """all => all.filter(n => n.getBoundingClientRect().right > 361 && !n.closest('.wide'))
+        .map(n => n.id || n.className)"""
     assert tab.locator("main *").evaluate_all(wide) == []
     canvas(tab, "Reward").tap()
     assert told(tab)[0].startswith("step") and tab.locator("#tip").bounding_box()["width"] <= 352
-    light = lambda: (
-        sum(map(int, re.findall(r"\d+", tab.evaluate("getComputedStyle(document.body).backgroundColor"))[:3])) > 384
-    )  # noqa: E731
+
+    def light():
+        colour = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) > 384
+
     assert light() is not dark
     while "light" not in tab.inner_text("#theme"):
         tab.click("#theme")

@@ -1,4 +1,4 @@
-"""Files of metrics: what is read together, read on or read by several processes is what `json.loads` makes of every line."""
+"""Files of metrics: whatever is read at once or continued later equals what `json.loads` makes of every line."""
 
 import json
 import math
@@ -8,17 +8,17 @@ import random
 import pytest
 
 from sparse_rl.report import lines as reader
-from sparse_rl.report.curves import NAMES
+from sparse_rl.report.curves import MAX_NAMES
 from sparse_rl.report.document import document
 from sparse_rl.report.figures import png
 from sparse_rl.report.lines import Reading, read_on
-from sparse_rl.report.read import LONGEST_NOTE, NOTES, read_run
+from sparse_rl.report.read import MAX_NOTE, MAX_NOTES, read_run
 from sparse_rl.train.log import Log
 from tests.helpers.planted_runs import STEPS, plant
 
 
 def by_hand(data: bytes) -> tuple[dict, list[int]]:
-    """line -> (step, {name: number, None or "odd"}), one line at a time; and the numbers of those that are no objects."""
+    """line -> (step, {name: number, None or "odd"}), read one by one; and the numbers of lines that are not objects."""
     found, wrong = {}, []
     for number, text in enumerate(data.split(b"\n")[:-1], 1):
         try:
@@ -53,19 +53,19 @@ def as_read(reading: Reading) -> tuple[dict, list[int]]:
     return found, reading.wrong
 
 
-PLANTED = [  # each is close to what is read together; most are no JSON
+PLANTED = [  # most are almost JSON
     b'{"step": 1, "a": 0.5, "b": 2}', b'{"step": 2, "a": null, "b": -1e-5}', b'{"step": 3, "a": NaN, "b": -Infinity}',
     b'{"step": 4, "a": true, "b": "x"}', b'{"step": 5, "a": [1], "b": {"c": 2}}', b'{"step": 6, "a": 1, 2, "b": 3}',
-    b'{"step": 7, "a" "b": 3}',
-    b'{"step": 7, "a""b": 3, : 4}', b'{"step": 8, "a": , "b": 3}', b'{"step": 9, "a": 1', b', "b": 2}', b'{"step": 1.0, "a": 1, "b": 2}',
-    b'{"step": 1, "a": 0.5}"b', b'{"step": 1, "a": 0.5, 7, "b": 3}', b'{"step": 1,"a":1,"b":2}', b'{ "step": 1, "a": 1, "b": 2 }',
-    b'{"a": 1, "step": 3, "b": 2}', b'{"step": 1, "a": 1, "a": 2}', b'{"step": 1, "\\u0061": 1, "b": 2}', b'{"step": 1, "a\\"b": 1}',
-    b'{"step": 1, "a\\\\": 1}', b'{"step": -1, "a": 1, "b": 2}', b'{"step": true, "a": 1, "b": 2}', b'{"step": 1, "a": 1e999, "b": 1e101}',
-    b'{"step": 1, "a": 01, "b": 2}', b'{"step": 1, "a": 1_0, "b": 2}', b'{"step": 1, "a": +1, "b": 2}', b'{"step": 1, "a": 1., "b": 2}',
-    b'{"step": 1, "a": ' + b"9" * 400 + b', "b": 2}', b"{}", b"", b"null", b"\xff",
-    b'{"step": 1, "\xff": 2}', b'{"step": 1}', b'{"step": 1, "a": 1, "b": 2},',
-    b'{"step": 1, "a": 1, "b": 2}\r', b'["step", 1]', b'": "', b'{"step": 9007199254740992, "a": 1, "b": 2}',
-    b'{"step": 1, "a": 1, "b": 2}}\t{',
+    b'{"step": 7, "a" "b": 3}', b'{"step": 7, "a""b": 3, : 4}', b'{"step": 8, "a": , "b": 3}', b'{"step": 9, "a": 1',
+    b', "b": 2}', b'{"step": 1.0, "a": 1, "b": 2}', b'{"step": 1, "a": 0.5}"b', b'{"step": 1, "a": 0.5, 7, "b": 3}',
+    b'{"step": 1,"a":1,"b":2}', b'{ "step": 1, "a": 1, "b": 2 }', b'{"a": 1, "step": 3, "b": 2}',
+    b'{"step": 1, "a": 1, "a": 2}', b'{"step": 1, "\\u0061": 1, "b": 2}', b'{"step": 1, "a\\"b": 1}',
+    b'{"step": 1, "a\\\\": 1}', b'{"step": -1, "a": 1, "b": 2}', b'{"step": true, "a": 1, "b": 2}',
+    b'{"step": 1, "a": 1e999, "b": 1e101}', b'{"step": 1, "a": 01, "b": 2}', b'{"step": 1, "a": 1_0, "b": 2}',
+    b'{"step": 1, "a": +1, "b": 2}', b'{"step": 1, "a": 1., "b": 2}',
+    b'{"step": 1, "a": ' + b"9" * 400 + b', "b": 2}', b"{}", b"", b"null", b"\xff", b'{"step": 1, "\xff": 2}',
+    b'{"step": 1}', b'{"step": 1, "a": 1, "b": 2},', b'{"step": 1, "a": 1, "b": 2}\r', b'["step", 1]', b'": "',
+    b'{"step": 9007199254740992, "a": 1, "b": 2}', b'{"step": 1, "a": 1, "b": 2}}\t{',
 ]  # fmt: skip
 
 
@@ -97,8 +97,8 @@ def test_every_digit_is_kept(tmp_path):
 @pytest.fixture
 def texts(monkeypatch):
     """Every line that is parsed."""
-    seen, parsed = [], reader.parsed
-    monkeypatch.setattr(reader, "parsed", lambda texts, first: seen.extend(texts) or parsed(texts, first))
+    seen, parse = [], reader.parse
+    monkeypatch.setattr(reader, "parse", lambda texts, first: seen.extend(texts) or parse(texts, first))
     return seen
 
 
@@ -145,26 +145,26 @@ def test_a_run_that_is_resumed_cut_rewritten_or_removed_is_read_anew(tmp_path, t
     assert shown() == [0.1, 0.2, 7.0, 8.0]
 
 
-# ------------------------------------------------------------------------------------------------------------ bounds
+# ---------- bounds
 
 
-def test_notes_are_bounded_and_what_is_left_out_is_counted(tmp_path):
+def test_notes_are_bounded_and_what_is_omitted_is_counted(tmp_path):
     folder = plant(tmp_path / "run", [{"step": 1, "learn": "?", **{f"{'n' * 180}{i}": "text" for i in range(9)}}])
     (folder / "samples" / "step-000001").mkdir(parents=True)
     (folder / "samples" / "step-000001" / "trajectories.jsonl").write_text('{"tokens": 1}\n' * 500)
     notes = document([folder])["runs"][0]["notes"]
     every = len(read_run(folder).notes) + 500
-    assert len(notes) == NOTES + 1 and notes[-1] == f"{every - NOTES} more notes are left out"
-    (cut,) = [note for note in notes if len(note) > LONGEST_NOTE]
-    whole = next(note for note in read_run(folder).notes if note.startswith(cut[:LONGEST_NOTE]))
-    assert cut == f"{whole[:LONGEST_NOTE]} ... ({len(whole) - LONGEST_NOTE} more characters)"
+    assert len(notes) == MAX_NOTES + 1 and notes[-1] == f"{every - MAX_NOTES} more notes are omitted"
+    (cut,) = [note for note in notes if len(note) > MAX_NOTE]
+    whole = next(note for note in read_run(folder).notes if note.startswith(cut[:MAX_NOTE]))
+    assert cut == f"{whole[:MAX_NOTE]} ... ({len(whole) - MAX_NOTE} more characters)"
 
 
 def test_metrics_are_bounded(tmp_path):
-    rows = [{"step": s, f"n{s}": 1.0, "x" * 201: 1.0} for s in range(NAMES)]
-    run = read_run(plant(tmp_path / "run", [*rows, {"step": NAMES, "reward/mean": 0.5}]))
-    assert len(run.curves) == NAMES and "reward/mean" in run.curves  # what every run writes comes first
-    assert any(note.startswith("2 metrics of metrics.jsonl are left out: beyond 1,000") for note in run.notes)
+    rows = [{"step": s, f"n{s}": 1.0, "x" * 201: 1.0} for s in range(MAX_NAMES)]
+    run = read_run(plant(tmp_path / "run", [*rows, {"step": MAX_NAMES, "reward/mean": 0.5}]))
+    assert len(run.curves) == MAX_NAMES and "reward/mean" in run.curves  # what every run writes comes first
+    assert any(note.startswith("2 metrics of metrics.jsonl are omitted: beyond 1,000") for note in run.notes)
 
 
 @pytest.mark.filterwarnings("error")
@@ -187,14 +187,14 @@ def test_numbers_beyond_sense_are_gaps(tmp_path):
     png([read_run(folder)])
 
 
-# ------------------------------------------------------------------------------------------------------------ links and pipes
+# ---------- links and pipes
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "timing.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
-def test_what_is_no_file_is_a_note(tmp_path, name, kind):
+def test_what_is_not_a_file_becomes_a_note(tmp_path, name, kind):
     folder = plant(tmp_path / "run", STEPS, [{"step": 1, "time/step": 1.0}])
     (folder / name).unlink()
     {"pipe": os.mkfifo, "folder": os.mkdir, "loop": lambda path: path.symlink_to(path.name)}[kind](folder / name)
     run = document([folder])["runs"][0]
-    assert any(name in note and ("is no file" in note or "not read" in note) for note in run["notes"]), run["notes"]
+    assert any(name in note and ("is not a file" in note or "not read" in note) for note in run["notes"]), run["notes"]

@@ -10,7 +10,10 @@ import pytest
 from sparse_rl.report.page import page
 from tests.helpers.planted_report import document, run
 
-HOSTILE = "</script><script>window.hacked=1</script><!-- {{script}} {{data}} \u2028\u2029\u202e\x00\ud800<img src=x onerror='window.hacked=1'>"
+HOSTILE = (
+    "</script><script>window.hacked=1</script><!-- {{script}} {{data}} \u2028\u2029\u202e\x00\ud800"
+    "<img src=x onerror='window.hacked=1'>"
+)
 
 
 def parts(text: str) -> tuple[str, list[str], list[str], str]:

@@ -1,14 +1,14 @@
-"""Decode steps: the fused forward is the modules' forward, rounds of many steps are steps, prompts prefilled together are prompts."""
+"""Decode steps: the fused forward is the modules' forward; rounds of many steps, and joint prefill, change nothing."""
 
 import copy
 
 import pytest
 import torch
 
-from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError, token_logprobs
-from sparse_rl.compressors import make
+from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.rollout import capture
 from sparse_rl.rollout.fused import FusedForward, side_by_side
+from tests.helpers.compressors import EVICTING, STANDALONE
 from tests.helpers.decoding import fuse_everywhere, same
 from tests.helpers.models import ARCHITECTURES, prompts_of, tiny
 
@@ -253,7 +253,7 @@ def test_a_logprob_that_is_not_finite_ends_the_row():
     assert state.done.tolist() == [False, True, True, False] and state.count.tolist() == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("compressor", list(COMPRESSORS))
+@pytest.mark.parametrize("compressor", STANDALONE)
 @pytest.mark.parametrize("poll", [(3, 3), (5, 40)])
 def test_rounds_of_many_steps_change_nothing(compressor, poll):
     """Rows that fill up within a round wait for its end; what they sample is the same to the bit."""
@@ -261,7 +261,7 @@ def test_rounds_of_many_steps_change_nothing(compressor, poll):
     same(rollout(model, compressor, poll=poll), rollout(model, compressor), tolerance=1e-9)
 
 
-@pytest.mark.parametrize("compressor", [name for name in COMPRESSORS if make(name).evicts_response])
+@pytest.mark.parametrize("compressor", EVICTING)
 @pytest.mark.parametrize("fused", [False, True])
 def test_rows_that_wait_sample_what_they_would_have(compressor, fused, monkeypatch):
     """Long intervals and prompts of many lengths: rows fill up in the middle of rounds."""
@@ -287,7 +287,7 @@ def test_rounds_with_sliding_windows(architecture):
     same(rollout(model, poll=(4, 9)), rollout(model), tolerance=1e-9)
 
 
-@pytest.mark.parametrize("compressor", list(COMPRESSORS))
+@pytest.mark.parametrize("compressor", STANDALONE)
 @pytest.mark.parametrize("chunk", [512, 30])
 def test_prompts_prefilled_together_are_prompts(compressor, chunk):
     """Shorter prompts are padded; some are compressed at once, some end in an earlier chunk than others."""

@@ -1,4 +1,4 @@
-"""Text from ordinary code: the engine's own tokens, in one piece or many; engines that are kept, and that go with their model."""
+"""Text from ordinary code: the engine's tokens, in one piece or many; engines are kept, and freed with their model."""
 
 import copy
 import gc
@@ -39,7 +39,7 @@ def decoded(trajectories) -> list[str]:
     return [TOKENIZER.decode(t.response_tokens, skip_special_tokens=True) for t in trajectories]
 
 
-# ------------------------------------------------------------------------------------------------------------ the engine's results
+# ---------------------------------------------------------------------------------------- the engine's results
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -94,7 +94,7 @@ def test_special_tokens_are_no_text():
         assert "".join(pieces) == whole
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ---------------------------------------------------------------------------------------- sampling
 
 
 def test_what_the_call_leaves_out_is_the_models_own_choice():
@@ -134,7 +134,7 @@ def test_greedy_dense_is_what_transformers_generates():
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ beacons
+# ---------------------------------------------------------------------------------------- beacons
 
 
 def test_a_student_is_run_as_it_was_trained():
@@ -160,7 +160,7 @@ def test_a_beacon_for_several_chunks_must_be_named(chunks, said):
     assert generate(model, TOKENIZER, "12", "beacon:8", max_new_tokens=20)
 
 
-# ------------------------------------------------------------------------------------------------------------ kept engines
+# ---------------------------------------------------------------------------------------- kept engines
 
 
 def test_a_second_call_makes_nothing_anew():
@@ -235,17 +235,16 @@ def test_weights_may_change_and_the_model_may_move():
 
 
 def test_engines_kept_for_other_settings_make_room(monkeypatch):
-    """A machine with room for one and a half caches: the second engine is made when the first has gone; what never fits is an error."""
-    import sparse_rl.rollout.engine as module
+    """With room for one and a half caches, the second engine is made when the first is freed; what never fits fails."""
+    import sparse_rl.rollout.storage as module
 
     def text(name, budget=48):
         return generate(model, TOKENIZER, "12", name, budget=budget, interval=16, rows=4, max_new_tokens=20)
 
     def taken() -> int:
         gc.collect()
-        return sum(
-            engine.cache.nbytes for engine in gc.get_objects() if type(engine) is Engine and engine.cache is not None
-        )
+        kept = [thing for thing in gc.get_objects() if type(thing) is module.Storage and thing.cache is not None]
+        return sum(storage.cache.nbytes for storage in kept)
 
     model = fresh()
     expected = [text(name) for name in ("knorm", "window")]
@@ -266,7 +265,7 @@ def test_engines_kept_for_other_settings_make_room(monkeypatch):
             text("window", budget=480)
 
 
-# ------------------------------------------------------------------------------------------------------------ streams
+# ---------------------------------------------------------------------------------------- streams
 
 
 def test_pieces_come_while_the_rollout_runs_and_none_is_empty():
@@ -334,7 +333,7 @@ def test_whoever_stops_reading_has_stopped_the_rollout(stop):
     gc.collect()
     assert len(steps) <= 2
     hook.remove()
-    assert model.config._attn_implementation == "sdpa" and engine.state is None
+    assert model.config._attn_implementation == "sdpa" and engine.storage.state is None
     assert (
         generate(model, TOKENIZER, "12", **SMALL)
         == expected
@@ -377,7 +376,7 @@ def test_a_later_call_of_the_same_engine_cuts_a_stream_off():
     assert tokens + [token for piece in new for token in piece] == expected[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ text in pieces
+# ---------------------------------------------------------------------------------------- text in pieces
 
 
 def bytewise():
@@ -485,7 +484,7 @@ def test_a_models_characters_that_span_tokens_stream_alike():
         assert "\ufffd" in whole and "".join(pieces) == whole and len(pieces) > 5
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# ---------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

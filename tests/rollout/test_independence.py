@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError
+from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.beacon import add_beacon
 from sparse_rl.rollout.decode import RowState
+from tests.helpers.compressors import STANDALONE
 from tests.helpers.models import prompts_of, tiny
 
 SAMPLING = Sampling(max_new_tokens=50, stop_ids=(7,))  # responses of different lengths
@@ -25,7 +26,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "smollm3"])
-@pytest.mark.parametrize("compressor", list(COMPRESSORS))
+@pytest.mark.parametrize("compressor", STANDALONE)
 def test_company_does_not_matter(compressor, architecture):
     model = tiny(architecture)
     prompt, *others = prompts_of(33, 4, 60, 12, 25, 9, 16)
@@ -65,7 +66,7 @@ def test_seeds_and_calls(llama):
 
 
 def test_random_compressor_shares_the_prompts_eviction_within_a_group(llama):
-    """Inside the prompt the choice is the prompt's own, so it can be made once and forked; after it, each sequence's."""
+    """Inside the prompt the choice belongs to the prompt, so it is made once and forked; after it, to each sequence."""
     engine = Engine(llama, compressor="random", budget=16, interval=8, rows=4)
     a, b = engine.generate(prompts_of(40), group_size=2, sampling=Sampling(40))
     at_prompt = [t.trace.evicted_at.long()[..., :40] == 40 for t in (a, b)]
@@ -76,7 +77,7 @@ def test_random_compressor_shares_the_prompts_eviction_within_a_group(llama):
     assert not at_prompt[0][0, 0].equal(at_prompt[0][0, 1])  # so do heads
 
 
-# ------------------------------------------------------------------------------------------------------------ some members of groups
+# ---------------------------------------------------------------------------------------- some members of groups
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def test_what_is_not_wanted_is_not_read_but_has_its_place(llama, monkeypatch):
     engine = Engine(llama, "dense", rows=2)
     prompts = prompts_of(5, 40, 7)
     assert engine.generate(prompts, 4, samples=[[], [], []]) == [] == engine.generate([], samples=[])
-    assert engine.cache is None and totals == []
+    assert engine.storage.cache is None and totals == []
     done = engine.generate(prompts, 4, Sampling(10), samples=[range(2), (), [7]])
     assert [(t.prompt_index, t.sample_index) for t in done] == [(0, 0), (0, 1), (2, 7)]
     assert read == [0, 2] and totals == [3] and engine.cache.capacity == 50
@@ -148,7 +149,7 @@ def test_samples_that_make_no_sense(samples, said, llama):
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------------ tokens as they come
+# ---------------------------------------------------------------------------------------- tokens as they come
 
 
 @pytest.mark.parametrize("poll", [None, (3, 7)])

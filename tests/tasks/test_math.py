@@ -1,4 +1,4 @@
-r"""The maths task: what counts as equal, what is in a box, which rows are used, and that a comparison may hang without harm."""
+r"""The maths task: which answers are equal, what is in a box, which rows are used; comparisons may hang harmlessly."""
 
 import json
 import random
@@ -27,7 +27,7 @@ EQUAL = [
     ("2^{10}", "1024"),
     (r"\sqrt{8}", r"2\sqrt{2}"),
     ("x^2+2x+1", "(x+1)^2"),
-    ("2x+3t", "3t + 2x"),  # t is no unit here
+    ("2x+3t", "3t + 2x"),  # t is not a unit here
     ("a + b + c", "c+b+a"),
     ("10,000", "10000"),
     (r"29,\!322", "29322"),
@@ -209,8 +209,8 @@ BAD = [
     ({"label": "1"}, "no field 'prompt'"),
     ({"prompt": "", "label": "1"}, "prompt is empty"),
     ({"prompt": 3, "label": "1"}, "prompt is int, not text"),
-    ({"prompt": [], "label": "1"}, "prompt is no list of chat messages"),
-    ({"prompt": [{"role": "user"}], "label": "1"}, "prompt is no list of chat messages"),
+    ({"prompt": [], "label": "1"}, "prompt is not a list of chat messages"),
+    ({"prompt": [{"role": "user"}], "label": "1"}, "prompt is not a list of chat messages"),
     ({"prompt": "x", "label": ""}, "label is empty"),
     ({"prompt": "x", "label": " $$ "}, "label is empty"),
     ({"prompt": "x", "label": []}, "label is empty"),

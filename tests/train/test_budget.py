@@ -1,5 +1,6 @@
-"""A budget that moves: the engine keeps less of the same rows, the controller says how much, a run obeys it and can be resumed."""
+"""A budget that moves: the engine keeps less of the same rows, the controller says how much, and a run obeys."""
 
+import math
 import random
 import signal
 import statistics
@@ -11,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_rl import COMPRESSORS, Engine, Sampling
-from sparse_rl.compressors import make
+from sparse_rl import Engine, Sampling
 from sparse_rl.config import METRICS, Adaptive, Target, load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.train.budget import STEP, Dial, move, start
 from sparse_rl.train.checkpoint import load_state
 from sparse_rl.train.run import plan_run, train
+from tests.helpers.compressors import EVICTING
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.runs import command, recipe, weights, write_recipe
 
@@ -36,10 +37,11 @@ def assert_same(mine: list, theirs: list) -> None:
         assert a.sampler_logprobs.equal(b.sampler_logprobs)
 
 
-# ------------------------------------------------------------------------------------------------------------ the engine
+# ------------------------------------------------------------------------------------------------------------ the
+# engine
 
 
-EVERY = [(name, "llama") for name in COMPRESSORS if make(name).evicts_response]
+EVERY = [(name, "llama") for name in EVICTING]
 
 
 @pytest.mark.parametrize(("compressor", "architecture"), [*EVERY, ("rkv", "gemma3")])
@@ -63,18 +65,13 @@ def test_prompts_alone_are_evicted_to_the_budget_that_was_set(llama):
     for step, budget in enumerate((20, 12, 32)):
         engine.set_budget(budget)
         mine = rollout(engine, seed=step)
-        for a, b in zip(
-            mine,
-            rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step),
-            strict=True,
-        ):
+        theirs = rollout(Engine(llama, compressor="prompt-only", budget=budget, interval=8, rows=4), seed=step)
+        for a, b in zip(mine, theirs, strict=True):
             assert a.tokens.equal(b.tokens) and a.trace.evicted_at.equal(b.trace.evicted_at)
-            torch.testing.assert_close(
-                a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5
-            )  # a longer row is summed in another order
-        assert [int(t.trace.slots_in_use().max()) for t in mine] == [
-            min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine
-        ]
+            # A longer row is summed in another order.
+            torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, rtol=0, atol=1e-5)
+        expected = [min(t.num_prompt_tokens, budget) + len(t.response_tokens) for t in mine]
+        assert [int(t.trace.slots_in_use().max()) for t in mine] == expected
     assert engine.cache is cache and cache.nbytes == engine.plan(60, 50).cache_bytes
 
 
@@ -107,7 +104,8 @@ def test_the_plan_counts_the_largest_budget(llama):
     assert any("budget 32 + interval 8 = 40 slots" in label for label, _ in before.lines())
 
 
-# ------------------------------------------------------------------------------------------------------------ the controller
+# ------------------------------------------------------------------------------------------------------------ the
+# controller
 
 shares = st.floats(0, 1)
 targets = st.one_of(
@@ -119,16 +117,16 @@ targets = st.one_of(
 @st.composite
 def settings_and_dials(draw) -> tuple[Adaptive, Dial]:
     low = draw(st.integers(1, 2000))
-    how = Adaptive(low, low + draw(st.integers(1, 2000)), draw(targets))
-    return how, Dial(draw(st.floats(how.min, how.max)), draw(st.none() | shares))
+    settings = Adaptive(low, low + draw(st.integers(1, 2000)), draw(targets))
+    return settings, Dial(draw(st.floats(settings.min, settings.max)), draw(st.none() | shares))
 
 
 @given(settings_and_dials(), st.lists(st.none() | shares | st.just(float("nan")), max_size=50))
 def test_the_budget_stays_in_its_bounds(given, measurements):
-    how, dial = given
+    settings, dial = given
     for measured in measurements:
-        after = move(dial, measured, how)
-        assert how.min <= after.budget <= how.max and how.min <= after.slots <= how.max
+        after = move(dial, measured, settings)
+        assert settings.min <= after.budget <= settings.max and settings.min <= after.slots <= settings.max
         assert abs(after.budget / dial.budget - 1) <= STEP * 1.03  # exp(STEP) - 1, rounded
         if measured is None or measured != measured:
             assert after == dial
@@ -137,37 +135,37 @@ def test_the_budget_stays_in_its_bounds(given, measurements):
 
 @given(settings_and_dials(), shares)
 def test_it_moves_against_the_error(given, measured):
-    how, dial = given
+    settings, dial = given
     fresh = Dial(dial.budget)  # no past: the measurement is the statistic
-    after, target = move(fresh, measured, how).budget, how.target
+    after, target = move(fresh, measured, settings).budget, settings.target
     harmed = measured < target.value if target.statistic == "alpha_5" else measured > target.value
     fine = measured > target.value if target.statistic == "alpha_5" else measured < target.value
     if harmed:
-        assert after > fresh.budget or after == how.max or abs(measured - target.value) < 1e-9
+        assert after > fresh.budget or after == settings.max or abs(measured - target.value) < 1e-9
     if fine:
-        assert after < fresh.budget or after == how.min or abs(measured - target.value) < 1e-9
+        assert after < fresh.budget or after == settings.min or abs(measured - target.value) < 1e-9
     if measured == target.value:
         assert after == pytest.approx(fresh.budget)
 
 
 @given(settings_and_dials(), shares, shares)
 def test_more_harm_never_gets_fewer_slots(given, a, b):
-    how, dial = given
-    less, more = sorted((a, b), key=how.target.harm)
-    assert move(dial, less, how).budget <= move(dial, more, how).budget
+    settings, dial = given
+    less, more = sorted((a, b), key=settings.target.harm)
+    assert move(dial, less, settings).budget <= move(dial, more, settings).budget
 
 
 def test_a_step_is_what_the_docstring_says():
-    how = Adaptive(10, 1000, Target(alpha_5=0.9))
-    assert move(Dial(100), 1.0, how).budget == pytest.approx(100 * 2.718281828459045**-STEP)  # no harm: error -1
-    assert move(Dial(100), 0.85, how).budget == pytest.approx(
-        100 * 2.718281828459045 ** (STEP / 2)
-    )  # half as much again: error 0.5
-    assert move(Dial(100), 0.1, how).budget == pytest.approx(100 * 2.718281828459045**STEP)  # bounded
-    assert move(Dial(100, 0.5), 1.0, how).smoothed == pytest.approx(0.7 * 0.5 + 0.3)
-    assert start(how) == Dial(1000.0)
+    settings = Adaptive(10, 1000, Target(alpha_5=0.9))
+    assert move(Dial(100), 1.0, settings).budget == pytest.approx(100 * math.exp(-STEP))  # no harm: error -1
+    assert move(Dial(100), 0.85, settings).budget == pytest.approx(
+        100 * math.exp(STEP / 2)
+    )  # half more harm: error 0.5
+    assert move(Dial(100), 0.1, settings).budget == pytest.approx(100 * math.exp(STEP))  # bounded
+    assert move(Dial(100, 0.5), 1.0, settings).smoothed == pytest.approx(0.7 * 0.5 + 0.3)
+    assert start(settings) == Dial(1000.0)
     saved = {"budget": 2000.0, "smoothed": 0.8, "statistic": "alpha_5"}
-    assert start(how, saved) == Dial(1000.0, 0.8)  # resumed with other bounds,
+    assert start(settings, saved) == Dial(1000.0, 0.8)  # resumed with other bounds,
     assert start(Adaptive(10, 1000, Target(rejection=0.1)), saved) == Dial(1000.0)  # or another statistic
 
 
@@ -175,32 +173,33 @@ def test_a_step_is_what_the_docstring_says():
 @pytest.mark.parametrize("steepness", [1, 4, 12])  # harm ~ budget ** -steepness
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_it_settles_where_the_target_is_met(statistic, steepness, noise):
-    """A plant that the controller knows nothing of: harm 0.1 at 300 slots, more below, less above, measured with noise."""
-    how = Adaptive(64, 1024, Target(**{statistic: 0.9 if statistic == "alpha_5" else 0.1}))
-    draw, dial, path = random.Random(0), start(how), []
+    """A plant unknown to the controller: harm is 0.1 at 300 slots, more below, less above, and measured with noise."""
+    settings = Adaptive(64, 1024, Target(**{statistic: 0.9 if statistic == "alpha_5" else 0.1}))
+    draw, dial, path = random.Random(0), start(settings), []
     for _ in range(400):
         harm = min(1.0, 0.1 * (300 / dial.slots) ** steepness) * (1 + draw.uniform(-noise, noise))
-        dial = move(dial, min(1.0, harm) if statistic == "rejection" else 1 - min(1.0, harm), how)
+        dial = move(dial, min(1.0, harm) if statistic == "rejection" else 1 - min(1.0, harm), settings)
         path.append(dial.budget)
     assert statistics.mean(path[-200:]) == pytest.approx(300, rel=0.05)
     assert max(path[-200:]) / min(path[-200:]) < (1.02 if noise == 0 else 1.3)
 
 
 def test_targets_out_of_reach_end_at_a_bound_and_leave_it_at_once():
-    how = Adaptive(32, 64, Target(rejection=0.1))
-    dial = start(how)
+    settings = Adaptive(32, 64, Target(rejection=0.1))
+    dial = start(settings)
     for _ in range(500):
-        dial = move(dial, 0.0, how)
+        dial = move(dial, 0.0, settings)
     assert dial.budget == 32
     steps = 0
     while dial.budget == 32:
-        dial, steps = move(dial, 1.0, how), steps + 1
+        dial, steps = move(dial, 1.0, settings), steps + 1
     assert steps == 1  # nothing was wound up
 
 
 # ------------------------------------------------------------------------------------------------------------ recipes
 
 ADAPTIVE = {"min": 30, "max": 46, "target": {"alpha_5": 0.9}}
+REJECTION = {**ADAPTIVE, "target": {"rejection": 0.1}}
 SUMS = {"model": {"name": "tiny-sums"}, "task": {"name": "sums"}}
 
 
@@ -231,13 +230,16 @@ def test_the_recipe_keeps_the_dict(tmp_path):
         ({**ADAPTIVE, "target": {"alpha_5": 1}}, {}, "target.alpha_5 is 1.0; it must be between 0 and 1"),
         ({**ADAPTIVE, "target": {"rejection": "few"}}, {}, "target.rejection is 'few'; it must be a number"),
         (ADAPTIVE, {"run": {"diagnose": 0}}, "follows alpha_5, but run.diagnose is 0"),
-        ({**ADAPTIVE, "target": {"rejection": 0.1}}, {"learn": {"method": "shadow"}}, "in the shadow view the gap is 0, .* use alpha_5"),
-        ({**ADAPTIVE, "target": {"rejection": 0.1}}, {"learn": {"method": "tis"}}, "tis rejects no trajectories; use alpha_5"),
-        ({**ADAPTIVE, "target": {"rejection": 0.1}}, {"learn": {"method": "naive", "correction": {"reject_below": 1e-4}}},
-         "naive rejects no trajectories"),
+        (REJECTION, {"learn": {"method": "shadow"}}, "in the shadow view the gap is 0, .* use alpha_5"),
+        (REJECTION, {"learn": {"method": "tis"}}, "tis rejects no trajectories; use alpha_5"),
+        (
+            REJECTION,
+            {"learn": {"method": "naive", "correction": {"reject_below": 1e-4}}},
+            "naive rejects no trajectories",
+        ),
         ([30, 46], {}, r"rollout.budget is \[30, 46\]; it must be a whole number"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_get_a_sentence(budget, more, message):
     with pytest.raises(SparseRLError, match=message):
         make_recipe({**SUMS, **more, "rollout": {"budget": budget}})
@@ -246,7 +248,7 @@ def test_mistakes_get_a_sentence(budget, more, message):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"compressor": "dense"}, "rollout.budget is to move, but dense has none; give a number"),
+        ({"compressor": "dense"}, "rollout.budget is to move, but dense has no budget; give a number"),
         ({"budget": {**ADAPTIVE, "min": 8}}, "rkv: budget 8 must be above sinks 0 . window 8"),
     ],
 )
@@ -297,12 +299,10 @@ def test_a_run_moves_its_budget_and_its_rollouts_obey(tmp_path, monkeypatch):
     lines = read_lines(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["eval/sparse/budget"] for line in lines if "eval/sparse/accuracy" in line}
     following = {line["step"] - 1: line["rollout/budget"] for line in lines if "rollout/budget" in line}
-    assert all(
-        evaluated[step] == following[step] for step in (0, 3, 9)
-    )  # with the weights, and the budget, of the step that follows
-    assert trainer.engine.compressor.budget == round(
-        load_state(find_checkpoints(folder / "checkpoints")[-1][1])["budget"]["budget"]
-    )
+    # An evaluation has the weights, and the budget, of the step that follows.
+    assert all(evaluated[step] == following[step] for step in (0, 3, 9))
+    saved = load_state(find_checkpoints(folder / "checkpoints")[-1][1])["budget"]
+    assert trainer.sampler.engine.compressor.budget == round(saved["budget"])
     assert len({nbytes for _, nbytes, _ in seen}) == 1  # the same memory all along
     fullest = {}
     for budget, _, done in seen:
@@ -312,14 +312,24 @@ def test_a_run_moves_its_budget_and_its_rollouts_obey(tmp_path, monkeypatch):
 
 
 def test_a_rejection_target(tmp_path):
-    train(
-        adaptive({"rejection": 0.9}, run={"steps": 3, "diagnose": 0}, eval={"every": 0}), tmp_path / "run", show=False
-    )
-    assert (
-        budgets(tmp_path / "run")[0] == 46 and budgets(tmp_path / "run")[-1] < 46
-    )  # less is rejected than was allowed
+    settings = adaptive({"rejection": 0.9}, run={"steps": 3, "diagnose": 0}, eval={"every": 0})
+    train(settings, tmp_path / "run", show=False)
+    first, *_, last = budgets(tmp_path / "run")
+    assert first == 46 and last < 46  # less is rejected than the target allows
 
 
+def test_resumed_it_ends_the_same(tmp_path):
+    target = {"alpha_5": 0.7}
+    expected, folder = tmp_path / "alone", tmp_path / "run"
+    train(adaptive(target, run={"steps": 5}), expected, show=False)
+    assert len(set(budgets(expected))) > 2
+    for steps in (2, 5):
+        train(adaptive(target, run={"steps": steps}, eval={"every": 0}), folder, resume=steps > 2, show=False)
+    theirs = [line for line in read_lines(expected / "metrics.jsonl") if "reward/mean" in line]
+    assert read_lines(folder / "metrics.jsonl") == theirs
+
+
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(tmp_path):
     target = {"alpha_5": 0.7}
     expected, folder = tmp_path / "alone", tmp_path / "run"
@@ -343,7 +353,7 @@ def test_killed_and_resumed_it_ends_the_same(tmp_path):
 def test_a_plain_number_logs_and_moves_nothing(tmp_path):
     trainer = train(recipe(run={"steps": 2}, eval={"every": 1}), tmp_path / "run", show=False)
     assert not any("budget" in key for line in read_lines(tmp_path / "run" / "metrics.jsonl") for key in line)
-    assert trainer.engine.compressor.budget == 42
+    assert trainer.sampler.engine.compressor.budget == 42
 
 
 def test_prompts_the_smallest_budget_cannot_protect_are_refused_at_once(tmp_path):
@@ -360,6 +370,6 @@ def test_what_is_held_is_the_tail_that_was_named():
 
 
 def test_a_run_resumed_with_other_bounds_starts_inside_them():
-    how = Adaptive(40, 60, Target(alpha_5=0.9))
+    settings = Adaptive(40, 60, Target(alpha_5=0.9))
     for budget, inside in ((20.0, 40.0), (50.5, 50.5), (99.0, 60.0)):
-        assert start(how, {"budget": budget, "smoothed": 0.8, "statistic": "alpha_5"}) == Dial(inside, 0.8)
+        assert start(settings, {"budget": budget, "smoothed": 0.8, "statistic": "alpha_5"}) == Dial(inside, 0.8)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sparse_rl import Engine, Sampling, Trace, Trajectory, load_model, tasks
 from sparse_rl.beacon import add_beacon
 from sparse_rl.compressors import make
+from sparse_rl.errors import SparseRLError
 from sparse_rl.records import entries, mean_entries
-from sparse_rl.train.held_out import accuracy
+from sparse_rl.train.held_out import accuracy, dense_engine
 from tests.helpers.models import prompts_of, tiny
 
 # ------------------------------------------------------------------------------------------------------------ entries
@@ -86,3 +87,41 @@ def test_accuracy_counts_entries():
     trajectories = engine.generate([tokenizer.encode(p.text) for p in prompts], 2, sampling, 5)
     assert found["entries"] == pytest.approx(sum(map(counted, trajectories)) / 24)
     assert found["entries"] < 42  # what a row has room for
+
+
+PARTLY = """
+from sparse_rl.tasks import Prompt, Task
+class Partly(Task):
+    isolated = False
+    def __getitem__(self, i):
+        if i == 3:
+            raise KeyError("three")
+        return Prompt("1+1=", i, i)
+    def reward(self, prompt, text):
+        return 0.5 if prompt.index % 4 else 1.0
+"""
+
+
+def partly(folder) -> tasks.Task:
+    (folder / "partly.py").write_text(PARTLY)
+    return tasks.make(f"{folder / 'partly.py'}:Partly")
+
+
+def test_accuracy_counts_full_rewards(tmp_path):
+    model, tokenizer = load_model("tiny")
+    engine, task = Engine(model, budget=16, interval=4, rows=4), partly(tmp_path)
+    found = accuracy(engine, tokenizer, task, task.sample(4, 8), 1, Sampling(4), seed=0)
+    assert found["accuracy"] == 0.25 and found["reward"] == 0.625
+
+
+def test_a_prompt_that_cannot_be_made_gets_a_sentence(tmp_path):
+    with pytest.raises(SparseRLError, match=r"could not make prompt 3 \(KeyError: 'three'\)"):
+        partly(tmp_path).sample(0, 4)
+
+
+def test_a_dense_engine_has_as_many_rows_as_fit_in_the_same_bytes():
+    model, _ = load_model("tiny")
+    engine = Engine(model, budget=16, interval=4, rows=4)
+    dense = dense_engine(model, [[5] * 10], 50, rows=4, like=engine)
+    assert dense.rows == 1 and dense.cache.capacity == 60  # 4 rows of 20 slots hold one dense row of 60
+    assert dense_engine(model, [[5] * 4], 6, rows=4, like=engine).rows == 4

@@ -132,7 +132,7 @@ class Chart {
     }
     this.paint(g, traces);
     for (const line of this.figure.lines ?? []) {
-      g.strokeStyle = g.fillStyle = colour("bad");
+      g.strokeStyle = g.fillStyle = colour("fail");
       g.setLineDash([2, 3]);
       path(g, [[X(r.x0), Y(line.y)], [X(r.x1), Y(line.y)]]);
       g.setLineDash([]);

@@ -16,7 +16,7 @@ function xiBand(run) {
 const FIGURES = [
   single("Reward", "reward/mean"),
   pair("Held-out accuracy", "eval/dense/accuracy", "eval/sparse/accuracy", ["dense cache", "sparse cache"]),
-  single("Rejected trajectories", "reject/trajectories/frac", { about: "Share dropped because a token was too unlikely for the learner." }),
+  single("Rejected trajectories", "reject/trajectories/frac", { about: "Share rejected because a token was too unlikely for the learner." }),
   { title: "\u03be: learner over sampler", names: ["gap/xi/p50", "gap/xi/p05", "gap/xi/p95"], series: xiBand, about: "Ratio of a token\u2019s probabilities: median, and 5th to 95th percentile." },
   single("\u03b1\u2085: overlap with dense", "gap/alpha/p05", { lines: [{ y: 0.86, label: "0.86" }], about: "5th percentile over tokens; healthy above 0.86." }),
   pair("KL to the reference", "old/kl/mean", "update/kl/mean", ["all tokens", "tokens that count"]),
@@ -122,7 +122,7 @@ function showFigures() {
   }
   $("absent").textContent = absent.length ? `Not in ${state.doc.runs.length === 1 ? "this run" : "any of these runs"}: ${absent.join("; ")}.` : "";
   const lost = state.axis === "seconds" ? shownRuns().filter((run) => !run.clock?.step?.length) : [];
-  $("curve-hint").textContent = lost.length ? `No clock, so not drawn here: ${lost.map((run) => visible(run.name)).join(", ")}.` : "";
+  $("curve-hint").textContent = lost.length ? `Not drawn, because these runs wrote no times: ${lost.map((run) => visible(run.name)).join(", ")}.` : "";
   listNames();
   redraw();
 }
@@ -136,7 +136,7 @@ function listNames() {
   $("others-count").textContent = `(${names.length})`;
   keepFocus($("names"), () => $("names").replaceChildren(...found.map((name) => el("button", {
     type: "button", "data-key": name, "aria-pressed": String(extra.has(name)), class: "name", click: () => toggleName(name),
-  }, visible(name))), ...(found.length ? [] : [el("span", { class: "hint" }, "none of that name")])));
+  }, visible(name))), ...(found.length ? [] : [el("span", { class: "hint" }, "no metric has this name")])));
   for (const name of [...extra.keys()]) if (!names.includes(name)) dropName(name);
 }
 

@@ -9,7 +9,7 @@ async function unpack(map) {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   const raw = await new Response(stream).arrayBuffer();
   const wanted = 2 * map.layers * map.heads * map.tokens;
-  if (raw.byteLength !== wanted) throw new Error(`it has ${raw.byteLength} bytes where ${wanted} belong`);
+  if (raw.byteLength !== wanted) throw new Error(`it has ${raw.byteLength} bytes instead of ${wanted}`);
   return new Uint16Array(raw);
 }
 
@@ -17,7 +17,7 @@ async function openMap(t) {
   const turn = ++atlas.turn;
   Object.assign(atlas, { t: null, gone: null, cells: null, cellsFor: "", at: null });
   $("m-body").hidden = true;
-  $("m-note").textContent = !t ? "" : t.map ? "Reading the map\u2026" : "There is no map of this completion; the run\u2019s notes say why, where there was a trace.";
+  $("m-note").textContent = !t ? "" : t.map ? "Reading the map\u2026" : "There is no map of this completion; if it had a trace, the run\u2019s notes say why.";
   greyText();
   if (!t?.map) return;
   let gone;
@@ -246,7 +246,7 @@ function tellCell(r, k, x, y) {
   drawMap();
   tip(x, y, el("span", { class: "said mono" }, t.pieces[k] ? visible(t.pieces[k]) : "\u27e8\u27e9"), [
     ["token", `${k}${(t.beacons ?? []).includes(k) ? " (beacon)" : k < t.num_prompt ? " (prompt)" : ""}`], ["layer", String(Math.floor(row / heads))], ["head", String(row % heads)],
-    ["evicted at", goneText(g)], ["kept for", g === NEVER ? "all that followed" : `${Math.max(0, g - k)} positions`],
+    ["evicted at", goneText(g)], ["kept for", g === NEVER ? "all positions that followed" : `${Math.max(0, g - k)} positions`],
     [`seen from ${q}`, k > q ? "not yet written" : seenBy(row, k, q) ? "yes" : "no"], ["heads that see it", k > q ? "\u2013" : `${Math.round(shareOf(k, q) * rows.length)} of ${rows.length}`]]);
 }
 

@@ -1,6 +1,6 @@
 // Runs: chips that hide them, their verdicts, and the table that compares them.
 
-const LEVELS = { bad: ["\u2715", "bad"], look: ["!", "look"], good: ["\u2713", "good"] };
+const LEVELS = { fail: ["\u2715", "fail"], warn: ["!", "warn"], good: ["\u2713", "good"] };
 
 const shownRuns = () => state.doc.runs.filter((run) => !state.hidden.has(run.id));
 function runColour(run) {
@@ -41,11 +41,11 @@ function showVerdicts() {
     const box = el("details", { class: "verdict", open: state.open.get(run.id) ?? !many },
       el("summary", { "data-key": `verdict ${run.id}` }, chip(run), said(run.name), el("small", {}, visible([run.method, `${run.steps ?? 0} steps`, run.seconds ? seconds(run.seconds) : null].filter(Boolean).join(" \u00b7 "))),
         el("span", { class: "counts" }, ...counts.map(([level, n]) => el("span", { class: `level ${level}` }, `${LEVELS[level][0]} ${n} ${level}`)))),
-      el("ul", {}, ...verdict.map((v) => sentence(run, v)), ...(verdict.length ? [] : [el("li", { class: "hint" }, "No verdict: the run has too little to judge.")])));
+      el("ul", {}, ...verdict.map((v) => sentence(run, v)), ...(verdict.length ? [] : [el("li", { class: "hint" }, "No verdict: the run has too few numbers to judge.")])));
     if (run.notes?.length) box.append(noteList(run.notes));
     box.firstChild.addEventListener("click", () => state.open.set(run.id, !box.open));
     return box;
-  }), ...(state.doc.runs.length ? [] : [el("p", { class: "hint" }, "No run here yet.")])));
+  }), ...(state.doc.runs.length ? [] : [el("p", { class: "hint" }, "There is no run here yet.")])));
 }
 
 function sentence(run, { level, text, figure, value }) {
@@ -74,7 +74,7 @@ function showTable() {
   const commands = el("tr", {}, el("th", { scope: "row" }, "to reproduce"), ...runs.map((run) => el("td", {}, command(run))));
   keepFocus($("table"), () => $("table").replaceChildren(
     ...(runs.length ? [el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "Comparison" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows, commands)))] : []),
-    el("p", { class: "hint" }, differing.length ? "Of the recipe, only what differs." : runs.length > 1 ? "The recipes of these runs do not differ." : "")));
+    el("p", { class: "hint" }, differing.length ? "Only the settings that differ are shown." : runs.length > 1 ? "The recipes of these runs do not differ." : "")));
 }
 
 const setting = (value) => said(value === null || value === undefined ? "null" : typeof value === "object" ? JSON.stringify(value) : value, "mono");

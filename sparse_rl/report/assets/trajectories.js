@@ -120,7 +120,7 @@ function facts(t, i) {
   const k = i - t.num_prompt;
   const rows = [["feed index", num(i)]];
   if ((t.beacons ?? []).includes(i)) rows.push(["", "a beacon"]);
-  else if (k < 0) rows.push(["", "of the prompt"]);
+  else if (k < 0) rows.push(["", "part of the prompt"]);
   else {
     const gap = gapOf(t, k);
     const probability = (x) => (finite(x) ? num(Math.exp(x)) : "\u2013");
@@ -177,7 +177,7 @@ function listenTokens() {
   }
   const steps = [...LIMITS.keys()].map((k) => k + 1);
   $("legend").append(
-    el("small", {}, "gap, nats: learner finds it less likely"),
+    el("small", {}, "gap, nats: the learner finds it less likely"),
     ...[...steps].reverse().map((k) => el("span", { class: `t gn${k}` }, `\u2212${LIMITS[k - 1]}`)), el("span", { class: "t" }, "0"), ...steps.map((k) => el("span", { class: `t gp${k}` }, `${LIMITS[k - 1]}`)),
     el("small", {}, "more likely"), el("span", { class: "t beacon" }, "\u25c6"), el("small", {}, "beacon"));
 }

@@ -1,37 +1,47 @@
-"""Attention under a trace by FlexAttention: for traces with too many segments to list what each keeps (beacons of short chunks).
+"""Attention under a trace by FlexAttention: for traces with too many segments to list what each keeps.
 
-Which blocks of [queries, tokens] hold anything visible follows from the least and the greatest `evicted_at` of a block of tokens, so the
-block mask takes (T / 128)^2 and no [T, T] exists. Blocks that are wholly visible are not masked.
+Which blocks of [queries, tokens] hold anything visible follows from the least and the greatest `evicted_at` of a
+block of tokens, so the block mask takes (T / 128)^2 and no [T, T] exists. Blocks that are wholly visible are not
+masked.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..cache.segments import Replay
+
 _BLOCK = 128
-
-
 _VARIANTS = 64  # of the compiled kernel: with and without a window, a gradient, one row, one block of tokens
 
 
 @functools.cache
-def _compiled():
-    return torch.compile(
-        flex_attention, dynamic=True, fullgraph=True
-    )  # fullgraph: beyond _VARIANTS it fails, where it would build [T, T]
+def _compiled() -> Any:
+    # fullgraph: beyond _VARIANTS compilation fails, where it would otherwise build [T, T]
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def flex_under_trace(
-    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, sliding_window: int | None
+def trace_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    replay: Replay,
+    layer: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    dropout: float,
 ) -> Tensor:
-    """query [B, H * G, T, D]; key, value [B, H, T, D]; evicted_at int32 [B, H, T] -> [B, T, H * G, D]"""
+    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]. Without soft-cap and dropout."""
+    assert softcap is None and dropout == 0
     group = query.shape[1] // key.shape[1]
-    mask = trace_block_mask(evicted_at, group, sliding_window)
+    mask = trace_block_mask(replay.of_layer(layer, key.shape[1]), group, sliding_window)
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
         out = _compiled()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
     return out.transpose(1, 2).contiguous()
@@ -43,9 +53,10 @@ def trace_block_mask(evicted_at: Tensor, group: int, sliding_window: int | None)
     some, whole = visible_blocks(evicted_at, sliding_window)
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many, and which, ascending and first. [B, H, Q, K] -> int32 [B, H * G, Q], [B, H * G, Q, K]"""
+        """How many there are, and a list that begins with them, ascending. -> int32 [B, H * G, Q], [B, H * G, Q, K]"""
         order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return tuple(x.to(torch.int32).repeat_interleave(group, 1) for x in (blocks.sum(-1), order))
+        count, order = (x.to(torch.int32).repeat_interleave(group, 1) for x in (blocks.sum(-1), order))
+        return count, order
 
     def visible(b, h, q, k):
         seen = (k <= q) & (q < evicted_at[b, h // group, k])
@@ -57,7 +68,10 @@ def trace_block_mask(evicted_at: Tensor, group: int, sliding_window: int | None)
 
 
 def visible_blocks(evicted_at: Tensor, sliding_window: int | None) -> tuple[Tensor, Tensor]:
-    """Blocks of queries x tokens in which something may be visible, and in which everything is. [B, H, T] -> bool [B, H, Q, K] each"""
+    """Blocks of queries x tokens in which something may be visible, and in which everything is.
+
+    [B, H, T] -> bool [B, H, Q, K] each
+    """
     tokens = evicted_at.shape[-1]
     short = -tokens % _BLOCK
     latest = F.pad(evicted_at, (0, short), value=0).unflatten(-1, (-1, _BLOCK)).amax(-1)[..., None, :]  # [B, H, 1, K]

@@ -1,0 +1,92 @@
+"""Recipes of earlier versions: a run that they started can be resumed, and a mistake gets a sentence with the new name.
+
+RENAMED_KEYS      old key -> new key
+RENAMED_VALUES    key -> {old value: new value}
+REMOVED_KEYS      old key -> (its default, what replaces it)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SparseRLError
+
+RENAMED_KEYS = {"student.late": "student.freeze_teacher"}
+RENAMED_VALUES = {
+    "learn.distill": {
+        "a": "dense-to-shadow",
+        "b": "shadow-to-dense-forward",
+        "c": "shadow-to-dense-reverse",
+    }
+}
+REMOVED_KEYS = {
+    "learn.shuffle_advantages": (False, "benchmarks/learning_cpu.py --methods shuffled trains with shuffled advantages")
+}
+
+
+def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A recipe as this version writes it, and a sentence for every key that was changed.
+
+    Renamed keys and values are translated; a removed key is dropped if it has its default, and refused otherwise.
+    Whatever else is in the recipe stays as it is, mistakes included.
+    """
+    new = {name: dict(section) if isinstance(section, Mapping) else section for name, section in data.items()}
+    notes = []
+    for old_key, new_key in RENAMED_KEYS.items():
+        if _has(new, old_key):
+            value = _pop(new, old_key)
+            section, _, name = new_key.partition(".")
+            new.setdefault(section, {})[name] = value
+            notes.append(f"{old_key} is now {new_key} (here {_yaml(value)}).")
+    for key, names in RENAMED_VALUES.items():
+        if _has(new, key) and _get(new, key) in names:
+            section, _, name = key.partition(".")
+            old_value = _get(new, key)
+            new[section][name] = names[old_value]
+            notes.append(f"{key}: {old_value} is now {key}: {names[old_value]}.")
+    for key, (default, instead) in REMOVED_KEYS.items():
+        if _has(new, key):
+            value = _pop(new, key)
+            if value != default:
+                raise SparseRLError(
+                    f"the recipe says {key}: {_yaml(value)}, but this version has no such key ({instead}); go on with "
+                    "the version that wrote it, or remove the key."
+                )
+            notes.append(f"{key} was dropped: there is no such key any more, and {_yaml(value)} was its default.")
+    return new, notes
+
+
+def refuse_old_names(sections: Mapping[str, Any]) -> None:
+    """Say what a key or value of an earlier version is called now."""
+    for old_key, new_key in RENAMED_KEYS.items():
+        if _has(sections, old_key):
+            raise SparseRLError(
+                f"{old_key} is now called {new_key}; write {new_key}: {_yaml(_get(sections, old_key))}."
+            )
+    for key, names in RENAMED_VALUES.items():
+        if _has(sections, key) and (value := _get(sections, key)) in names:
+            raise SparseRLError(f"{key} is {value!r}, which is now called {names[value]}; write {key}: {names[value]}.")
+    for key, (_, instead) in REMOVED_KEYS.items():
+        if _has(sections, key):
+            raise SparseRLError(f"there is no key {key} any more: {instead}; remove it from the recipe.")
+
+
+def _has(data: Mapping[str, Any], key: str) -> bool:
+    section, _, name = key.partition(".")
+    return isinstance(data.get(section), Mapping) and name in data[section]
+
+
+def _get(data: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    value = data[section][name]
+    return value if isinstance(value, (str, bool, int, float)) else repr(value)
+
+
+def _pop(data: dict[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return data[section].pop(name)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,224 @@
+"""GPU or CPU: the one table that says which function computes an operation, and how a rollout runs on a device.
+
+Every operation has one function of its name in each module that can compute it, all with the same arguments: the
+modules of Triton kernels that `KERNELS` lists, and `twins`, which computes everything in plain torch. A kernel is
+taken on a CUDA device with Triton, where the arguments fit; the twin is taken everywhere else. Callers call the
+functions below, and need not ask for the device. What else depends on the device, such as how often the host looks at
+it, is in `RULES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..cache import LayerSlots
+from ..cache.segments import Replay
+from .twins import Rows
+
+# ------------------------------------------------------------------------------------------------- what computes what
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operation runs."""
+
+    device: str  # cuda, cpu, ...
+    triton: bool  # whether Triton can be imported
+
+    @property
+    def runs_kernels(self) -> bool:
+        return self.device == "cuda" and self.triton
+
+
+def place_of(tensor: Tensor) -> Place:
+    return Place(tensor.device.type, has_triton())
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    module: str  # of this room
+    fits: Callable[..., bool] = lambda *_: True  # whether it can compute an operation for its arguments
+
+
+def few_queries_see_all_slots(queries: Tensor, unreachable: Tensor | None) -> bool:
+    return unreachable is None and queries.shape[2] <= 64
+
+
+def fits_tiles(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether attention under a trace can be computed tile by tile."""
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= 256
+    return alike and query.dtype in (torch.bfloat16, torch.float16, torch.float32) and dropout == 0
+
+
+def fits_segments(
+    query: Tensor, key: Tensor, value: Tensor, replay: Replay, softcap: float | None, dropout: float
+) -> bool:
+    """Memory then follows the tokens."""
+    return fits_tiles(query, key, value, dropout) and replay.segments.are_few
+
+
+def fits_flex(query: Tensor, key: Tensor, value: Tensor, replay: Replay, softcap: float | None, dropout: float) -> bool:
+    """FlexAttention cannot differentiate a soft-cap of dynamic shapes."""
+    return fits_tiles(query, key, value, dropout) and softcap is None
+
+
+KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and the twin where none does
+    "add_rms_norm": (Kernel("decode"),),
+    "silu_mul": (Kernel("decode"),),
+    "store_and_attend": (Kernel("decode"),),
+    "sample_and_record": (Kernel("sample"),),
+    "redundancy": (Kernel("evict"),),
+    "observed_logits": (Kernel("evict", few_queries_see_all_slots),),
+    "compact": (Kernel("evict"),),
+    "trace_attention": (Kernel("segments", fits_segments), Kernel("flex", fits_flex)),
+}
+
+
+def module_for(operation: str, place: Place, *arguments) -> str:
+    """The module whose function computes an operation; `arguments`: those that its kernels' `fits` look at."""
+    if place.runs_kernels:
+        for kernel in KERNELS[operation]:
+            if kernel.fits(*arguments):
+                return kernel.module
+    return "twins"
+
+
+def _function(operation: str, tensor: Tensor, *arguments) -> Callable:
+    module = module_for(operation, place_of(tensor), *arguments)
+    return getattr(importlib.import_module(f".{module}", __package__), operation)
+
+
+# --------------------------------------------------------------------- the operations; shapes and meaning: see twins.py
+
+
+def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _function("add_rms_norm", residual)(new, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    return _function("silu_mul", gate_up)(gate_up)
+
+
+def store_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: LayerSlots,
+    used: Tensor,
+    index: Tensor,
+    live: Tensor,
+    scaling: float,
+    rope: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    return _function("store_and_attend", query)(
+        query, key, value, slots, used, index, live, scaling, rope, norms, softcap, sliding_window
+    )
+
+
+def sample_and_record(
+    logits: Tensor, state: Rows, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
+) -> None:
+    _function("sample_and_record", logits)(logits, state, temperature, stop_ids, top_k, top_p)
+
+
+def redundancy(keys: Tensor, threshold: float) -> Tensor:
+    return _function("redundancy", keys)(keys, threshold)
+
+
+def observed_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, unreachable: Tensor | None = None
+) -> Tensor:
+    return _function("observed_logits", keys, queries, unreachable)(queries, keys, scaling, softcap, unreachable)
+
+
+def compact(
+    keys: Tensor,
+    values: Tensor,
+    feed: Tensor,
+    mass: Tensor | None,
+    trace: Tensor,
+    layers: slice,
+    rows: Tensor,
+    used: int,
+    kept: Tensor,
+    fed: Tensor,
+    live: Tensor,
+    never: int,
+) -> None:
+    _function("compact", rows)(keys, values, feed, mass, trace, layers, rows, used, kept, fed, live, never)
+
+
+def trace_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    replay: Replay,
+    layer: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    attend = _function("trace_attention", query, query, key, value, replay, softcap, dropout)
+    return attend(query, key, value, replay, layer, scaling, sliding_window, softcap, dropout)
+
+
+# ----------------------------------------------------------------------------------------------- how a rollout runs
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a rollout runs on a kind of device."""
+
+    on_gpu: bool  # which copies the plan counts, and which clock times the phases
+    fuses: bool  # models of the Llama family are decoded by fused kernels (rollout/fused.py)
+    captures: bool  # decode steps are CUDA graphs, so what rows write down stays at its address between calls
+    attends_while_storing: bool  # a decode step stores a token and attends in one operation
+    splits_products: bool  # a matrix product with few tiles is computed as a sum of parts
+    defers_checks: bool  # what a compressor keeps is checked at the next sync, not at once
+    poll: tuple[int, int]  # the least and the most decode steps between two syncs
+    row_multiple: int  # decode batches are padded to it, so that rows round alike however many there are
+
+
+_CPU = Rules(
+    on_gpu=False,
+    fuses=False,
+    captures=False,
+    attends_while_storing=False,
+    splits_products=False,
+    defers_checks=False,
+    poll=(1, 1),
+    row_multiple=4,
+)
+RULES = {
+    "cpu": _CPU,
+    "cuda": Rules(
+        on_gpu=True,
+        fuses=True,
+        captures=True,
+        attends_while_storing=True,
+        splits_products=True,
+        defers_checks=True,
+        poll=(8, 16),
+        row_multiple=1,
+    ),
+}
+
+
+def rules(device: torch.device) -> Rules:
+    return RULES.get(device.type, replace(_CPU, row_multiple=1))

@@ -1,0 +1,54 @@
+"""Where a sequence is in a call: waiting, prefilled or running. The host knows it without asking the device."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from ..streams import stream_key
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A prompt with the members of its group that have no row yet."""
+
+    prompt_index: int
+    prompt: list[int]
+    prompt_stream: int
+    streams: deque[tuple[int, int]]  # (sample index, random stream)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt in a row of the scratch cache, ready to be forked."""
+
+    waiting: Waiting
+    row: int
+    used: int  # slots left after compression
+
+
+@dataclass
+class Row:
+    """A running sequence."""
+
+    waiting: Waiting
+    sample_index: int
+    used: int  # slots in use
+    fed: int  # tokens fed
+    count: int = 0  # tokens sampled by the last sync
+
+
+def make_queue(prompts: list[list[int]], wanted: list[list[int]], seed: int) -> deque[Waiting]:
+    """Random streams are keyed by (seed, prompt, how often it has occurred, sample number), so repeated prompts differ.
+
+    A prompt of which no sample is wanted counts as an occurrence all the same.
+    """
+    occurred: Counter[tuple[int, ...]] = Counter()
+    queue: deque[Waiting] = deque()
+    for i, (prompt, numbers) in enumerate(zip(prompts, wanted, strict=True)):
+        occurrence = occurred[tuple(prompt)]
+        occurred[tuple(prompt)] += 1
+        streams = deque((sample, stream_key(seed, prompt, occurrence, sample)) for sample in numbers)
+        if streams:
+            queue.append(Waiting(i, prompt, stream_key(seed, prompt), streams))
+    return queue

@@ -1,0 +1,80 @@
+"""What a caller may ask an engine for: prompts of token ids, sample numbers, lengths that the model supports."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from ..compressors import Compressor
+from ..errors import SparseRLError, require_int
+from ..models import ModelShape
+
+
+def token_list(prompt: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(prompt, (str, int)):
+        raise SparseRLError(
+            f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first."
+        )
+    return prompt.tolist() if isinstance(prompt, Tensor) else [int(token) for token in prompt]
+
+
+def sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[int]]:
+    """Which members of each prompt's group are wanted."""
+    if len(samples) != prompts:
+        raise SparseRLError(
+            f"samples has {len(samples)} entries for {prompts} prompts; give a list of numbers for each prompt, "
+            "an empty one if none is wanted."
+        )
+    for i, numbers in enumerate(samples):
+        if not isinstance(numbers, Iterable):
+            raise SparseRLError(f"samples[{i}] is {numbers!r}; give a list of sample numbers, such as [{numbers!r}].")
+        for number, count in Counter(numbers).items():
+            require_int(at_least=0, **{f"a number in samples[{i}]": number})
+            if count > 1:
+                raise SparseRLError(
+                    f"samples[{i}] asks {count} times for sample {number}, which is always the same; name it once."
+                )
+    return [list(numbers) for numbers in samples]
+
+
+def check_prompts(
+    prompts: list[list[int]], new: int, shape: ModelShape, compressor: Compressor, model: nn.Module
+) -> None:
+    """Refuse prompts that the model or the compressor cannot take, when `new` tokens may follow each."""
+    room = new + compressor.extra_positions(model, new)  # positions after the prompt
+    for i, prompt in enumerate(prompts):
+        _check_prompt(i, prompt, new, room, shape)
+        compressor.check_prompt(len(prompt))
+    longest = max(map(len, prompts), default=0)
+    if longest + room > shape.context:
+        warnings.warn(
+            f"{longest} prompt tokens and {room} new ones go beyond the {shape.context} positions "
+            "this model was made for.",
+            stacklevel=4,
+        )
+
+
+def _check_prompt(i: int, prompt: list[int], new: int, room: int, shape: ModelShape) -> None:
+    if not prompt:
+        raise SparseRLError(f"prompt {i} is empty; give at least one token, such as the beginning-of-sequence token.")
+    if min(prompt) < 0 or max(prompt) >= shape.vocabulary:
+        outside = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise SparseRLError(
+            f"prompt {i} holds token id {outside}, outside the vocabulary of {shape.vocabulary}; "
+            "was it made with another tokenizer?"
+        )
+    if len(prompt) > shape.context:
+        raise SparseRLError(
+            f"prompt {i} has {len(prompt)} tokens, beyond the model's context of {shape.context}; "
+            f"shorten it by {len(prompt) - shape.context}."
+        )
+    limit = shape.hard_context
+    if limit is not None and len(prompt) + room > limit:
+        raise SparseRLError(
+            f"prompt {i} has {len(prompt)} tokens and {room} new ones may follow, but this model cannot go beyond "
+            f"{limit} positions (its position table ends there, or its RoPE rescales and would falsify keys already "
+            f"cached); set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
+        )

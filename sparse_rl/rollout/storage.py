@@ -1,0 +1,148 @@
+"""The memory of an engine: rows of the cache, rows that prompts are prefilled in, and what rows write down.
+
+Each part is allocated when a call first needs it, after comparing the plan with the memory that is free, and is kept
+for later calls. What was captured for a part is dropped with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..cache import SlotCache
+from ..compressors import Compressor
+from ..errors import OutOfMemory, SparseRLError
+from ..kernels import ops
+from ..models import ModelShape
+from ..planning.memory import Plan, available_memory, cache_shape, make_plan, size
+from .capture import Decoder
+from .decode import RowState, empty_trace
+
+_USUAL_RESPONSE = 4096  # new tokens assumed when memory runs out before the first call has said how many
+
+
+class Storage:
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: ModelShape,
+        compressor: Compressor,
+        rows: int,
+        max_tokens: int | None,
+        prefill_chunk: int,
+        prefill_rows: int | None,
+    ):
+        """`compressor` is set to the largest budget that the rows are made for; other arguments: see `Engine`."""
+        self.model, self.shape, self.compressor, self.rows = model, shape, compressor, rows
+        self.max_tokens, self.prefill_chunk, self.prefill_rows = max_tokens, prefill_chunk, prefill_rows
+        self.cache: SlotCache | None = None
+        self.scratch: SlotCache | None = None
+        self.state: RowState | None = None
+        self.decoders: dict[tuple, Decoder] = {}  # by the settings that a captured step has built in
+        if compressor.evicts_response:
+            capacity = compressor.capacity(0, 0)
+            new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
+            self._allocate_rows(capacity, self.plan(prompt_tokens=capacity, new_tokens=new_tokens))
+        elif max_tokens is not None:
+            self._allocate_rows(max_tokens, self.plan(prompt_tokens=1, new_tokens=max_tokens - 1))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def plan(self, prompt_tokens: int, new_tokens: int) -> Plan:
+        """What a call with prompts of up to `prompt_tokens` takes."""
+        return make_plan(
+            self.shape,
+            self.compressor,
+            rows=self.rows,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            weight_bytes=sum(p.nbytes for p in self.model.parameters()),
+            capacity=self.cache.capacity if self.cache else None,
+            prefill_chunk=self.prefill_chunk,
+            prefill_rows=self.prefill_rows,
+            on_gpu=ops.rules(self.device).on_gpu,
+        )
+
+    def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Allocate what a call of that size takes, as far as it is not there."""
+        plan = self.plan(prompt_tokens, new_tokens)
+        cache = self._allocate_rows(self.compressor.capacity(prompt_tokens, new_tokens), plan)
+        self._allocate_scratch(plan)
+        self._allocate_state(plan, cache)
+
+    def clear(self) -> None:
+        """Zero the slots."""
+        for cache in (self.cache, self.scratch):
+            for tensor in cache.tensors if cache else ():
+                tensor.zero_()
+
+    def drop_state(self) -> None:
+        """Forget what rows wrote down, and what was captured to write it."""
+        self.state = None
+        self.decoders.clear()
+
+    def _allocate_rows(self, capacity: int, plan: Plan) -> SlotCache:
+        """The cache, once and for all; rows that hold whole responses are as long as the longest call so far."""
+        grows = not self.compressor.evicts_response and self.max_tokens is None
+        if self.cache is not None and grows and capacity > self.cache.capacity:
+            self.cache = None
+            self.drop_state()
+            row_bytes = cache_shape(self.shape, self.compressor).row_bytes(capacity)
+            plan = replace(plan, capacity=capacity, row_bytes=row_bytes)
+        if self.cache is None:
+            self._require(plan.cache_bytes, plan)
+            self.cache = SlotCache(cache_shape(self.shape, self.compressor), self.rows, capacity, self.device)
+        elif capacity > self.cache.capacity:
+            raise SparseRLError(
+                f"rows of this {self.compressor.name} engine hold {self.cache.capacity} tokens, but the call needs "
+                f"{capacity} ({plan.prompt_tokens} prompt + {plan.new_tokens} new); "
+                f"make the engine with Engine(..., max_tokens={capacity})."
+            )
+        return self.cache
+
+    def _allocate_scratch(self, plan: Plan) -> None:
+        """Rows for the longest prompts, made anew when longer ones come, or more of them together."""
+        known = self.scratch
+        if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
+            self.scratch = known = None
+            self._require(plan.scratch_bytes, plan)
+            shape = cache_shape(self.shape, self.compressor)
+            self.scratch = SlotCache(shape, plan.prefill_rows, plan.prompt_tokens, self.device)
+
+    def _allocate_state(self, plan: Plan, cache: SlotCache) -> None:
+        """Where rows write down what they sample: as large as the largest call so far.
+
+        A captured step has the addresses of all of it but the trace. Rows that fold need no trace: where their chunks
+        end tells what was visible.
+        """
+        new = plan.new_tokens
+        tokens = 0 if self.compressor.folds else plan.prompt_tokens + new
+        if self.state is None or self.state.tokens.shape[1] < new:
+            tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
+            self.drop_state()
+            self._require(plan.record_bytes, plan)
+            self.state = RowState.empty(cache, tokens, new, self.compressor.folds)
+        elif self.state.trace.shape[3] < tokens:
+            state, self.state = self.state, None
+            state.trace = state.trace.new_empty(0)  # freed before the larger one is made
+            self._require(plan.rows * plan.trace_row_bytes, plan)
+            state.trace = empty_trace(cache, tokens)
+            self.state = state
+
+    def _require(self, needed: int, plan: Plan) -> None:
+        free = available_memory(self.device)
+        if needed > free:
+            raise self.out_of_memory(plan, f"{size(needed)} are needed, {size(free)} are free")
+
+    def out_of_memory(self, plan: Plan, why: str) -> OutOfMemory:
+        """An error that says what the plan takes, and the largest setting that fits."""
+        held = sum(p.nbytes for p in self.model.parameters()) + sum(c.nbytes for c in (self.cache, self.scratch) if c)
+        held += sum(t.nbytes for t in self.state.by_row) if self.state else 0
+        memory = available_memory(self.device) + held
+        return OutOfMemory(
+            f"out of memory ({why.splitlines()[0]}).\n{plan.text(memory)}\n{plan.largest_that_fits(memory)}"
+        )

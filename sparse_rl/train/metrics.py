@@ -1,0 +1,47 @@
+"""The metrics of a step that describe its rollouts: what was sampled, and what compression did to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from ..learn.correct import Corrected, Correction, normalise_weights
+from ..learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
+from ..learn.loss import k3
+from ..records import kv_tokens_saved
+from .step import StepRollout
+
+
+def step_metrics(
+    rollout: StepRollout, corrected: Corrected, correction: Correction, interval: int, skipped: int, refill: bool
+) -> dict[str, float]:
+    """Metrics over everything that was sampled, and over the mask before any rejection.
+
+    corrected: of all rows, its weights not yet normalised. interval: tokens between evictions. skipped: rows of the
+    task's data that could not be used.
+    """
+    scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
+    mask = scored.sampled.mask
+    verdicts = Counter(g.verdict for g in rollout.grades)
+    metrics = {
+        **rollout_metrics(trajectories, rewards),
+        **gap_metrics(scored.gap, mask, normalise_weights(corrected, mask, correction)),
+        **gap_since_eviction(scored.gap, mask, trajectories, interval),
+        **rejection_metrics(mask, corrected, rewards),
+        "old/entropy/mean": scored.entropies[mask].double().mean().item(),
+        "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
+    }
+    if skipped:
+        metrics["data/skipped/count"] = float(skipped)
+    for verdict, count in sorted(verdicts.items()):
+        metrics[f"grade/{verdict.replace(' ', '_')}/count"] = float(count)
+    if scored.reference_logprobs is not None:
+        metrics["old/kl/mean"] = k3(scored.old_logprobs, scored.reference_logprobs)[mask].double().mean().item()
+    if refill:
+        metrics["reject/replaced/count"] = float((rollout.chosen_rows >= len(rollout.chosen_rows)).sum())
+    if rollout.alpha:
+        alpha = torch.cat(list(rollout.alpha.values()))
+        metrics["gap/alpha/p05"] = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
+        metrics["gap/alpha/mean"] = alpha.mean().item()
+    return metrics

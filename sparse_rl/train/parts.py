@@ -1,0 +1,88 @@
+"""The parts of a run, made from its recipe: tasks, the model to train, the learner and the students."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from .. import tasks
+from ..beacon import beacon_of
+from ..config import Recipe
+from ..distributed.world import World
+from ..errors import SparseRLError
+from ..learn.learner import Learner
+from ..learn.loss import Loss
+from ..learn.shards import Sharded
+from ..learn.student import Students
+from ..models import load_model, with_lora
+from ..tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def make_tasks(recipe: Recipe) -> tuple[Task, Task | None]:
+    """The task to learn, and the held-out prompts to evaluate on; None where nothing is evaluated."""
+    options = recipe.task.options
+    task = tasks.make(recipe.task.name, **options)
+    if not recipe.eval.every:
+        return task, None
+    return task, tasks.make(recipe.task.name, **{**options, **recipe.eval.options}).held_out()
+
+
+def make_loss(recipe: Recipe) -> Loss:
+    """The recipe's loss, with dr-grpo's denominator filled in."""
+    return dataclasses.replace(recipe.loss, constant=recipe.loss.constant or recipe.rollout.max_new_tokens)
+
+
+def load_for_training(recipe: Recipe, template: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train, and its tokenizer. template: of the task's prompts, so that an evaluation asks alike"""
+    settings = recipe.model
+    torch.manual_seed(recipe.run.seed)
+    loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)
+    model = cast("PreTrainedModel", loaded)
+    model.config.sparse_rl_template = template
+    if settings.lora_rank:
+        if beacon_of(model) is not None:
+            raise SparseRLError(
+                f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
+            )
+        model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.lora_rank:
+            model.enable_input_require_grads()
+    return model, tokenizer
+
+
+def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sharded: Sharded | None) -> Learner:
+    method = recipe.learn.resolve_method()
+    return Learner(
+        model,
+        recipe.optimizer,
+        loss,
+        micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        temperature=recipe.rollout.temperature,
+        clip_kl=method.correction.clip_kl,
+        max_skipped=recipe.run.max_skipped,
+        distill=method.distill,
+        distill_weight=method.distill_weight,
+        world=world,
+        sharded=sharded,
+    )
+
+
+def make_students(recipe: Recipe, teacher: nn.Module, world: World) -> Students:
+    return Students(
+        teacher,
+        recipe.student,
+        recipe.optimizer,
+        recipe.learn.micro_batch_tokens,
+        recipe.rollout.temperature,
+        recipe.run.seed,
+        recipe.run.max_skipped,
+        world,
+    )

@@ -1,0 +1,95 @@
+"""Saving a run and going on with it: what is in a checkpoint, when one may be written, and how a run returns to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..distributed.world import World
+from ..errors import CannotWrite, SparseRLError
+from ..files import find_checkpoints, read_lines
+from ..learn.learner import Disagreement
+from ..planning.memory import is_out_of_memory
+from ..signals import uninterrupted
+from .checkpoint import load_state, save_checkpoint
+from .log import Log
+
+if TYPE_CHECKING:
+    from .loop import Trainer
+
+
+def save(trainer: Trainer, world: World | None = None) -> None:
+    """Write the checkpoint of the last whole step. `world`: the processes that take part, if not all of the run's."""
+    progress, learner = trainer.progress, trainer.learner
+    if progress.saved == progress.steps:
+        return
+    with uninterrupted():
+        if learner.sharded is not None:
+            trainer.source.wait_idle()
+            trainer.publish_weights()
+        elif world is None:
+            learner.check_agreement()
+        state = {
+            "learner": learner.state_dict(),
+            "budget": trainer.sampler.budget.state_dict(),
+            "students": trainer.students.state_dict(),
+            "lengths": trainer.sampler.lengths.state_dict(),
+        }
+        students = {student.name: student.to_save() for student in trainer.students.members}
+        whole = trainer.model if learner.sharded is None else trainer.sampler.model
+        where, keep = trainer.folder / "checkpoints", trainer.recipe.run.keep
+        save_checkpoint(where, progress.steps, whole, trainer.tokenizer, state, keep, students, world or trainer.world)
+        progress.saved = progress.steps
+
+
+def save_after(trainer: Trainer, error: BaseException) -> None:
+    """Save before an error ends the run, unless the weights may be between two steps or differ, or writing has failed.
+
+    When a run is stopped, all processes are here, and none leaves before it is saved: launchers end the others when one
+    process has ended. After an error, other processes may be gone. Where the first process has everything, it saves
+    alone; shards are then lost.
+    """
+    between_steps = trainer.progress.is_between_steps(trainer.versions, refused=isinstance(error, SparseRLError))
+    unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
+    if not trainer.progress.steps or between_steps or unexpected or isinstance(error, (CannotWrite, Disagreement)):
+        return
+    if isinstance(error, KeyboardInterrupt):
+        with uninterrupted():  # even by a second Ctrl-C
+            trainer.world.stop = False
+            if trainer.learner.sharded is not None:
+                trainer.source.close()  # otherwise shards would wait for all that is sampled ahead
+            save(trainer)
+    elif trainer.learner.sharded is None:
+        save(trainer, World() if trainer.world.first else World(trainer.world.rank))
+
+
+def resume(trainer: Trainer) -> None:
+    """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
+    world, learner = trainer.world, trainer.learner
+    found = world.run_on_first(lambda: find_checkpoints(trainer.folder / "checkpoints"))
+    if found:
+        _, path = found[-1]
+        state = load_state(path, {"learner": learner.state_dict()})
+        learner.load_state_dict(state["learner"])
+        learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
+        trainer.sampler.budget.load_state_dict(state.get("budget"))
+        trainer.publish_weights()
+        trainer.students.load_state_dict(state.get("students", {}))
+        trainer.sampler.lengths.load_state_dict(state.get("lengths"))
+        trainer.progress.resume(state["step"], trainer.versions)
+    step = trainer.progress.steps
+    trainer.progress.evaluated = world.run_on_first(lambda: forget_what_came_after(step, trainer.folder, trainer.log))
+
+
+def forget_what_came_after(step: int, folder: Path, log: Log) -> int:
+    """Remove what a run wrote after a step; returns the step of the last evaluation that is left."""
+    log.cut(step)
+    for samples in (folder / "samples").glob("step-*"):
+        number = samples.name.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
+            shutil.rmtree(samples)
+    for unfinished in (folder / "checkpoints").glob(".*.partial"):
+        shutil.rmtree(unfinished)
+    evaluated = (line["step"] for line in read_lines(log.files["metrics"]) if "eval/dense/accuracy" in line)
+    return max(evaluated, default=-1)

@@ -1,0 +1,114 @@
+"""Verdicts: every rule changes its level at its thresholds, and knows its exceptions."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sparse_rl.report.curves import Curve
+from sparse_rl.report.thresholds import THRESHOLDS
+from sparse_rl.report.verdict import verdict
+
+
+def curves(**named):
+    """Curves of 50 points: a number all along, or (first half, second half)."""
+    found = {}
+    for name, value in named.items():
+        first, second = value if isinstance(value, tuple) else (value, value)
+        values = np.array([first] * 25 + [second] * 25, dtype=np.float64)
+        found[name.replace("__", "/")] = Curve(np.arange(1, 51), values)
+    return found
+
+
+ONE = {  # rule -> (curves whose number is x, its figure)
+    "reject": (lambda x: curves(reject__trajectories__frac=x), "reject/trajectories/frac"),
+    "rewarded": (
+        lambda x: curves(reject__rewarded__frac=0.2 * x, reject__unrewarded__frac=0.2),
+        "reject/rewarded/frac",
+    ),
+    "alpha": (lambda x: curves(gap__alpha__p05=x, old__entropy__mean=0.5), "gap/alpha/p05"),
+    "xi_low": (lambda x: curves(gap__xi__p05=x), "gap/xi/p05"),
+    "xi_high": (lambda x: curves(gap__xi__p95=x), "gap/xi/p95"),
+    "ess": (lambda x: curves(gap__ess__frac=x), "gap/ess/frac"),
+    "loops": (lambda x: curves(rollout__loops__frac=x), "rollout/loops/frac"),
+    "truncated": (lambda x: curves(rollout__truncated__frac=x), "rollout/truncated/frac"),
+    "collapse": (lambda x: curves(old__entropy__mean=(2.0, 2.0 * x)), "old/entropy/mean"),
+    "explosion": (lambda x: curves(old__entropy__mean=(2.0, 2.0 * x)), "old/entropy/mean"),
+    "clip": (lambda x: curves(update__clip__frac=x), "update/clip/frac"),
+    "norm": (lambda x: curves(update__grad_norm=(0.1, 0.1 * x)), "update/grad_norm"),
+    "skipped": (lambda x: curves(update__skipped__count=x), "update/skipped/count"),
+    "empty": (lambda x: curves(update__empty__count=x), "update/empty/count"),
+    "flat": (lambda x: curves(advantage__groups_without_variance__frac=x), "advantage/groups_without_variance/frac"),
+    "gap": (lambda x: curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.5 - x)), "eval/sparse/accuracy"),
+    "held_out": (lambda x: curves(eval__dense__accuracy=(0.5, 0.5 - x)), "eval/dense/accuracy"),
+    "memory": (lambda x: curves(cache__bytes_saved__frac=x, cache__tokens_saved__frac=0.5), "cache/bytes_saved/frac"),
+    "rollout": (lambda x: curves(time__rollout=2.0 * x, time__step=2.0), "time/rollout"),
+    "ungraded": (
+        lambda x: curves(grade__error__count=100.0 * x, rollout__trajectories__count=100.0),
+        "grade/error/count",
+    ),
+    "student": (lambda x: curves(student__c8__kl=(0.5, 0.5 * x)), "student/c8/kl"),
+}
+
+
+@pytest.mark.parametrize("rule", [rule for rule in THRESHOLDS if rule != "reward"])
+def test_each_rule_turns_at_its_thresholds(rule):
+    make, figure = ONE[rule]
+    warn, fail = THRESHOLDS[rule]
+    step = 1e-3 if fail > warn else -1e-3  # towards fail
+
+    def said(x):
+        return next((s["level"] for s in verdict(make(x)) if s["figure"] == figure), "good")
+
+    assert said(warn - step) == "good" and said(warn + step) == "warn"
+    if math.isfinite(fail):
+        assert said(fail - step) == "warn" and said(fail + step) == "fail"
+    worst = next(s for s in verdict(make(warn + step)) if s["figure"] == figure)
+    assert math.isfinite(worst["value"]) and any(c.isdigit() for c in worst["text"])
+    assert verdict({name: Curve(c.step, c.value * np.nan) for name, c in make(warn + step).items()}) == []
+    for name in make(warn):
+        verdict({other: c for other, c in make(warn).items() if other != name})
+
+
+def test_reward_is_compared_with_its_noise():
+    noise = np.random.default_rng(0).normal(size=50)
+    noise[:10] = (noise[:10] - noise[:10].mean()) / noise[:10].std(ddof=1)
+    noise[-10:] = (noise[-10:] - noise[-10:].mean()) / noise[-10:].std(ddof=1)
+    error = math.sqrt(2 / 10)
+    for times, expected in ((2.1, "good"), (1.9, "warn"), (-1.9, "warn"), (-2.1, "fail")):
+        values = noise + np.where(np.arange(50) >= 40, times * error, 0.0)
+        (said,) = verdict({"reward/mean": Curve(np.arange(50), values)})
+        assert said["level"] == expected and said["value"] == pytest.approx(times * error, abs=1e-5)
+    assert [s["level"] for s in verdict(curves(reward__mean=(0.0, 1.0)))] == ["good"]
+    assert [s["level"] for s in verdict(curves(reward__mean=0.5))] == ["warn"]
+    assert verdict({"reward/mean": Curve(np.arange(14), np.arange(14.0))}) == []
+
+
+def test_exceptions_to_the_thresholds():
+    sure = verdict(curves(gap__alpha__p05=0.99, old__entropy__mean=0.019))
+    assert [s["level"] for s in sure if s["figure"] == "gap/alpha/p05"] == ["warn"] and "says nothing here" in sure[0][
+        "text"
+    ]
+    assert all(s["level"] == "good" for s in verdict(curves(gap__alpha__p05=0.99, old__entropy__mean=0.021)))
+    assert verdict(curves(cache__bytes_saved__frac=0.0, cache__tokens_saved__frac=0.0)) == []  # dense on purpose
+    assert all(
+        s["level"] == "good" for s in verdict(curves(old__entropy__mean=(0.05, 0.25)))
+    )  # five times little is little
+    assert verdict(curves(reject__rewarded__frac=0.04, reject__unrewarded__frac=0.0)) == []
+    assert [s["level"] for s in verdict(curves(reject__rewarded__frac=0.06, reject__unrewarded__frac=0.0))] == ["warn"]
+    hard = verdict(curves(advantage__groups_without_variance__frac=0.9, reward__right__frac=0.02))
+    assert "too hard" in hard[0]["text"] and hard[0]["level"] == "fail"
+    assert verdict({}) == []
+    mixed = verdict(curves(reject__trajectories__frac=0.9, rollout__loops__frac=0.0, update__clip__frac=0.1))
+    assert [s["level"] for s in mixed] == ["fail", "warn", "good"]
+
+
+def test_only_the_last_fifth_is_now():
+    values = np.array([0.9] * 40 + [0.01] * 10)
+    (said,) = verdict({"reject/trajectories/frac": Curve(np.arange(50), values)})
+    assert said["level"] == "good" and said["value"] == 0.01
+
+
+def test_thresholds_are_those_of_the_docs():
+    assert THRESHOLDS["reject"] == (0.30, 0.60) and THRESHOLDS["alpha"][0] == 0.86 and THRESHOLDS["collapse"][1] == 0.10
+    assert set(ONE) | {"reward"} == set(THRESHOLDS)

@@ -1,0 +1,110 @@
+"""Files that cannot be written, and checkpoints that are whole or absent."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_rl.errors import SparseRLError
+from sparse_rl.files import find_checkpoints, read_lines
+from sparse_rl.models import load_model
+from sparse_rl.train.checkpoint import save_checkpoint
+from sparse_rl.train.run import train
+from tests.helpers.runs import recipe, weights
+
+
+def test_other_errors_are_not_called_a_full_disk(tmp_path):
+    from sparse_rl.files import writing
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(""), RuntimeError("CUDA error")):
+        with pytest.raises(type(error)) as caught, writing(tmp_path / "x"):
+            raise error
+        assert caught.value is error
+    with pytest.raises(SparseRLError, match="could not be written \\(OSError;"), writing(tmp_path / "x"):
+        raise OSError
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from sparse_rl.train import checkpoint
+write = checkpoint.save_model
+def limited(*args):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    write(*args)
+checkpoint.save_model = limited
+from sparse_rl.cli import main
+main()
+"""
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
+    """From the second checkpoint on files may grow to 200 kB only: the run stops with a sentence, the first one is
+    whole.
+    """
+    folder = tmp_path / "run"
+    train(recipe(run={"steps": 2}), folder, show=False)
+    arguments = ["train", str(folder), "--resume", "--run.steps", "8"]
+    done = subprocess.run([sys.executable, "-c", FULL, *arguments], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "step-000004 could not be written" in done.stderr and "continues with --resume" in done.stderr
+    assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
+    assert not list((folder / "checkpoints").glob(".*"))
+    train(recipe(run={"steps": 8}), folder, resume=True, show=False)
+    rewards = [
+        [line["reward/mean"] for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line]
+        for f in (folder, finished)
+    ]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_full_disk_stops_the_log_with_a_sentence(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "timing.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SparseRLError, match=r"timing.jsonl could not be written \(the disk is full"):
+        train(recipe(), folder, show=False)
+
+
+def test_samples_that_cannot_be_written_stop_the_run_with_a_sentence(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "samples").write_text("a file where a folder should be")
+    with pytest.raises(SparseRLError, match="step-000001 could not be written"):
+        train(recipe(), tmp_path / "run", show=False)
+
+
+def test_a_disk_without_room_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000})())
+    with pytest.raises(SparseRLError, match=r"a checkpoint takes 5 MiB, .* has 0 MiB free"):
+        train(recipe(), tmp_path / "run", show=False)
+
+
+def test_an_old_checkpoint_is_replaced_only_by_a_whole_one(tmp_path):
+    model, tokenizer = load_model("tiny")
+    save_checkpoint(tmp_path, 3, model, tokenizer, {"learner": 1}, keep=2)
+
+    class Broken(torch.nn.Module):
+        def save_pretrained(self, folder):
+            (Path(folder) / "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(SparseRLError, match="the disk is full"):
+        save_checkpoint(tmp_path, 3, Broken(), tokenizer, {}, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+    weights(tmp_path / "step-000003")
+
+
+def test_random_state_comes_back(tmp_path):
+    from sparse_rl.train.checkpoint import load_state
+
+    model, tokenizer = load_model("tiny")
+    torch.manual_seed(5)
+    path = save_checkpoint(tmp_path, 1, model, tokenizer, {}, keep=1)
+    drawn = torch.rand(3)
+    load_state(path)
+    assert torch.rand(3).equal(drawn)
+    (path / "training.pt").write_bytes((path / "training.pt").read_bytes()[:100])
+    with pytest.raises(SparseRLError, match=r"training.pt is damaged .* remove"):
+        load_state(path)

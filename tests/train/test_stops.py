@@ -1,0 +1,150 @@
+"""Runs that are killed, interrupted or out of memory: nothing is lost, and a resumed run writes the same metrics."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_rl.train.worker
+from sparse_rl.errors import SparseRLError
+from sparse_rl.files import find_checkpoints, read_lines
+from sparse_rl.learn.learner import Learner
+from sparse_rl.learn.optimizer import MasterAdamW
+from sparse_rl.train.run import train
+from tests.helpers.runs import command, recipe, weights, write_recipe
+
+
+def run_until_killed(folder: Path, arguments: list, seconds: float) -> None:
+    """Train until metrics.jsonl has grown, then for that many seconds, then kill."""
+    metrics = folder / "metrics.jsonl"
+    before = metrics.stat().st_size if metrics.exists() else 0
+    process = subprocess.Popen(command("train", *arguments), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size > before):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.01)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL  # and not at the end of the run
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, kills):
+    """SIGKILL at any moment: the metrics and the weights are those of the run that was left alone, bit for bit."""
+    draw, folder = random.Random(0), tmp_path / "run"
+    given, resume = write_recipe(tmp_path, run={"steps": 8}), []
+    for _ in range(kills):
+        run_until_killed(folder, [given, "--out", folder, *resume], draw.random() / 2)
+        resume = ["--resume"] if (folder / "recipe.yaml").exists() else []
+        for _, path in find_checkpoints(folder / "checkpoints"):
+            weights(path)  # never half written
+    train(recipe(run={"steps": 8}), folder, resume=bool(resume), show=False)
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+    theirs = weights(finished / "checkpoints" / "step-000008")
+    assert all(
+        torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items()
+    )
+    assert not list((folder / "checkpoints").glob(".*")) and [p.name for p in folder.glob(".*")] == [".lock"]
+
+
+def test_an_interrupt_saves_and_stops(finished, tmp_path):
+    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 8, "checkpoint_every": 100})
+    process = subprocess.Popen(command("train", given, "--out", folder), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while sum(1 for line in read_lines(folder / "metrics.jsonl") if "reward/mean" in line) < 3:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error.decode()
+    assert f"go on with: sparse-rl train {folder} --resume" in error.decode() and "Traceback" not in error.decode()
+    ((step, _),) = find_checkpoints(folder / "checkpoints")
+    assert step >= 3
+    train(recipe(run={"steps": 8}), folder, resume=True, show=False)
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypatch, number):
+    """The signal comes between the two optimizer steps of step 3: it is finished and saved, then the run stops."""
+    step, calls = Learner.step, []
+
+    def interrupted(self, batch):
+        calls.append(1)
+        if len(calls) == 6:
+            signal.raise_signal(number)
+        return step(self, batch)
+
+    monkeypatch.setattr(Learner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(run={"steps": 8}), tmp_path / "run", show=False)
+    assert len(calls) == 6 and [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
+    train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("where", ["between the updates of a step", "inside its first update"])
+def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, where):
+    """The weights are then between two steps: they must not be saved as either, and the run starts over to the same
+    end.
+    """
+    patched, name, call = (Learner, "step", 6) if "between" in where else (MasterAdamW, "_round_masters", 5)
+    plain, calls = getattr(patched, name), []
+
+    def greedy(self, *args):
+        calls.append(1)
+        result = plain(self, *args) if len(calls) != call or name == "_round_masters" else None
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(patched, name, greedy)
+        with pytest.raises(
+            SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"
+        ):
+            train(recipe(run={"steps": 8, "checkpoint_every": 100}), tmp_path / "run", show=False)
+    done = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "update/empty/count" in line]
+    before = sum(2 - line["update/empty/count"] for line in done) if name == "_round_masters" else 2 * len(done)
+    assert len(calls) - before == (1 if name == "_round_masters" else 2)  # it was the first, or the second, of its step
+    assert find_checkpoints(tmp_path / "run" / "checkpoints") == []
+    train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
+    calls, plain = [], sparse_rl.train.worker.score
+
+    def greedy(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(*args)
+
+    monkeypatch.setattr(sparse_rl.train.worker, "score", greedy)
+    with pytest.raises(SparseRLError, match="out of memory while learning"):
+        train(recipe(run={"steps": 8, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
+
+
+def test_a_background_job_stops_on_sigterm(tmp_path):
+    """A shell starts background jobs with Ctrl-C ignored."""
+    folder, given = (
+        tmp_path / "run",
+        write_recipe(tmp_path, run={"steps": 200, "checkpoint_every": 200}, eval={"every": 0}),
+    )
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from sparse_rl.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", ignoring, "train", str(given), "--out", str(folder)], stderr=subprocess.PIPE
+    )
+    while not read_lines(folder / "metrics.jsonl"):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and find_checkpoints(folder / "checkpoints")
