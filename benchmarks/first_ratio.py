@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from sparse_rl import Engine, Sampling, tasks
-from sparse_rl.attention import shadow
 from sparse_rl.compressors import make
 from sparse_rl.config import load_recipe
+from sparse_rl.kernels import ops
 from sparse_rl.learn.batch import Sampled, collate, score
 from sparse_rl.learn.diagnose import percentiles
 from sparse_rl.models import encode, load_model
@@ -37,11 +37,11 @@ def gap(model, sampled: Sampled, temperature: float, view: str) -> torch.Tensor:
 def between_kernels(model, sampled: Sampled, temperature: float) -> torch.Tensor:
     """log(one learner / the other) of every response token: the same view by segments and under a mask."""
     by_segments = score(model, sampled, 8192, temperature, view="shadow")
-    fits, shadow.fits_kernels = shadow.fits_kernels, lambda *_: False
+    fits, ops.fits_tiles = ops.fits_tiles, lambda *_: False
     try:
         under_mask = score(model, sampled, 8192, temperature, view="shadow")
     finally:
-        shadow.fits_kernels = fits
+        ops.fits_tiles = fits
     return (by_segments.old_logprobs - under_mask.old_logprobs)[sampled.mask].double()
 
 
