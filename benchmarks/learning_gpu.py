@@ -204,12 +204,12 @@ def tried(plan: Plan, name: str) -> str:
     start, clock = time.perf_counter(), Clock()
     rollout = trainer.collect(clock)
     found = trainer.diagnose(rollout, apply_correction(rollout.scored, trainer.correction), clock)
+    saved = trainer.sampler.engine.kv_bytes_saved(rollout.trajectories)
     return (
         f"| {name} | {found['reward/mean']:.3f} | {found['reject/trajectories/frac']:.1%} | "
         f"{found['gap/alpha/p05']:.3f} | {found['gap/abs/mean']:.4f} | "
         f"{found['rollout/length/mean']:.0f} | {found['rollout/truncated/frac']:.1%} | "
-        f"{found['cache/tokens_saved/frac']:.0%} | "
-        f"{trainer.sampler.engine.kv_bytes_saved(rollout.trajectories):.0%} | "
+        f"{found['cache/tokens_saved/frac']:.0%} | {saved:.0%} | "
         f"{time.perf_counter() - start:.1f} |"
     )
 

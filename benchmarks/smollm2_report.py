@@ -225,7 +225,7 @@ def smooth(values: Sequence[float], width: int = 9) -> list[float]:
 
 
 def headline(folder: Path, arms: Sequence[Arm], budget: int, path: Path) -> None:
-    """Two panels: reward of the rollouts during training, and accuracy afterwards on both caches, with intervals."""
+    """Two panels: reward of the rollouts during training; accuracy after it on both caches, with intervals."""
     import matplotlib
 
     matplotlib.use("Agg")

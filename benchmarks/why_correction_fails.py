@@ -46,7 +46,7 @@ KEYS = {  # variants of sparse-rl: the keys that they change
 
 
 def change(batch, loss, variant: str):
-    """The batch of an optimizer step with other weights. All tensors [N, T]."""
+    """The batch of an optimizer step with other weights. All tensors are [N, T]."""
     from sparse_rl.learn.loss import token_scale
 
     gap = batch.old_logprobs - batch.sampler_logprobs
@@ -115,13 +115,15 @@ def culprits(second: Path) -> None:
     task = tasks.make("sums")
     prompts = task.sample(0, 128)
     quantiles = torch.tensor([0.05, 0.25, 0.5], dtype=torch.float64)
-    heads = ["warm start", "compressor", "failed", "first wrong token: xi p05 / p25 / p50", "xi < 0.1", "xi < 1e-4"]
-    print(f"| {' | '.join(heads)} | all tokens: xi < 0.1 | |")
+    print(
+        "| warm start | compressor | failed | first wrong token: xi p05 / p25 / p50 | xi < 0.1 | xi < 1e-4 | all "
+        "tokens: xi < 0.1 | |"
+    )
     for name in ("tiny-sums", str(second)):
         model, tokenizer = load_model(name)
         for setting, (compressor, budget) in {"dense": ("dense", 80), **SETTINGS}.items():
-            made = make(compressor) if compressor == "dense" else make(compressor, protect_prompt=True)
-            engine = Engine(model, made, budget=budget, interval=4, rows=128)
+            chosen = make(compressor) if compressor == "dense" else make(compressor, protect_prompt=True)
+            engine = Engine(model, chosen, budget=budget, interval=4, rows=128)
             done = engine.generate([encode(tokenizer, p.text) for p in prompts], 4, Sampling(72), seed=7)
             scored = score(model, collate(done), 16384)
             texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -97,9 +97,8 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
     if (about := Path(source) / TEMPLATE_FILE).is_file():
         model.config.sparse_rl_template = json.loads(about.read_text())["template"]
     repair(model, tokenizer)
-    model = load_beacon(source, model)
-    model.to(device)  # pyright: ignore[reportArgumentType]
-    return set_logits(model.eval(), logits), tokenizer
+    whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
+    return set_logits(whole.to(device).eval(), logits), tokenizer
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:

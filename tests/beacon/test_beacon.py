@@ -1,24 +1,20 @@
 """Beacons: what is fed, seen and kept. Everything runs through the engine and the learner's own functions."""
 
 import copy
-import json
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.attention import use_attention
-from sparse_rl.beacon import FILE, add_beacon, beacon_of, beaconed, fixed_chunk_ends, insert_beacons
+from sparse_rl.beacon import add_beacon, beacon_of, beaconed, fixed_chunk_ends, insert_beacons
 from sparse_rl.compressors import make
 from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.score import hidden_states, overlap, replay_of, token_logprobs
-from sparse_rl.models import load_model, tiny_tokenizer
-from sparse_rl.records import TrajectoryWriter, kv_tokens_saved, read_trajectories
+from sparse_rl.records import kv_tokens_saved
 from sparse_rl.rollout.fold import Chunks, begin
-from sparse_rl.train.checkpoint import save_model
 from tests.helpers.decoding import FAMILY, fuse_everywhere, same
 from tests.helpers.models import VOCABULARY, prompts_of, tiny
 
@@ -297,97 +293,6 @@ def test_saved_tokens_count_beacons_as_entries():
     slots = sum(t.num_prompt_tokens + 35 // 4 + 37 - 4 * (35 // 4) for t in trajectories)
     tokens = sum(t.num_prompt_tokens + 37 for t in trajectories)
     assert kv_tokens_saved(trajectories) == pytest.approx(1 - slots / tokens)
-
-
-# ---------------------------------------------------------------------------------------- records and folders
-
-
-def test_trajectories_with_beacons_are_written_and_read_back(tmp_path):
-    model = student()
-    _, trajectories = generate(model, 4)
-    with TrajectoryWriter(tmp_path / "out") as writer:
-        for t in trajectories:
-            writer.write(t)
-    for ours, theirs in zip(trajectories, read_trajectories(tmp_path / "out"), strict=True):
-        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.positions, theirs.positions)
-        assert ours.beacon_id == theirs.beacon_id and torch.equal(ours.trace.evicted_at, theirs.trace.evicted_at)
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_a_student_is_an_ordinary_folder_and_a_beacon(tmp_path, name):
-    from transformers import AutoModelForCausalLM
-
-    model = student(name, (4,), "own")
-    save_model(tmp_path / "m", model, tiny_tokenizer())
-    loaded, _ = load_model(str(tmp_path / "m"))
-    beacon = beacon_of(loaded)
-    assert (beacon.chunks, beacon.position) == ((4,), "own") and torch.equal(beacon.beacon, beacon_of(model).beacon)
-    ours, theirs = (generate(m, 4)[1] for m in (model, loaded))
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
-    plain, report = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    tokens = torch.tensor(prompts_of(9))
-    with torch.no_grad():
-        assert torch.equal(plain(tokens).logits, tiny(name)(tokens).logits)
-
-
-def test_refusals(tmp_path):
-    model = student(chunks=(8,))
-    save_model(tmp_path / "m", model, tiny_tokenizer())
-    vector = (tmp_path / "m" / FILE).read_bytes()
-    (tmp_path / "m" / FILE).unlink()
-    with pytest.raises(
-        SparseRLError, match=r"was saved with a beacon, but its beacon.safetensors is not there; copy it"
-    ):
-        load_model(str(tmp_path / "m"))
-    (tmp_path / "m" / FILE).write_bytes(vector[:-20])
-    with pytest.raises(SparseRLError, match="is damaged"):
-        load_model(str(tmp_path / "m"))
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    assert config["vocab_size"] == VOCABULARY
-    other = add_beacon(copy.deepcopy(tiny("llama", vocab_size=VOCABULARY + 3)))
-    save_model(tmp_path / "other", other, tiny_tokenizer())
-    (tmp_path / "m" / FILE).write_bytes((tmp_path / "other" / FILE).read_bytes())
-    with pytest.raises(SparseRLError, match="is the beacon of another model"):
-        load_model(str(tmp_path / "m"))
-    good = add_beacon(copy.deepcopy(tiny("llama")))
-    good.save_pretrained(tmp_path / "lost")  # by transformers alone
-    tiny_tokenizer().save_pretrained(tmp_path / "lost")
-    with pytest.raises(SparseRLError, match="was saved with a beacon, but its"):
-        load_model(str(tmp_path / "lost"))
-    save_file({"beacon": torch.zeros(8)}, tmp_path / "m" / FILE, metadata={"position": "own"})
-    with pytest.raises(SparseRLError, match="is damaged"):
-        load_model(str(tmp_path / "m"))
-    _, (folded, *_) = generate(good, 4)
-    with pytest.raises(SparseRLError, match=r"hold id 61, outside this model's vocabulary of 61: a beacon's"):
-        token_logprobs(tiny("llama"), folded.tokens, folded.trace)
-    with pytest.raises(
-        SparseRLError, match=r"a beacon after 2 tokens was asked for \(a threshold ends chunks early\), but"
-    ):
-        Engine(model, make("beacon", chunk=8, threshold=1.0))
-    with pytest.raises(SparseRLError, match="write beacon:16"):
-        make("beacon:²")
-    for chunk in (1, 0, -4, True, 2.0):
-        with pytest.raises(SparseRLError, match="must be a whole number from 2 on"):
-            make("beacon", chunk=chunk)
-    with pytest.raises(SparseRLError, match="write beacon:16"):
-        make("beacon:rkv")
-    with pytest.raises(SparseRLError, match="must be a positive number of nats"):
-        make("beacon", threshold=0.0)
-    with pytest.raises(SparseRLError, match="this model has no beacon"):
-        Engine(tiny("llama"), "beacon:8")
-    with pytest.raises(
-        SparseRLError,
-        match=r"a beacon after 16 tokens was asked for, but this student was trained with one after 8; use",
-    ):
-        Engine(model, "beacon:16")
-    with pytest.raises(SparseRLError, match="has a beacon already"):
-        add_beacon(model)
-    with pytest.raises(SparseRLError, match="must be shared"):
-        add_beacon(copy.deepcopy(tiny("llama")), position="middle")
-    with pytest.raises(SparseRLError, match="no budget to set"):
-        Engine(model, "beacon:8").set_budget(4)
-    assert Engine(model, "beacon:8").compressor.chunk == 8
 
 
 def test_rows_at_rest_are_left_alone():

@@ -187,9 +187,7 @@ class Page(HTMLParser):
 def test_compare(tmp_path):
     model, tokenizer = load_model("tiny-sums")
     model.lm_head.weight.data.mul_(0.5)  # a worse one
-    save_model(
-        tmp_path / "_other $x^$<b>", model, tokenizer
-    )  # not mathematics in the picture, not markup in the page
+    save_model(tmp_path / "_other $x^$<b>", model, tokenizer)  # not mathematics in the picture, not markup in the page
     words = [
         "--compare",
         "tiny-sums",

@@ -1,23 +1,16 @@
 """Text from ordinary code: the engine's tokens, in one piece or many; engines are kept, and freed with their model."""
 
-import copy
 import gc
-import pickle
 import signal
 import warnings
-import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import sparse_rl.rollout.text as generation
-from sparse_rl import COMPRESSORS, Engine, NonFiniteLogits, OutOfMemory, Sampling, SparseRLError, generate
+from sparse_rl import Engine, NonFiniteLogits, Sampling, SparseRLError, generate
 from sparse_rl.beacon import add_beacon
 from sparse_rl.compressors import make
 from sparse_rl.models import tiny_tokenizer
-from sparse_rl.rollout.text import TextPieces
 from tests.helpers.models import prompts_of, tiny
 
 TOKENIZER = tiny_tokenizer()
@@ -160,111 +153,6 @@ def test_a_beacon_for_several_chunks_must_be_named(chunks, said):
     assert generate(model, TOKENIZER, "12", "beacon:8", max_new_tokens=20)
 
 
-# ---------------------------------------------------------------------------------------- kept engines
-
-
-def test_a_second_call_makes_nothing_anew():
-    model = fresh()
-    first = generate(model, TOKENIZER, "12", **SMALL)
-    (engine,) = engines_of(model)
-    cache, scratch = engine.cache, engine.scratch
-    assert (
-        generate(model, TOKENIZER, "12", **SMALL)
-        == first
-        == "".join(generate(model, TOKENIZER, "12", stream=True, **SMALL))
-    )
-    generate(model, TOKENIZER, "34", **SMALL | {"max_new_tokens": 20, "temperature": 1.0, "seed": 3})
-    assert engines_of(model) == [engine] and engine.cache is cache and engine.scratch is scratch
-    generate(model, TOKENIZER, ["1", "2", "3"], **SMALL)
-    generate(model, TOKENIZER, ["1", "2", "3", "4"], **SMALL)
-    assert [e.rows for e in engines_of(model)] == [1, 4]
-
-
-def test_few_engines_are_kept_those_used_last():
-    model = fresh()
-    for budget in (12, 13, 14, 15, 16, 13, 17):
-        generate(model, TOKENIZER, "12", budget=budget, interval=8, max_new_tokens=4)
-    assert [engine.compressor.budget for engine in engines_of(model)] == [15, 16, 13, 17]
-
-
-def test_options_tell_engines_apart():
-    model = fresh()
-    a = generate(model, TOKENIZER, "12", "rkv", **SMALL)
-    b = generate(model, TOKENIZER, "12", "rkv", compressor_options={"protect_prompt": True, "window": 2}, **SMALL)
-    c = generate(model, TOKENIZER, "12", COMPRESSORS["rkv"](protect_prompt=True, window=2), **SMALL)
-    d = generate(model, TOKENIZER, "12", COMPRESSORS["rkv"], **SMALL)
-    assert a == d != b == c
-
-
-def test_a_model_takes_its_engines_with_it():
-    model = fresh()
-    generate(model, TOKENIZER, "12", **SMALL)
-    list(generate(model, TOKENIZER, "12", stream=True, **SMALL))
-    gone = [weakref.ref(model), weakref.ref(engines_of(model)[0]), weakref.ref(engines_of(model)[0].cache.keys)]
-    del model
-    gc.collect()
-    assert [reference() for reference in gone] == [None] * 3
-
-
-def test_copies_and_files_of_a_model_have_no_engines():
-    model = fresh()
-    text = generate(model, TOKENIZER, "12", **SMALL)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert engines_of(other) == []
-        assert generate(other, TOKENIZER, "12", **SMALL) == text
-    shallow = copy.copy(model)
-    assert generate(shallow, TOKENIZER, "12", **SMALL) == text
-    assert engines_of(shallow)[0].model is shallow
-    assert set(model.state_dict()) == set(tiny("llama").state_dict())
-
-
-def test_weights_may_change_and_the_model_may_move():
-    model = fresh()
-    before = generate(model, TOKENIZER, "12", **SMALL)
-    (engine,) = engines_of(model)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, dims=0))
-    after = generate(model, TOKENIZER, "12", **SMALL)
-    assert after != before and engines_of(model) == [engine]
-    model.double()
-    assert generate(model, TOKENIZER, "12", **SMALL)
-    (now,) = engines_of(model)
-    assert now is not engine and now.cache.keys.dtype == torch.float64
-    model.float().resize_token_embeddings(70, mean_resizing=False)
-    assert generate(model, TOKENIZER, "Z", **SMALL)  # its id is 63, which was beyond the vocabulary
-
-
-def test_engines_kept_for_other_settings_make_room(monkeypatch):
-    """With room for one and a half caches, the second engine is made when the first is freed; what never fits fails."""
-    import sparse_rl.rollout.storage as module
-
-    def text(name, budget=48):
-        return generate(model, TOKENIZER, "12", name, budget=budget, interval=16, rows=4, max_new_tokens=20)
-
-    def taken() -> int:
-        gc.collect()
-        kept = [thing for thing in gc.get_objects() if type(thing) is module.Storage and thing.cache is not None]
-        return sum(storage.cache.nbytes for storage in kept)
-
-    model = fresh()
-    expected = [text(name) for name in ("knorm", "window")]
-    model = fresh()
-    elsewhere = taken()
-    assert text("knorm") == expected[0]
-    memory = elsewhere + (taken() - elsewhere) * 3 // 2
-    monkeypatch.setattr(module, "available_memory", lambda device: memory - taken())
-    assert text("window") == expected[1]
-    assert [engine.compressor.name for engine in engines_of(model)] == ["window"]
-    assert (
-        "".join(generate(model, TOKENIZER, "12", "knorm", 48, 16, rows=4, max_new_tokens=20, stream=True))
-        == expected[0]
-    )
-    assert [engine.compressor.name for engine in engines_of(model)] == ["knorm"]
-    for _ in range(2):
-        with pytest.raises(OutOfMemory):
-            text("window", budget=480)
-
-
 # ---------------------------------------------------------------------------------------- streams
 
 
@@ -374,114 +262,6 @@ def test_a_later_call_of_the_same_engine_cuts_a_stream_off():
     with pytest.raises(SparseRLError, match="cut off after 2 tokens"):
         list(old)
     assert tokens + [token for piece in new for token in piece] == expected[1]
-
-
-# ---------------------------------------------------------------------------------------- text in pieces
-
-
-def bytewise():
-    """Every byte is a token, and 97 letters and pairs more; id 0 is special."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(["<eos>", *alphabet])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
-def with_byte_fallback():
-    """Words with their spaces, as SentencePiece writes them, and a token for every byte; id 0 is special."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["▁the", "▁", "s", "▁▁", "ö", "."]
-    vocabulary = {symbol: i for i, symbol in enumerate(["<eos>", *words, *(f"<0x{byte:02X}>" for byte in range(256))])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
-BYTEWISE, FALLBACK = bytewise(), with_byte_fallback()
-
-
-def of_characters(tokenizer, text: str) -> list[int]:
-    if tokenizer is BYTEWISE:
-        return tokenizer.encode(text)
-    return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
-
-
-@st.composite
-def token_lists(draw, tokenizer):
-    """Characters of one to four bytes, whole or cut, among random tokens and special ones."""
-    parts = st.one_of(
-        st.text(st.sampled_from("aé你🙂\ufffd \n"), min_size=1, max_size=3).map(
-            lambda text: of_characters(tokenizer, text)
-        ),
-        st.sampled_from("é你🙂").map(lambda text: of_characters(tokenizer, text)[:-1]),
-        st.lists(
-            st.integers(0, len(tokenizer) + 2), max_size=3
-        ),  # unknown ids among them: a model may have more than its tokenizer
-        st.just([0]),
-    )
-    return [token for part in draw(st.lists(parts, max_size=60)) for token in part]
-
-
-@settings(deadline=None, max_examples=150)
-@given(data=st.data(), name=st.sampled_from(["bytes", "fallback", "characters"]), context=st.sampled_from([2, 5, 64]))
-def test_pieces_make_up_the_text(data, name, context):
-    tokenizer = {"bytes": BYTEWISE, "fallback": FALLBACK, "characters": TOKENIZER}[name]
-    tokens = data.draw(st.lists(st.integers(0, 97), max_size=200) if name == "characters" else token_lists(tokenizer))
-    expected = tokenizer.decode(tokens, skip_special_tokens=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_CONTEXT", context)
-        text, told, at = TextPieces(tokenizer), "", 0
-        while at < len(tokens):
-            step = data.draw(st.integers(1, 9))
-            told += text.add(tokens[at : at + step])
-            assert expected.startswith(told)
-            at += step
-        assert told + text.rest() == expected
-
-
-def test_whole_characters_are_not_held_back():
-    said = "größer: 你好 🙂!"
-    for tokenizer, certain in ((BYTEWISE, said), (FALLBACK, "")):  # bytes that are read as a whole wait for their end
-        text = TextPieces(tokenizer)
-        assert "".join(text.add([token]) for token in of_characters(tokenizer, said)) == certain
-        assert certain + text.rest() == said
-    text = TextPieces(FALLBACK)
-    assert text.add(of_characters(FALLBACK, said)) == "" and text.add([1]) == said + " the"
-
-
-def test_a_long_text_is_not_decoded_again_and_again(monkeypatch):
-    asked, text, long = [], TextPieces(BYTEWISE), "a long text, 你好 " * 200
-    original = generation._decode
-    monkeypatch.setattr(
-        generation, "_decode", lambda tokenizer, tokens: asked.append(len(tokens)) or original(tokenizer, tokens)
-    )
-    assert "".join(text.add([token]) for token in BYTEWISE.encode(long)) + text.rest() == long
-    assert max(asked) < 140
-
-
-def test_a_long_silence_loses_no_space(monkeypatch):
-    """A context without text would be the text's beginning, where SentencePiece writes no space."""
-    monkeypatch.setattr(generation, "_CONTEXT", 2)
-    text = TextPieces(FALLBACK)
-    assert (
-        "".join(text.add([token]) for token in [1, 1, 1, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 3]) + text.rest()
-        == "the the the the  thes"
-    )
-
-
-def test_a_models_characters_that_span_tokens_stream_alike():
-    model = tiny("qwen2", vocab_size=300)
-    for seed in range(5):
-        options = dict(temperature=2.0, seed=seed, budget=16, interval=8, max_new_tokens=60)
-        whole = generate(model, BYTEWISE, "größer", **options)
-        pieces = list(generate(model, BYTEWISE, "größer", stream=True, **options))
-        assert "\ufffd" in whole and "".join(pieces) == whole and len(pieces) > 5
 
 
 # ---------------------------------------------------------------------------------------- mistakes
