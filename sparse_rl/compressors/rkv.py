@@ -2,16 +2,16 @@
 
     Z = lambda * I - (1 - lambda) * R
 
-I is SnapKV's pooled attention; R says how much a key repeats the others. Where a slot has near-copies, the newest
-copy is exempt, so that one of them survives. (Where a slot has no copy, the authors' code exempts column 0; ours
-exempts nothing.)
+I is SnapKV's pooled attention (snapkv.py). R says how much a key repeats the others (`redundancy` in kernels/twins.py,
+and as a kernel in kernels/evict.py). The newest of several near-copies does not count as a repetition, so that one of
+them survives. (Where a slot has no copy, the authors' code exempts column 0; ours exempts nothing.)
 """
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels import ops
-from ..kernels.twins import BLOCK_ELEMENTS as BLOCK_ELEMENTS  # the plan counts them
+from ..kernels.twins import BLOCK_ELEMENTS as BLOCK_ELEMENTS  # planning/memory.py counts them
 from .base import CacheView, register
 from .snapkv import SnapKV, observed_importance
 
@@ -30,4 +30,5 @@ class RKV(SnapKV):
             return super().score(view)
         importance = observed_importance(view, self.window, self.pool)
         repeated = ops.redundancy(view.keys, self.threshold)[..., : importance.shape[-1]]
+        # The window is kept whatever its score, so it gets 0.
         return F.pad(self.importance_weight * importance - (1 - self.importance_weight) * repeated, (0, self.window))

@@ -111,19 +111,22 @@ class Trainer:
             save(self)
 
     def step(self) -> None:
-        """One step of the algorithm. Its weights and its log lines change together, or not at all."""
+        """One step of the algorithm. Its weights and its log lines change together, or not at all.
+
+        A method that replays (view: shadow) does so twice: where `collect` scores, and where the learner updates.
+        """
         clock = Clock(self.terminal.show_stage)
-        rollout = self.collect(clock)  # sample, grade and score
+        rollout = self.collect(clock)  # sample, grade, and score: log-probs in the learner's view
         corrected = apply_correction(rollout.scored, self.correction, rollout.accepted)
         advantages, metrics = self.advantages(rollout, corrected.accepted)
         metrics |= self.diagnose(rollout, corrected, clock)
         with uninterrupted():
             self.progress.begin()
-            metrics |= self.teach_students(rollout, clock)
+            metrics |= self.teach_students(rollout, clock)  # before the update: from the weights that sampled
             batches = self.batches(rollout, corrected, advantages)
             updates = self.update(batches, clock)
             metrics |= average([update.metrics for update in updates])
-            self.finish_update(clock)  # publish the weights
+            self.finish_update(clock)  # sampler and students get the new weights
             self.progress.commit(self.versions)
             metrics |= self.sampler.budget.logged("rollout/budget")
             self.sampler.budget.after_step(metrics)
