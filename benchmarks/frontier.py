@@ -314,7 +314,12 @@ def main() -> None:
     if args.joint:
         train(args, "joint", model__name=args.joint)
     if args.late:
-        train(args, f"late{args.part}", model__name=last_checkpoint(run_folder(args, "joint")), student__late="true")
+        train(
+            args,
+            f"late{args.part}",
+            model__name=last_checkpoint(run_folder(args, "joint")),
+            student__freeze_teacher="true",
+        )
     if args.points:
         points(args)
     rows = read(args.out / "points.jsonl")

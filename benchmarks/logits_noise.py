@@ -65,26 +65,26 @@ def rate(engine: Engine, prompts: list[list[int]], group: int, new: int, seed: i
 def measure(
     models: dict[str, nn.Module], prompts: list[list[int]], stops: tuple[int, ...], cache: str, args: argparse.Namespace
 ) -> dict[str, dict]:
-    """One cache: by how logits are made, the noise and the speed."""
+    """The noise and the speed on one cache, by the dtype of the logits."""
     view = "dense" if cache == "dense" else "shadow"
-    engines = {how: Engine(model, cache, args.budget, args.interval, args.rows) for how, model in models.items()}
+    engines = {dtype: Engine(model, cache, args.budget, args.interval, args.rows) for dtype, model in models.items()}
     sampling = Sampling(args.new, stop_ids=stops, for_correction=True)
     found = {}
-    for how, engine in engines.items():
+    for dtype, engine in engines.items():
         engine.reserve(max(map(len, prompts)), args.new)  # so that what is captured now serves the timed calls
         sampled = collate(engine.generate(prompts, args.group, sampling, seed=0))
         old = {h: logprobs(model, sampled, view, args.micro_batch_tokens) for h, model in models.items()}
-        found[how] = noise(old[how] - sampled.sampler_logprobs[sampled.mask].double())
-        found[how]["rounding_alone"] = (old["model"] - old["float32"]).abs().mean().item()
-    rates = {how: [] for how in engines}
+        found[dtype] = noise(old[dtype] - sampled.sampler_logprobs[sampled.mask].double())
+        found[dtype]["rounding_alone"] = (old["model"] - old["float32"]).abs().mean().item()
+    rates = {dtype: [] for dtype in engines}
     for seed in range(-1, args.repeats):  # the first call compiles and captures; then in turns
-        for how, engine in engines.items():
+        for dtype, engine in engines.items():
             speed = rate(engine, prompts, args.group, args.new, seed + 1)
-            rates[how] += [speed] if seed >= 0 else []
-    for how, several in rates.items():
-        found[how] |= {"tokens_per_s": statistics.median(several), "tokens_per_s_all": several}
-        forwards = {type(decoder.forward).__name__ for decoder in engines[how].decoders.values()}
-        found[how]["fused"] = "FusedForward" in forwards
+            rates[dtype] += [speed] if seed >= 0 else []
+    for dtype, several in rates.items():
+        found[dtype] |= {"tokens_per_s": statistics.median(several), "tokens_per_s_all": several}
+        forwards = {type(decoder.forward).__name__ for decoder in engines[dtype].decoders.values()}
+        found[dtype]["fused"] = "FusedForward" in forwards
     return found
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.perf_counter()
     model, tokenizer = load_model(args.model, args.dtype, args.device, logits="model")
-    models = {how: set_logits(copied(model), how) for how in reversed(LOGITS)}  # model, float32
+    models = {dtype: set_logits(copied(model), dtype) for dtype in reversed(LOGITS)}  # model, float32
     prompts, stops = prompts_for(tokenizer, args.task, args.prompts), stop_ids(model, tokenizer)
     device = next(model.parameters()).device
     result = {
@@ -123,9 +123,9 @@ def main() -> None:
     print(f"{'cache':<8}{'logits':<9}{'mean |gap|':>12}{'95 %':>9}{'5 % of xi':>11}{'rounding':>10}{'tokens/s':>11}")
     for cache in args.caches.split(","):
         found = result["caches"][cache] = measure(models, prompts, stops, cache, args)
-        for how, row in found.items():
+        for dtype, row in found.items():
             print(
-                f"{cache:<8}{how:<9}{row['mean_abs_gap']:>12.5f}{row['abs_gap_95']:>9.4f}{row['xi_5']:>11.4f}"
+                f"{cache:<8}{dtype:<9}{row['mean_abs_gap']:>12.5f}{row['abs_gap_95']:>9.4f}{row['xi_5']:>11.4f}"
                 f"{row['rounding_alone']:>10.5f}{row['tokens_per_s']:>11,.0f}"
             )
         smaller = found["model"]["mean_abs_gap"] / max(found["float32"]["mean_abs_gap"], 1e-12)

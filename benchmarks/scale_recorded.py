@@ -52,7 +52,7 @@ def recorded() -> str:
 
 
 def rows_of(first: str) -> list[list[str]]:
-    """The cells of the table in docs/results/ whose first column is headed so."""
+    """The cells of the table in docs/results/ whose first column has this heading."""
     lines = recorded().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
     found = []
@@ -70,15 +70,9 @@ def decode_steps() -> list[tuple[str, str, float, float]]:
         model, compressor, rows = cells[0].split(", ")
         rows, slots = int(rows.split()[0]), int(numbers(cells[1]))
         it = work(model, rows, 512, rollout={"compressor": compressor})
-        how = "fitted" if (model, rows, slots) in FITTED else ""
-        found.append(
-            (
-                f"{model}, {rows} rows, {slots:,} slots",
-                how,
-                1e3 * float(it.decode_seconds(H200, rows, slots)),
-                numbers(cells[2]),
-            )
-        )
+        fitted = "fitted" if (model, rows, slots) in FITTED else ""
+        predicted = 1e3 * float(it.decode_seconds(H200, rows, slots))
+        found.append((f"{model}, {rows} rows, {slots:,} slots", fitted, predicted, numbers(cells[2])))
     return found
 
 
@@ -88,30 +82,19 @@ def rollouts() -> list[tuple[str, str, float, float]]:
     for cells in rows_of("rollout"):
         model, rows, new = cells[0].split(", ")
         rows, new = int(rows.split()[0]), int(numbers(new))
-        how = (
-            "its prefill"
-            if (model, rows, new) in PREFILL_FITTED
-            else "its other shares"
-            if (model, rows, new) == SHARES_FITTED
-            else ""
-        )
+        fitted = "its prefill" if (model, rows, new) in PREFILL_FITTED else ""
+        if (model, rows, new) == SHARES_FITTED:
+            fitted = "its other shares"
         seconds = work(model, rows, new).rollout_seconds(H200, np.full(rows, new), rows)
-        found.append((cells[0], how, seconds, numbers(cells[2])))
+        found.append((cells[0], fitted, seconds, numbers(cells[2])))
     for cells in rows_of("cache | slots of a row"):
         name, per_second = cells[0].replace("`", "").split()[0], numbers(cells[2])
         more = {"learn": {"method": "shadow"}} if name.startswith("beacon") else {}
-        it = work(
-            "qwen2.5-1.5b", 256, 1024, rollout={"compressor": name, "budget": 207 if name == "rkv" else 512}, **more
-        )
+        rollout = {"compressor": name, "budget": 207 if name == "rkv" else 512}
+        it = work("qwen2.5-1.5b", 256, 1024, rollout=rollout, **more)
         seconds = it.rollout_seconds(H200, np.full(256, 1024), 256)
-        found.append(
-            (
-                f"qwen2.5-1.5b, 256 rows, 1,024 new, {name}, {numbers(cells[1]):,.0f} slots",
-                "",
-                seconds,
-                256 * 1024 / per_second,
-            )
-        )
+        what = f"qwen2.5-1.5b, 256 rows, 1,024 new, {name}, {numbers(cells[1]):,.0f} slots"
+        found.append((what, "", seconds, 256 * 1024 / per_second))
     return found
 
 
@@ -169,8 +152,8 @@ def training_steps() -> list[tuple[str, str, float, float]]:
 def table(head: str, unit: str, found: list[tuple[str, str, float, float]]) -> str:
     lines = [f"| {head} | | predicted, {unit} | measured, {unit} | error |", "|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {how} | {ours:.2f} | {theirs:.2f} | {ours / theirs - 1:+.1%} |"
-        for name, how, ours, theirs in found
+        f"| {name} | {fitted} | {ours:.2f} | {theirs:.2f} | {ours / theirs - 1:+.1%} |"
+        for name, fitted, ours, theirs in found
     ]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 RENAMED_KEYS      old key -> new key
 RENAMED_VALUES    key -> {old value: new value}
 REMOVED_KEYS      old key -> (its default, what replaces it)
+ADDED_KEYS        new key -> (the value that does what earlier versions did, why); a run folder spells out every key
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ RENAMED_VALUES = {
 REMOVED_KEYS = {
     "learn.shuffle_advantages": (False, "benchmarks/learning_cpu.py --methods shuffled trains with shuffled advantages")
 }
+ADDED_KEYS = {"model.logits": ("model", "earlier versions rounded logits to the dtype of the model")}
 
 
 def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A recipe as this version writes it, and a sentence for every key that was changed.
+    """The recipe of a run folder as this version writes it, and a sentence for every key that was changed.
 
     Renamed keys and values are translated; a removed key is dropped if it has its default, and refused otherwise.
     Whatever else is in the recipe stays as it is, mistakes included.
@@ -54,6 +56,11 @@ def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                     "the version that wrote it, or remove the key."
                 )
             notes.append(f"{key} was dropped: there is no such key any more, and {_yaml(value)} was its default.")
+    for key, (value, why) in ADDED_KEYS.items():
+        section, _, name = key.partition(".")
+        if isinstance(new.get(section), dict) and name not in new[section]:
+            new[section][name] = value
+            notes.append(f"{key} is new, and stays {value} for this run: {why}.")
     return new, notes
 
 

@@ -286,7 +286,7 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
     with pytest.raises(SparseRLError, match=r"rollout.budget is to move, but beacon has no budget"):
         Trainer(recipe(**(sections | {"rollout": moving}), learn={"method": "shadow"}), tmp_path / "no")
     with pytest.raises(
-        SparseRLError, match=r"as they were fed, which none \(view: dense\) does not do; use learn.method: shadow"
+        SparseRLError, match=r"need the shadow view, but none has the view dense; use learn.method: shadow"
     ):
         recipe(**sections)
 
@@ -452,5 +452,5 @@ def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeyp
 
 
 def test_distillation_between_views_is_refused_with_beacons():
-    with pytest.raises(SparseRLError, match=r"rollouts with beacons have no dense one; use learn.method: shadow"):
+    with pytest.raises(SparseRLError, match=r"rollouts with beacons have no dense view; use learn.method: shadow"):
         recipe(student={"chunks": []}, rollout={"compressor": "beacon:4"}, learn={"method": "smd"})

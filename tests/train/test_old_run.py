@@ -32,6 +32,7 @@ def test_an_old_run_goes_on_to_the_same_metrics(tmp_path):
     )
     assert "learn.distill: b is now learn.distill: shadow-to-dense-forward." in said
     assert "learn.shuffle_advantages was dropped: there is no such key any more, and false was its default." in said
+    assert "model.logits is new, and stays model for this run" in said
     found, expected = (read_lines(f / "metrics.jsonl") for f in (folder, OLD / "whole"))
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2, 2, 3, 4, 4]
     for line, old in zip(found, expected, strict=True):
@@ -46,11 +47,12 @@ def test_an_old_run_goes_on_to_the_same_metrics(tmp_path):
 def test_migration_leaves_the_rest_of_a_recipe_alone():
     old = yaml.safe_load((OLD / "half" / "recipe.yaml").read_text())
     new, notes = migrate(old)
-    assert len(notes) == 3 and old["learn"]["distill"] == "b"  # the given data does not change
+    assert len(notes) == 4 and old["learn"]["distill"] == "b"  # the given data does not change
     assert make_recipe(new) == load_recipe(OLD / "half")
     assert migrate(new) == (new, [])
     expected = {**old, "student": {**old["student"], "freeze_teacher": False}}
     expected["learn"] = {**old["learn"], "distill": "shadow-to-dense-forward"}
+    expected["model"] = {**old["model"], "logits": "model"}
     del expected["student"]["late"], expected["learn"]["shuffle_advantages"]
     assert new == expected
 
