@@ -294,7 +294,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--compressor", "beacon", "--chunk", 1], "must be a whole number from 2 on"),
         (
             ["--compressor", "beacon:16", "--chunk", 8],
-            "beacon:16 has its chunk in its name, but chunk=8 was given too; give it once.",
+            "beacon:16 names its chunk, but chunk=8 was given too; give it once.",
         ),
         (
             ["--compressor", "beacon", "--compressor.sinks", 8],

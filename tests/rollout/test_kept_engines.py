@@ -13,6 +13,7 @@ from sparse_rl.models import tiny_tokenizer
 from tests.helpers.models import tiny
 
 TOKENIZER = tiny_tokenizer()
+TOKENIZER.eos_token = None  # responses run to their limit
 SMALL = dict(budget=16, interval=8, max_new_tokens=40)
 
 

@@ -11,6 +11,7 @@ from sparse_rl.rollout.text import TextPieces
 from tests.helpers.models import tiny
 
 TOKENIZER = tiny_tokenizer()
+TOKENIZER.eos_token = None  # responses run to their limit
 
 
 def bytewise():
