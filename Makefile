@@ -33,7 +33,7 @@ test: lint
 # The inner loop: equations, replay, engine, learner, one tiny run.
 quick: install
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/test_layout.py tests/learn/test_equations.py \
-	    tests/attention/test_replay.py tests/rollout/test_engine.py tests/learn/test_learner.py tests/train/test_tiny_run.py
+	    tests/attention/test_replay.py tests/rollout/test_engine.py tests/learn/test_learner.py tests/train/test_old_run.py
 
 slow: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow

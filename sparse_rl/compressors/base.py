@@ -188,6 +188,11 @@ def register(cls: _Class) -> _Class:
     """Class decorator: make a compressor usable by its `name`."""
     if not cls.name:
         raise SparseRLError(f"{cls.__name__} needs a `name` to be registered under.")
+    if not cls.evicts and (cls.has_budget or cls.evicts_response):
+        raise SparseRLError(
+            f"{cls.__name__} has evicts = False, so it keeps every token; has_budget and evicts_response must be False "
+            "too."
+        )
     known = COMPRESSORS.get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:
         raise SparseRLError(

@@ -1,7 +1,7 @@
 """Recipes: their sections and keys, and how they are read from YAML and the command line."""
 
 from .budget import METRICS, Adaptive, Target
-from .migrate import migrate
+from .migrate import migrate, missing_keys
 from .parse import load_recipe, make_recipe, parse_value, table_of_keys
 from .recipe import (
     RECIPES,
@@ -33,6 +33,7 @@ __all__ = [
     "load_recipe",
     "make_recipe",
     "migrate",
+    "missing_keys",
     "parse_value",
     "table_of_keys",
 ]

@@ -56,12 +56,12 @@ def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                     "the version that wrote it, or remove the key."
                 )
             notes.append(f"{key} was dropped: there is no such key any more, and {_yaml(value)} was its default.")
-    for key, (value, why) in ADDED_KEYS.items():
-        section, _, name = key.partition(".")
-        if isinstance(new.get(section), dict) and name not in new[section]:
-            new[section][name] = value
-            notes.append(f"{key} is new, and stays {value} for this run: {why}.")
     return new, notes
+
+
+def missing_keys(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """The ADDED_KEYS that the recipe of a run folder lacks, with the value that resuming it needs and the reason."""
+    return {key: found for key, found in ADDED_KEYS.items() if not _has(data, key)}
 
 
 def refuse_old_names(sections: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, nearest
-from .migrate import migrate, refuse_old_names
+from .migrate import REMOVED_KEYS, RENAMED_KEYS, migrate, refuse_old_names
 from .recipe import RECIPES, SECTIONS, Recipe
 from .values import names_of, plain, settings_of, types_of
 
@@ -100,6 +100,9 @@ def _find(dotted: str) -> tuple[str, list[str]]:
         if holders:
             full_names = " or ".join(f"--{section}.{first}" for section in holders)
             raise SparseRLError(f"--{dotted} names several keys; write {full_names}.")
+        old = [key for key in (*RENAMED_KEYS, *REMOVED_KEYS) if key.rpartition(".")[2] == first]
+        if old:
+            refuse_old_names({old[0].partition(".")[0]: {first: "VALUE"}})
         every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in names_of(kind)]
         raise SparseRLError(f"--{dotted} is not a key; {nearest(first, every, by_last=True)}")
     return holders[0], [first]

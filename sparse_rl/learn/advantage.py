@@ -42,6 +42,8 @@ def estimator(name: str) -> Callable[[Estimator], Estimator]:
     """Register an advantage estimator under the name that recipes give as `learn.advantage`."""
 
     def register(function: Estimator) -> Estimator:
+        if name in ESTIMATORS:
+            raise SparseRLError(f"the advantage estimator {name!r} exists already; register yours under another name.")
         ESTIMATORS[name] = function
         return function
 

@@ -22,7 +22,7 @@ from ..errors import SparseRLError
 from .batch import Batch, pack, replay
 from .distill import DISTILL_WEIGHT, distillation
 from .loss import Loss, policy_loss
-from .optimizer import MasterAdamW, OptimizerSettings, count_skipped
+from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .score import hidden_states, logprobs_of
 from .shards import Sharded
 
@@ -82,7 +82,8 @@ class Learner:
             return UpdateResult({"update/empty/count": 1.0}, clipped)
         sums = self._accumulate_gradients(batch, active, clipped)
         norm, lr = self.optimizer.step(self.version, sums["loss"])
-        self.skipped = count_skipped(self.skipped, norm, self.max_skipped, lambda n: self._diverged(n, sums, norm))
+        self.skipped = count_skipped(self.skipped, norm)
+        check_skipped(self.skipped, self.max_skipped, self._diverged(sums, norm))
         if self.skipped:
             return UpdateResult({"update/skipped/count": 1.0}, clipped)
         self.version += 1
@@ -188,10 +189,10 @@ class Learner:
 
         self._accumulate(sharded(forward).sum() * 0.0)
 
-    def _diverged(self, count: int, sums: dict[str, float], norm: float) -> str:
+    def _diverged(self, sums: dict[str, float], norm: float) -> str:
         return (
-            f"{count} optimizer steps in a row had a loss ({sums['loss']}) or gradient norm ({norm}) that is not "
-            f"finite; the weights are those of optimizer step {self.version}. Lower optimizer.lr (now "
+            f"{self.skipped} optimizer steps in a row had a loss ({sums['loss']}) or gradient norm ({norm}) that is "
+            f"not finite; the weights are those of optimizer step {self.version}. Lower optimizer.lr (now "
             f"{self.optimizer.settings.lr}) or use bfloat16 or float32."
         )
 

@@ -58,6 +58,8 @@ def register_method(name: str, method: Method) -> Method:
 
     A method that only corrects is also a correction preset, which `correction(name)` and other trainers' adapters find.
     """
+    if METHODS.get(name, method) != method:
+        raise SparseRLError(f"the method {name!r} exists already; register yours under another name.")
     METHODS[name] = method
     if method == Method(method.correction):
         PRESETS[name] = method.correction

@@ -140,16 +140,15 @@ class MasterAdamW:
         self._round_masters()
 
 
-def count_skipped(skipped: int, norm: float, limit: int, sentence: Callable[[int], str]) -> int:
-    """Steps in a row that were skipped for numbers that are not finite, after a step with this gradient norm.
+def count_skipped(skipped: int, norm: float) -> int:
+    """Steps in a row that were skipped for numbers that are not finite, after a step with this gradient norm."""
+    return 0 if math.isfinite(norm) else skipped + 1
 
-    At `limit` it raises the sentence, which is given the count.
-    """
-    if math.isfinite(norm):
-        return 0
-    if skipped + 1 >= limit:
-        raise SparseRLError(sentence(skipped + 1))
-    return skipped + 1
+
+def check_skipped(skipped: int, limit: int, sentence: str) -> None:
+    """Raise the sentence once `limit` steps in a row were skipped. Store the count first: a checkpoint must hold it."""
+    if skipped >= limit:
+        raise SparseRLError(sentence)
 
 
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:

@@ -41,7 +41,7 @@ from ..streams import stream_key
 from .batch import Sampled, pack
 from .distill import divergence
 from .learner import learning
-from .optimizer import MasterAdamW, OptimizerSettings, count_skipped
+from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .score import head, hidden_states, over_chunks
 
 DRAWS = ("sequence", "chunk")
@@ -160,14 +160,12 @@ class Student:
         """
         norm, _ = self.optimizer.step(self.version, kl)
         self.version += math.isfinite(norm)
-        self.skipped = count_skipped(
+        self.skipped = count_skipped(self.skipped, norm)
+        check_skipped(
             self.skipped,
-            norm,
             max_skipped,
-            lambda count: (
-                f"{count} steps in a row of the student {self.name} had a KL ({kl}) or gradient norm ({norm}) that is "
-                f"not finite; lower student.lr (now {self.settings.lr})."
-            ),
+            f"{self.skipped} steps in a row of the student {self.name} had a KL ({kl}) or gradient norm ({norm}) that "
+            f"is not finite; lower student.lr (now {self.settings.lr}).",
         )
         return norm
 

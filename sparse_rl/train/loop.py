@@ -123,7 +123,7 @@ class Trainer:
         with uninterrupted():
             self.progress.begin()
             metrics |= self.teach_students(rollout, clock)  # before the update: from the weights that sampled
-            batches = self.batches(rollout, corrected, advantages)
+            batches = self.batches(rollout, corrected, advantages, clock)
             updates = self.update(batches, clock)
             metrics |= average([update.metrics for update in updates])
             self.finish_update(clock)  # sampler and students get the new weights
@@ -178,11 +178,12 @@ class Trainer:
             minibatches = self.recipe.learn.minibatches
             return self.students.learn(self.sampler.model, sampled, minibatches, self.progress.steps)
 
-    def batches(self, rollout: StepRollout, corrected: Corrected, advantages: Tensor) -> list[Batch]:
+    def batches(self, rollout: StepRollout, corrected: Corrected, advantages: Tensor, clock: Clock) -> list[Batch]:
         """One batch per optimizer step, of the rows that are learned from."""
         rows = rollout.chosen_rows
         scored, minibatches = rollout.scored.rows(rows), self.recipe.learn.minibatches
-        return make_batches(scored, corrected.rows(rows), advantages, self.correction, self.loss, minibatches)
+        with clock.stage("update"):
+            return make_batches(scored, corrected.rows(rows), advantages, self.correction, self.loss, minibatches)
 
     def update(self, batches: list[Batch], clock: Clock) -> list[UpdateResult]:
         """The learner's optimizer steps; none where only students learn."""
@@ -204,7 +205,7 @@ class Trainer:
     def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:
         engine, timing = self.sampler.engine, clock.timing()
         timing["rollout/tokens_per_s"] = sum(len(t.response_tokens) for t in rollout.trajectories) / rollout.seconds
-        timing["cache/bytes/allocated"] = float(sum(c.nbytes for c in (engine.cache, engine.scratch) if c is not None))
+        timing["cache/bytes/allocated"] = float(engine.cache.nbytes + engine.scratch.nbytes)
         timing["trace/bytes/total"] = float(rollout.trace_bytes)
         timing["cache/bytes_saved/frac"] = engine.kv_bytes_saved(rollout.trajectories)
         timing |= rollout.timing

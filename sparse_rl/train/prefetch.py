@@ -1,7 +1,8 @@
 """Where the rollouts of a step come from: sampled in turn with learning, or one step ahead while the learner works.
 
-    take(k)           the rollouts of step k, from weights that have seen the updates of steps up to k - 2 start_next(k)
-    the sampler gets the learner's weights, which have seen step k - 1; it begins the rollouts of k + 1 learn from k
+    take(k)         the rollouts of step k, from weights that have seen the updates of steps up to k - 2
+    start_next(k)   the sampler gets the learner's weights, which have seen step k - 1, and begins the rollouts of k + 1
+    learn from k
 
 So with `rollout.ahead` the rollouts are one step old, never more. The old log-probs come from the weights that sampled:
 the gap holds what compression changed, and the drift what the update in between changed. On a GPU the two threads share

@@ -9,14 +9,16 @@ runs/NAME/recipe.yaml      the recipe with every key spelled out
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..config import Recipe, load_recipe, migrate
+from ..config import Recipe, load_recipe, migrate, missing_keys
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import write_text
@@ -39,6 +41,8 @@ def train(
     folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
+    kept = world.run_on_first(lambda: older_values(folder) if resume else {})
+    recipe = with_values(recipe, kept)
     world.run_on_first(lambda: check_folder(folder, recipe, resume))
     made: list[Trainer] = []
     world.run_on_all(lambda: made.append(Trainer(recipe, folder, show, world)))
@@ -68,7 +72,30 @@ def translated_keys(folder: Path) -> list[str]:
     """A sentence for every key of the folder's recipe that an earlier version wrote in another way."""
     import yaml
 
-    return migrate(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))[1]
+    data = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    added = [f"{key} is a new key; this run keeps {value}: {why}." for key, (value, why) in missing_keys(data).items()]
+    return migrate(data)[1] + added
+
+
+def older_values(folder: Path) -> dict[str, Any]:
+    """Keys that the version which began the run did not have, with the values that do what it did."""
+    import yaml
+
+    path = folder / "recipe.yaml"
+    if not path.is_file():
+        return {}
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {key: value for key, (value, _) in missing_keys(data).items()} if isinstance(data, dict) else {}
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """A recipe with some `section.key` changed."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        recipe = dataclasses.replace(
+            recipe, **{section: dataclasses.replace(getattr(recipe, section), **{name: value})}
+        )
+    return recipe
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
@@ -83,7 +110,8 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
     """Refuse to mix up runs; returns what a resumed run changes."""
     if resume:
-        return check_same(load_recipe(folder / "recipe.yaml"), recipe, folder / "recipe.yaml")
+        before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
+        return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
         raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
     return []

@@ -27,7 +27,7 @@ from ..errors import SparseRLError
 from ..files import writing
 from ..learn.batch import pack
 from ..learn.learner import learning
-from ..learn.optimizer import MasterAdamW, OptimizerSettings, count_skipped
+from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
 from ..models import encode, ends_of, load_model
 from ..rollout import Engine, Sampling
@@ -66,7 +66,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
                     norm, _ = optimizer.step(done, loss)
                     done += 1
                 stop = f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr})."
-                count_skipped(0, norm, limit=1, sentence=lambda _, stop=stop: stop)
+                check_skipped(count_skipped(0, norm), 1, stop)
                 if done % 25 == 0:
                     view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
         except KeyboardInterrupt:

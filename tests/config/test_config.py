@@ -125,3 +125,15 @@ def test_every_key_has_help():
     rows = table_of_keys()
     assert len(rows) == sum(len(dataclasses.fields(kind)) for kind in SECTIONS.values())
     assert all(help and default for _, default, help in rows)
+
+
+@pytest.mark.parametrize(
+    "key, sentence",
+    [
+        ("late", "student.late is now called student.freeze_teacher"),
+        ("shuffle-advantages", "there is no key learn.shuffle_advantages any more"),
+    ],
+)
+def test_an_old_key_by_its_last_part_gets_its_new_name(key, sentence):
+    with pytest.raises(SparseRLError, match=sentence):
+        make_recipe(SMALL, [(key, "true")])

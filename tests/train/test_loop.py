@@ -7,7 +7,7 @@ import torch
 
 import sparse_rl.train.loop
 import sparse_rl.train.worker
-from sparse_rl.config import make_recipe
+from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn import batch
@@ -53,6 +53,16 @@ def test_a_loss_that_is_never_finite_stops_the_run_and_keeps_its_weights(tmp_pat
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert sum(line["update/skipped/count"] for line in lines) >= 2
     assert find_checkpoints(tmp_path / "run" / "checkpoints")
+    first = True
+
+    def once(*args):
+        nonlocal first
+        found, first = (broken if first else original)(*args), False
+        return found
+
+    monkeypatch.setattr(sparse_rl.train.loop, "make_batches", once)
+    again = train(load_recipe(tmp_path / "run"), tmp_path / "run", resume=True, show=False)
+    assert again.steps_done == 8  # the count began anew: two skipped updates did not end the resumed run
 
 
 def test_refill_replaces_what_was_rejected(tmp_path):

@@ -32,7 +32,7 @@ def test_an_old_run_goes_on_to_the_same_metrics(tmp_path):
     )
     assert "learn.distill: b is now learn.distill: shadow-to-dense-forward." in said
     assert "learn.shuffle_advantages was dropped: there is no such key any more, and false was its default." in said
-    assert "model.logits is new, and stays model for this run" in said
+    assert "model.logits is a new key; this run keeps model: earlier versions rounded logits" in said
     found, expected = (read_lines(f / "metrics.jsonl") for f in (folder, OLD / "whole"))
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2, 2, 3, 4, 4]
     for line, old in zip(found, expected, strict=True):
@@ -40,19 +40,33 @@ def test_an_old_run_goes_on_to_the_same_metrics(tmp_path):
         assert line == pytest.approx(old, rel=1e-6)
     written = yaml.safe_load((folder / "recipe.yaml").read_text())
     assert written["learn"]["distill"] == "shadow-to-dense-forward" and "shuffle_advantages" not in written["learn"]
+    assert written["model"]["logits"] == "model"
     again = run("train", folder, "--resume")
     assert again.returncode == 0 and "earlier version" not in again.stderr  # translated once and for all
+
+
+def test_an_old_run_is_resumed_by_its_recipe_file_too(tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(OLD / "half", folder)
+    data, _ = migrate(yaml.safe_load((folder / "recipe.yaml").read_text()))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(data))
+    done = run("train", tmp_path / "mine.yaml", "--out", folder, "--resume", "--run.steps", 3)
+    assert done.returncode == 0, done.stderr
+    assert "model.logits is a new key; this run keeps model" in " ".join(done.stderr.split())
+
+
+def test_a_new_run_from_an_old_folder_has_todays_defaults():
+    assert load_recipe(OLD / "half").model.logits == "float32"
 
 
 def test_migration_leaves_the_rest_of_a_recipe_alone():
     old = yaml.safe_load((OLD / "half" / "recipe.yaml").read_text())
     new, notes = migrate(old)
-    assert len(notes) == 4 and old["learn"]["distill"] == "b"  # the given data does not change
+    assert len(notes) == 3 and old["learn"]["distill"] == "b"  # the given data does not change
     assert make_recipe(new) == load_recipe(OLD / "half")
     assert migrate(new) == (new, [])
     expected = {**old, "student": {**old["student"], "freeze_teacher": False}}
     expected["learn"] = {**old["learn"], "distill": "shadow-to-dense-forward"}
-    expected["model"] = {**old["model"], "logits": "model"}
     del expected["student"]["late"], expected["learn"]["shuffle_advantages"]
     assert new == expected
 
