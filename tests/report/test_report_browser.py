@@ -546,7 +546,7 @@ def test_empty_and_old_runs_are_shown(show):
     tab.click("#worst")
     assert dict(told(tab)[1])["rank"] == "\u2013"
     none = show(document())
-    assert "No run" in none.inner_text("#verdicts")
+    assert "There is no run here yet" in none.inner_text("#verdicts")
 
 
 def test_a_big_document_is_usable(show):
