@@ -132,6 +132,12 @@ def test_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", PAGES)
+def test_tests_and_benchmarks_that_a_page_names_exist(path):
+    for named in re.findall(r"\b(?:tests|benchmarks)/[\w/-]+\.py\b", (ROOT / path).read_text()):
+        assert (ROOT / named).is_file(), named
+
+
+@pytest.mark.parametrize("path", PAGES)
 def test_lines_of_prose_are_not_too_long(path):
     """At most 120 characters, but for tables, pictures and what a command prints."""
     text = re.sub(r"```.*?```", "", (ROOT / path).read_text(), flags=re.DOTALL)

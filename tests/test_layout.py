@@ -38,12 +38,28 @@ MAY_IMPORT = {
 
 
 def imports(path: Path) -> set[str]:
-    """The rooms that a module imports, other than its own."""
+    """The rooms that a module imports, by relative or absolute names."""
     depth, found = len(path.relative_to(PACKAGE).parts), set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == depth:
-            found |= {node.module.split(".")[0]} if node.module else {name.name for name in node.names}
+        if isinstance(node, ast.Import):
+            named = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level in (0, depth):
+            package = ".".join([PACKAGE.name] * bool(node.level) + [node.module] * bool(node.module))
+            named = [f"{package}.{name.name}" for name in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in named if name.startswith(f"{PACKAGE.name}.")}
     return found
+
+
+def test_every_way_to_import_a_room_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.test_layout.PACKAGE", tmp_path / "sparse_rl")
+    module = tmp_path / "sparse_rl" / "room" / "module.py"
+    module.parent.mkdir(parents=True)
+    rooms = ["from ..a import x", "from .. import b", "import sparse_rl.c.d", "from sparse_rl.e.f import x"]
+    others = ["from . import other", "import os", "from torch import nn"]
+    module.write_text("\n".join([*rooms, "from sparse_rl import g", *others]))
+    assert imports(module) == {"a", "b", "c", "e", "g"}
 
 
 @pytest.mark.parametrize("room", [*MAY_IMPORT, *sorted(LEAVES)])
@@ -51,6 +67,11 @@ def test_imports_point_one_way(room):
     allowed = LEAVES | set(MAY_IMPORT.get(room, "").split()) | {room}
     for path in list((PACKAGE / room).glob("*.py")) or [PACKAGE / f"{room}.py"]:
         assert imports(path) <= allowed, path
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_are_short(path):
+    assert len(path.read_text().splitlines()) <= 400
 
 
 def test_the_hallway_is_short():

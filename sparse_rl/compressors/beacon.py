@@ -4,8 +4,8 @@ The idea is that of arXiv 2510.13797. `beacon:16` feeds a beacon after every 16 
 have a beacon: it is a student that `sparse-rl train` made.
 
 With a threshold the model chooses: a chunk of 2, 4, 8, 16, ... tokens ends as soon as its tokens have surprised the
-model by that many nats in all, and at `chunk` tokens at the latest. Where the model is sure of itself it folds many
-tokens into one entry, where it is not, few. Budget and interval have no meaning here.
+model by that many nats in all, and at `chunk` tokens at the latest. It folds many tokens into one entry
+where it is sure of itself, and few tokens where it is unsure. Budget and interval have no meaning here.
 """
 
 from __future__ import annotations

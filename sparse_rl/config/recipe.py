@@ -40,7 +40,9 @@ class ModelSettings:
         "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
     )
     dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
-    logits: str = key("float32, whatever the weights' dtype; model: rounded to that dtype, which is noise", "float32")
+    logits: str = key(
+        "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
+    )
     gradient_checkpointing: bool = key(
         "keep one activation per layer and recompute the rest: less memory, a third more time", False
     )

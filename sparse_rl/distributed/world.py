@@ -34,7 +34,7 @@ _PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than 
 
 
 class PeerFailed(SparseRLError):
-    """Another process failed, and says why itself."""
+    """Another process failed and has printed its own error."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class World:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM stop the run: one process at once, several at their next meeting, so all at one place."""
+        """Ctrl-C and SIGTERM: a single process stops at once; several stop together at their next exchange."""
         if self.size == 1 or threading.current_thread() is not threading.main_thread():
             with stoppable():
                 yield

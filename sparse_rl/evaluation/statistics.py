@@ -24,7 +24,7 @@ def wilson(share: float, count: float, level: float = 0.95) -> tuple[float, floa
 
 
 def interval(shares: Sequence[float], samples: int, level: float = 0.95) -> tuple[float, float]:
-    """The interval of the mean of the problems' shares: Wilson's, for as many independent trials as vary as much.
+    """The interval of the mean of the problems' shares: Wilson's, with the effective number of independent trials.
 
     With one completion each, that number is N; with more, up to N * n if completions are nearly independent. The
     variance between problems is uncertain if they are few or nearly all alike, so one problem that is always right and
@@ -74,7 +74,7 @@ def paired(first: Sequence[float], second: Sequence[float], draws: int = 10_000,
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided and exact: a problem that only one model solves is as likely to be solved by only the other."""
+    """Exact two-sided sign test over problems that only one model solves."""
     total = gained + lost
     tail = sum(math.comb(total, k) for k in range(min(gained, lost) + 1)) / 2**total
     return min(1.0, 2 * tail)

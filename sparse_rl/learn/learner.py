@@ -174,8 +174,9 @@ class Learner:
         (loss if self.sharded is None else loss * self.world.size).backward()
 
     def _empty_micro_batch(self, sharded: Sharded) -> None:
-        """A micro-batch without effect, while other processes have more than this one: all processes gather and reduce
-        shards at once.
+        """Run a dummy micro-batch while other processes still have real ones.
+
+        All processes gather and reduce shards together, so none may leave a micro-batch out.
         """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         target_mask = torch.tensor([[False, True]], device=self.device)

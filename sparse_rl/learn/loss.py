@@ -27,7 +27,9 @@ class Loss:
     clip_low: float = key("the ratio is clipped at 1 - this", 0.2)
     clip_high: float = key("the ratio is clipped at 1 + this", 0.2)
     beta: float = key(
-        "weight of the KL to the reference, which is the starting model; 0 turns it off and saves its weights", 0.0
+        "weight of the KL to the reference, which is the starting model; 0 turns it off, and no reference model is "
+        "kept in memory",
+        0.0,
     )
     mean: str = key(
         "sequence-mean: 1/N sum_i 1/|M_i| sum_t; token-mean: 1/|M| sum; dr-grpo: 1/(N * constant) sum", "sequence-mean"

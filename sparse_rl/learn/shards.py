@@ -104,8 +104,8 @@ def load_shards(into: dict[str, Tensor], folder: Path) -> None:
 
 @contextmanager
 def readable_checkpoint_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint raises, on all processes, an object that is not even an Exception: raise what went
-    wrong first.
+    """torch.distributed.checkpoint raises a non-Exception on every process; raise the first underlying error
+    instead.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

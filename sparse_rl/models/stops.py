@@ -39,7 +39,7 @@ class Ends:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the other sources name tokens, and the tokenizer's eos token is none of them."""
+        """Whether the other sources name tokens, and the tokenizer's eos token is not among them."""
         known = {*self.generation, *self.config} | ({self.turn} - {None})
         return self.tokenizer is not None and bool(known) and self.tokenizer not in known
 

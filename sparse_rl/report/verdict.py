@@ -40,7 +40,7 @@ def verdict(curves: Curves) -> list[dict[str, Any]]:
 def judged(
     rule: str, value: float, figure: str, good: str, warn: str, fail: str = "", judge: float | None = None
 ) -> list[Sentence]:
-    """One sentence with the text of its level; an empty text says nothing. `fail` is `warn` unless given.
+    """One sentence with the text of its level. Empty text: no sentence. `fail` defaults to `warn`.
 
     `judge`: what is compared with the thresholds, if that is not the value shown.
     """

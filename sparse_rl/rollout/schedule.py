@@ -170,8 +170,10 @@ class GenerateCall:
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
-        """Slots to read. All that a fixed row may use, so that arithmetic does not depend on other rows; of a row that
-        grows, those in use."""
+        """How many slots to read: the whole capacity of a fixed row, or the used part of a growing row.
+
+        The arithmetic of a fixed row then does not depend on other rows.
+        """
         if self.compressor.evicts_response or self.compressor.folds:
             return self.capacity
         longest = max(row.used for row in self.running.values()) + self.engine.poll[1]

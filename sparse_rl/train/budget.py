@@ -62,14 +62,13 @@ def _clamp(value: float, low: float, high: float) -> float:
 
 
 def compressor_of(settings: RolloutSettings) -> Compressor:
-    """The recipe's compressor, bound to its budget: of a budget that moves to the largest, once the smallest is
-    checked.
-    """
+    """The recipe's compressor, bound to its budget. If the budget adapts, check the smallest and bind the largest."""
     compressor = make(settings.compressor, **settings.compressor_options)
     if isinstance(settings.budget, Adaptive):
         if not compressor.has_budget:
             raise SparseRLError(
-                f"rollout.budget is to move, but {compressor.name} has no budget; give a number, or another compressor."
+                f"rollout.budget is adaptive, but {compressor.name} has no budget; "
+                "give a number, or another compressor."
             )
         compressor.bind(settings.budget.min, settings.interval)
     return compressor.bind(settings.max_budget, settings.interval)

@@ -39,7 +39,10 @@ def make_loss(recipe: Recipe) -> Loss:
 
 
 def load_for_training(recipe: Recipe, template: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to train, and its tokenizer. template: of the task's prompts, so that an evaluation asks alike"""
+    """The model to train, and its tokenizer.
+
+    template: of the task's prompts, kept in the model's config so that evaluation uses the same prompt template.
+    """
     settings = recipe.model
     torch.manual_seed(recipe.run.seed)
     loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)

@@ -9,7 +9,7 @@ Completions of a step are counted in four ways:
     owner_rank    int64 [R]: the process that sampled the row; it alone has the whole trace, and learns from it
 
 A process samples for some positions only, its `own_positions`. Its part of a step has rows of its own, and its
-chosen_rows belong to its own positions in turn; merge.py makes one step of the parts.
+chosen_rows[i] is the row for its i-th own position; merge.py makes one step of the parts.
 """
 
 from __future__ import annotations

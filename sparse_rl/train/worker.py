@@ -127,8 +127,7 @@ class Sampler:
         return StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
 
     def _alpha(self, rollout: StepRollout, own_positions: list[int], positions: int) -> dict[int, Tensor]:
-        """By position, overlaps of the dense with the sampler's distribution for `run.diagnose` of the step's
-        positions.
+        """For `run.diagnose` positions of the step: the overlap of the dense and the sampler's distributions.
 
         Row i of a process's part was sampled for the i-th of its own positions; replacements come later.
         """

@@ -283,7 +283,7 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
             tmp_path / "no",
         )
     moving = {"compressor": "beacon:4", "budget": {"min": 4, "max": 8, "target": {"alpha_5": 0.9}}}
-    with pytest.raises(SparseRLError, match=r"rollout.budget is to move, but beacon has no budget"):
+    with pytest.raises(SparseRLError, match=r"rollout.budget is adaptive, but beacon has no budget"):
         Trainer(recipe(**(sections | {"rollout": moving}), learn={"method": "shadow"}), tmp_path / "no")
     with pytest.raises(
         SparseRLError, match=r"need the shadow view, but none has the view dense; use learn.method: shadow"

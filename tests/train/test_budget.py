@@ -248,7 +248,7 @@ def test_mistakes_get_a_sentence(budget, more, message):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"compressor": "dense"}, "rollout.budget is to move, but dense has no budget; give a number"),
+        ({"compressor": "dense"}, "rollout.budget is adaptive, but dense has no budget; give a number"),
         ({"budget": {**ADAPTIVE, "min": 8}}, "rkv: budget 8 must be above sinks 0 . window 8"),
     ],
 )
