@@ -9,6 +9,9 @@ pure function of detached tensors.
 `correct_rows` treats every trajectory by itself, so a whole step is corrected once and then cut into optimizer steps;
 only `normalise_weights` looks at all trajectories of one optimizer step. `correct` does both.
 
+`sparse-rl` is our reading of the paper, whose cap no source gives; `sparse-rl-released` is the authors' code. `naive`
+is our definition, and harsher than the papers' likely baseline, which is `none`.
+
 Corrections never look at rewards. Diagnostics always use the mask as it was before any rejection.
 
 Shapes: N trajectories, T tokens (padded).

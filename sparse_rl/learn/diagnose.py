@@ -113,7 +113,7 @@ def ends_in_loop(response: Tensor) -> bool:
     """Whether a response ends by repeating itself: at least 4 times, over at least 24 tokens, with a period of at most
     64 tokens.
 
-    Inside a loop xi is near 1, so no correction sees it.
+    Inside a loop xi is near 1; how many looping trajectories a correction rejects for another token is not measured.
     """
     ids, n = response.numpy(), len(response)
     longest = min(LONGEST_PERIOD, n // LOOP_REPEATS)

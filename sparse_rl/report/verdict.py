@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
         "loops",
         "rollout/loops/frac",
         "{:.1%} of the responses end by repeating themselves",
-        ", which no correction sees, because xi is near 1 inside a loop; raise rollout.budget or protect the prompt.",
+        "; raise rollout.budget or protect the prompt.",
     ),
     share_rule(
         "truncated",

@@ -1,4 +1,5 @@
-"""The rollout engine: completions of prompts by any Hugging Face causal LM on a fixed-capacity, evicting KV cache.
+"""The rollout engine: completions of prompts on a fixed-capacity, evicting KV cache, by a Hugging Face causal LM that
+docs/models.md lists as supported.
 
 The model's weights are used in place, so after an update the next rollout needs no copy and no new capture. What
 happens in a call is in schedule.py, its memory in storage.py, one decode step in decode.py, the capture of a step in

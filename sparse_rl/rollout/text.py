@@ -1,4 +1,4 @@
-"""Text from any Hugging Face causal LM on a compressed cache, inside ordinary transformers code.
+"""Text from a supported Hugging Face causal LM (docs/models.md) on a compressed cache, inside transformers code.
 
     text = sparse_rl.generate(model, tokenizer, messages, compressor="rkv", budget=512)
     for piece in sparse_rl.generate(model, tokenizer, messages, stream=True):
