@@ -184,7 +184,7 @@ def lengths_of(options: dict[str, Any], given: list[str], longest: int) -> Lengt
     if options["lengths"] is not None:
         if chosen:
             raise SparseRLError(f"--{chosen[0]} and --lengths both say how long responses are; give one of them.")
-        return lengths_of_run(options["lengths"])
+        return lengths_of_run(Path(options["lengths"]))
     mean = options["mean"] if "mean" in given else longest / 4
     spread = options["spread"] if "spread" in given else SPREAD
     return Lengths(mean, spread)

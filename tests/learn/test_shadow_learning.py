@@ -8,6 +8,8 @@ import json
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AttentionInterface
 
 from sparse_rl import Engine, Sampling, Trace
@@ -92,6 +94,8 @@ def fp64_logits(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_logprobs_and_gradients_are_those_of_an_explicit_mask(compressor, name, checkpointing):
+    if name == "qwen3" and Version(transformers.__version__) < Version("5.22"):
+        pytest.skip("its norms in this version of transformers round to fp32, so there is no fp64 reference")
     done = rollouts(tiny(name), compressor)
     model = copy.deepcopy(tiny(name)).double()
     assert compressor == "dense" or any((t.trace.evicted_at.to(torch.int64) < len(t.tokens)).any() for t in done)
