@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be able to call one jitted function from another."""
+"""Without a GPU the kernels run in Triton's interpreter. It must be able to call one jitted function from another."""
 
 import pytest
 import torch
