@@ -1,12 +1,8 @@
 """Every kernel of the decode step against its torch twin: on a GPU where there is one, else in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from sparse_rl.cache import LayerSlots

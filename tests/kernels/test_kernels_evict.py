@@ -1,13 +1,10 @@
 """The kernels of an eviction against their torch twins: on the GPU where there is one, else in Triton's interpreter."""
 
 import math
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 import triton.language as tl

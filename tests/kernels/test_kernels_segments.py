@@ -4,13 +4,10 @@ The kernels run on a GPU where there is one, else in Triton's interpreter.
 """
 
 import copy
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from hypothesis import given, settings

@@ -2,13 +2,9 @@
 
 import importlib
 import inspect
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparse_rl.cache.segments import Replay
 from sparse_rl.kernels import ops, twins
