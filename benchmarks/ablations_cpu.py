@@ -4,7 +4,8 @@
     python benchmarks/ablations_cpu.py --out runs/ablations --table
 
 Every run is the one of benchmarks/learning_cpu.py at R-KV 38 + 4 with parts of the correction changed. All arms are
-evaluated alike: on the same 128 held-out prompts x 2 samples, dense and sparse, at 3/4 and at the end; their mean counts.
+evaluated alike: on the same 128 held-out prompts x 2 samples, dense and sparse, at 3/4 and at the end; the mean of
+the two counts.
 """
 
 from __future__ import annotations

@@ -52,14 +52,17 @@ def percentiles(values: Tensor, quantiles: Tensor) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], place - low)
 
 
-def rejection_metrics(mask: Tensor, corrected: Corrected, rewards: Tensor) -> dict[str, float]:
-    """How much a correction throws away, of all trajectories and of those with and without reward. rewards [N]"""
+def rejection_metrics(mask: Tensor, corrected: Corrected, rewards: Tensor, loops: Tensor) -> dict[str, float]:
+    """How much a correction throws away: of all trajectories, of those with and without reward, and of those that end
+    in a loop. rewards [N], loops bool [N]
+    """
     rejected = ~corrected.accepted
     metrics = {
         "reject/trajectories/frac": _share(rejected),
         "reject/tokens/frac": _share((mask & ~corrected.mask)[mask]),
         "reject/rewarded/frac": _share(rejected[rewards > 0]),
         "reject/unrewarded/frac": _share(rejected[rewards <= 0]),
+        "reject/looping/frac": _share(rejected[loops]),
     }
     return {name: value for name, value in metrics.items() if value is not None}
 
@@ -90,10 +93,10 @@ def gap_since_eviction(
     return found
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Tensor) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Tensor, loops: Tensor) -> dict[str, float]:
+    """rewards [N], loops bool [N]"""
     lengths = torch.tensor([len(t.response_tokens) for t in trajectories], dtype=torch.float64)
     truncated = torch.tensor([t.finish_reason == "length" for t in trajectories])
-    loops = torch.tensor([ends_in_loop(t.response_tokens) for t in trajectories])
     metrics = {
         "reward/mean": rewards.double().mean().item(),
         "reward/right/frac": _share(rewards >= 1),
@@ -109,11 +112,16 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Tensor) -> dict
     return metrics
 
 
+def looping(trajectories: Sequence[Trajectory]) -> Tensor:
+    """bool [N]"""
+    return torch.tensor([ends_in_loop(t.response_tokens) for t in trajectories], dtype=torch.bool)
+
+
 def ends_in_loop(response: Tensor) -> bool:
     """Whether a response ends by repeating itself: at least 4 times, over at least 24 tokens, with a period of at most
     64 tokens.
 
-    Inside a loop xi is near 1; how many looping trajectories a correction rejects for another token is not measured.
+    Inside a loop xi is near 1, so a correction sees only the tokens that led into it: `reject/looping/frac`.
     """
     ids, n = response.numpy(), len(response)
     longest = min(LONGEST_PERIOD, n // LOOP_REPEATS)

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from ..learn.correct import Corrected, Correction, normalise_weights
-from ..learn.diagnose import gap_metrics, gap_since_eviction, percentiles, rejection_metrics, rollout_metrics
+from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
 from ..records import kv_tokens_saved
 from .step import StepRollout
@@ -22,13 +22,13 @@ def step_metrics(
     task's data that could not be used.
     """
     scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
-    mask = scored.sampled.mask
+    mask, loops = scored.sampled.mask, looping(trajectories)
     verdicts = Counter(g.verdict for g in rollout.grades)
     metrics = {
-        **rollout_metrics(trajectories, rewards),
+        **rollout_metrics(trajectories, rewards, loops),
         **gap_metrics(scored.gap, mask, normalise_weights(corrected, mask, correction)),
         **gap_since_eviction(scored.gap, mask, trajectories, interval),
-        **rejection_metrics(mask, corrected, rewards),
+        **rejection_metrics(mask, corrected, rewards, loops),
         "old/entropy/mean": scored.entropies[mask].double().mean().item(),
         "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
     }

@@ -15,6 +15,7 @@ from sparse_rl.learn.diagnose import (
     ends_in_loop,
     gap_metrics,
     gap_since_eviction,
+    looping,
     percentiles,
     rejection_metrics,
     rollout_metrics,
@@ -41,11 +42,14 @@ def planted():
 def test_rejection_is_counted_over_the_original_mask():
     gap, mask, rewards = planted()
     corrected = correct(gap, mask, PRESETS["sparse-rl"])
-    found = rejection_metrics(mask, corrected, rewards)
+    loops = torch.tensor([True, True, True, False, True, False, False, False, False, False])  # 0 and 4 are rejected
+    found = rejection_metrics(mask, corrected, rewards, loops)
+    assert found["reject/looping/frac"] == 2 / 4
     assert found["reject/trajectories/frac"] == 3 / 10
     assert found["reject/tokens/frac"] == (20 + 20 + 10) / 190
     assert found["reject/rewarded/frac"] == 2 / 3 and found["reject/unrewarded/frac"] == 1 / 7
-    mis = rejection_metrics(mask, correct(gap, mask, PRESETS["mis"]), rewards)
+    mis = rejection_metrics(mask, correct(gap, mask, PRESETS["mis"]), rewards, torch.zeros(10, dtype=torch.bool))
+    assert "reject/looping/frac" not in mis  # nothing loops
     assert mis["reject/trajectories/frac"] == 0 and mis["reject/tokens/frac"] == (3 + 5) / 190
 
 
@@ -73,7 +77,7 @@ def test_nothing_sampled_gives_no_figures():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     corrected = correct(torch.zeros(2, 3), mask, PRESETS["none"])
     assert gap_metrics(torch.zeros(2, 3), mask, corrected) == {}
-    assert rejection_metrics(mask, corrected, torch.zeros(2)) == {
+    assert rejection_metrics(mask, corrected, torch.zeros(2), torch.zeros(2, dtype=torch.bool)) == {
         "reject/trajectories/frac": 0.0,
         "reject/unrewarded/frac": 0.0,
     }
@@ -132,7 +136,7 @@ def test_loops():
         trajectory([1, 2, 3], reason="length"),
         trajectory([1, 2]),
     ]
-    found = rollout_metrics(done, torch.tensor([0.0, 1.0, 0.0, 0.5]))
+    found = rollout_metrics(done, torch.tensor([0.0, 1.0, 0.0, 0.5]), looping(done))
     assert found["rollout/loops/frac"] == 0.25 and found["rollout/truncated/frac"] == 0.5
     assert found["reward/mean"] == 0.375 and found["reward/right/frac"] == 0.25
     assert found["rollout/length/mean"] == (30 + 2 + 1 + 0) / 4 and found["rollout/length/max"] == 30

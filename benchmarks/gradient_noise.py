@@ -1,0 +1,185 @@
+"""How noisy is each method's gradient? Repeated batches at fixed weights (docs/results/gradient-noise.md).
+
+    python benchmarks/gradient_noise.py tiny-sums --batches 48 --budgets 46,38,32 --out runs/noise
+    python benchmarks/gradient_noise.py smollm2-countdown --model runs/warm --batches 24 --budgets 80 --out runs/noise
+
+Every batch is what a step of the recipe samples, on a dense cache and under each budget. The gradient g_i of batch i is
+taken for every method from the same trajectories, and nothing is updated. With K_ij = <g_i, g_j>, without bias:
+
+    signal^2 = mean of K_ij over i != j          the squared length of the expected gradient
+    noise^2  = mean of K_ii - signal^2           the variance of one batch's gradient, summed over all weights
+    needed   = noise^2 / signal^2                batches to average until noise and signal are equal
+    cosine   = mean of <g_i, h_j> over i != j, divided by both signals: the angle to another method's expected gradient
+
+Intervals are 95 %, by the jackknife over batches. `looping` counts responses that end by repeating themselves, and how
+many of them `sparse-rl` rejects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparse_rl.compressors import make
+from sparse_rl.config import load_recipe
+from sparse_rl.files import write_text
+from sparse_rl.learn.advantage import advantage
+from sparse_rl.learn.batch import apply_correction, collate, make_batches, score
+from sparse_rl.learn.diagnose import looping
+from sparse_rl.learn.method import METHODS
+from sparse_rl.models import encode
+from sparse_rl.records import Trajectory
+from sparse_rl.rollout import Engine
+from sparse_rl.streams import stream_key
+from sparse_rl.train.loop import Trainer
+
+NAMES = ("none", "tis", "sparse-rl", "sparse-rl-released", "shadow")
+REFERENCES = ("dense", "shadow")  # whose expected gradient the others are compared with
+
+
+def gradient(trainer: Trainer, trajectories: Sequence[Trajectory], rewards: Tensor, name: str) -> tuple[Tensor, float]:
+    """The gradient [P] of one batch under a method, and the share of trajectories it rejects."""
+    recipe, method, learner = trainer.recipe, METHODS[name], trainer.learner
+    micro_batch, temperature = recipe.learn.micro_batch_tokens, recipe.rollout.temperature
+    scored = score(trainer.model, collate(trajectories), micro_batch, temperature, view=method.view)
+    corrected = apply_correction(scored, method.correction, None)
+    group = torch.arange(len(rewards)) // recipe.rollout.group_size
+    advantages, _ = advantage(rewards, group, recipe.learn.advantage, None, recipe.learn.advantage_eps)
+    (batch,) = make_batches(scored, corrected, advantages, method.correction, trainer.loss, 1)
+    active = learner._active_rows(batch)
+    trainer.model.zero_grad(set_to_none=True)
+    learner._accumulate_gradients(batch, active, torch.zeros_like(batch.mask))
+    flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.model.parameters() if p.requires_grad]
+    found = torch.cat([g.detach().flatten().float() for g in flat])
+    trainer.model.zero_grad(set_to_none=True)
+    return found, (~corrected.accepted).double().mean().item()
+
+
+def off_diagonal(gram: Tensor) -> Tensor:
+    """Mean over i != j of K [B, B]."""
+    return (gram.sum() - gram.diagonal().sum()) / (len(gram) * (len(gram) - 1))
+
+
+def needed(gram: Tensor) -> float:
+    signal = off_diagonal(gram)
+    return ((gram.diagonal().mean() - signal) / signal).item()
+
+
+def cosine(own: Tensor, cross: Tensor, other: Tensor) -> float:
+    return (off_diagonal(cross) / (off_diagonal(own) * off_diagonal(other)).sqrt()).item()
+
+
+def jackknife(value: Callable[..., float], *grams: Tensor) -> tuple[float, float]:
+    """A number made from Gram matrices [B, B], and half the width of its 95 % interval over batches."""
+    batches = len(grams[0])
+    kept = [[j for j in range(batches) if j != i] for i in range(batches)]
+    without = torch.tensor([value(*(gram[k][:, k] for gram in grams)) for k in kept], dtype=torch.float64)
+    spread = (batches - 1) / batches * (without - without.mean()).square().sum()
+    return value(*grams), 1.96 * spread.sqrt().item()
+
+
+def sampled(trainer: Trainer, engine: Engine, batches: int):
+    """(trajectories, rewards) of each batch."""
+    count, group = trainer.recipe.rollout.prompts, trainer.recipe.rollout.group_size
+    for number in range(batches):
+        prompts = trainer.task.sample(number * count, count)
+        ids = [encode(trainer.tokenizer, prompt.text) for prompt in prompts]
+        seed = stream_key(trainer.recipe.run.seed, [number, 0])
+        trajectories = engine.generate(ids, group, trainer.sampler.sampling, seed)
+        texts = trainer.tokenizer.batch_decode(
+            [t.response_tokens.tolist() for t in trajectories], skip_special_tokens=True
+        )
+        grades = trainer.task.grade([prompts[t.prompt_index] for t in trajectories], texts)
+        rewards = torch.tensor([g.reward for g in grades], dtype=torch.float64)
+        name, budget = engine.compressor.name, engine.compressor.budget
+        print(f"{name} {budget}, batch {number + 1} of {batches}: reward {rewards.mean():.3f}", flush=True)
+        yield trajectories, rewards
+
+
+def measure(trainer: Trainer, budgets: Sequence[int], batches: int, names: Sequence[str]) -> list[dict]:
+    """A row for every cache and method."""
+    rollout, rows = trainer.recipe.rollout, []
+    gradients: dict[tuple[str, str], list[Tensor]] = {}
+    for budget in (None, *budgets):
+        cache = "dense" if budget is None else f"{rollout.compressor} {budget}"
+        compressor = make("dense") if budget is None else make(rollout.compressor, **rollout.compressor_options)
+        engine = Engine(trainer.model, compressor, budget or rollout.max_budget, rollout.interval, rollout.rows)
+        chosen = ("dense",) if budget is None else tuple(names)
+        rejected: dict[str, list[float]] = {name: [] for name in chosen}
+        found, caught, rewards_seen = 0, 0, []
+        for trajectories, rewards in sampled(trainer, engine, batches):
+            rewards_seen.append(rewards.mean().item())
+            for name in chosen:
+                vector, share = gradient(trainer, trajectories, rewards, "none" if name == "dense" else name)
+                gradients.setdefault((cache, name), []).append(vector)
+                rejected[name].append(share)
+            loops = looping(trajectories)
+            found += int(loops.sum())
+            if loops.any() and "sparse-rl" in chosen:
+                scored = score(trainer.model, collate(trajectories), 16384, rollout.temperature)
+                caught += int((loops & ~apply_correction(scored, METHODS["sparse-rl"].correction, None).accepted).sum())
+        for name in chosen:
+            row = {"cache": cache, "method": name, "reward": sum(rewards_seen) / len(rewards_seen)}
+            row |= {"rejected": sum(rejected[name]) / batches, "looping": found, "looping_rejected": caught}
+            rows.append(row)
+        del engine
+    for row in rows:
+        own = torch.stack(gradients[row["cache"], row["method"]])
+        gram = (own @ own.T).double().cpu()
+        row["signal"], row["noise"] = (
+            math.sqrt(max(off_diagonal(gram).item(), 0.0)),
+            math.sqrt((gram.diagonal().mean() - off_diagonal(gram)).item()),
+        )
+        row["needed"], row["needed_interval"] = jackknife(needed, gram)
+        for reference in REFERENCES:
+            key = ("dense", "dense") if reference == "dense" else (row["cache"], reference)
+            if key in gradients and key != (row["cache"], row["method"]):
+                other = torch.stack(gradients[key])
+                grams = (gram, (own @ other.T).double().cpu(), (other @ other.T).double().cpu())
+                row[f"cosine_{reference}"], row[f"cosine_{reference}_interval"] = jackknife(cosine, *grams)
+    return rows
+
+
+def table(rows: Sequence[dict]) -> str:
+    heads = ("cache", "method", "reward", "rejected", "signal", "noise", "batches needed")
+    heads = (*heads, "cosine to dense rollouts", "cosine to replay", "looping, rejected")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for row in rows:
+        cells = [row["cache"], row["method"], f"{row['reward']:.3f}", f"{row['rejected']:.0%}"]
+        cells += [f"{row['signal']:.3f}", f"{row['noise']:.3f}", f"{row['needed']:.2f} ± {row['needed_interval']:.2f}"]
+        for name in ("cosine_dense", "cosine_shadow"):
+            cells.append(f"{row[name]:.2f} ± {row[f'{name}_interval']:.2f}" if name in row else "")
+        cells.append(f"{row['looping']}, {row['looping_rejected']}" if row["method"] == "sparse-rl" else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--model", help="another model than the recipe's, such as a warm start or a checkpoint")
+    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--budgets", default="46,38,32")
+    parser.add_argument("--methods", default=",".join(NAMES))
+    parser.add_argument("--out", type=Path, default=Path("runs/noise"))
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="other keys of the recipe")
+    args = parser.parse_args()
+    keys = [("run.steps", "1"), ("eval.every", "0"), *(tuple(pair.split("=", 1)) for pair in args.keys)]
+    if args.model:
+        keys.append(("model.name", args.model))
+    trainer = Trainer(load_recipe(args.recipe, keys), args.out / "run", show=False)
+    rows = measure(trainer, [int(b) for b in args.budgets.split(",")], args.batches, args.methods.split(","))
+    trainer.log.close()
+    trainer.task.close()
+    write_text(args.out / "noise.json", json.dumps(rows, indent=1))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
