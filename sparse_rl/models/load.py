@@ -82,7 +82,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
             check_size(source)
         if options and hasattr(transformers, "GgufConfig"):  # a transformers without it always unpacks the weights
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=chosen or "auto",
             output_loading_info=True,
@@ -90,6 +90,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
             trust_remote_code=False,
             **options,
         )
+        model, info = loaded
         check_tensors(name, info)
         if (about := Path(source) / TEMPLATE_FILE).is_file():
             model.config.sparse_rl_template = json.loads(about.read_text())["template"]
