@@ -58,6 +58,7 @@ class Task:
     name: str = ""
     seed: int = 0
     isolated: bool = False  # grade in child processes
+    keeps_spare: ClassVar[bool] = False  # answers may take forever: child processes are replaced at once
     grading_limits: ClassVar[Limits] = Limits()  # of the child processes
     skipped: Mapping[str, int] = MappingProxyType({})  # reason -> rows of the data that could not be used
     skipped_rows: Sequence[str] = ()  # the first few of them
