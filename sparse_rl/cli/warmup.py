@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RecipePath, overrides
+from .options import RecipePath, Trust, overrides
 
 
 def warmup(
@@ -20,14 +20,16 @@ def warmup(
     no_eval: Annotated[
         bool, typer.Option("--no-eval", help="Evaluate nothing, neither while it runs nor at its end.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Train a model on a task's worked solutions, so that reinforcement learning can improve it."""
-    from ..config import load_recipe
+    from ..config import load_recipe_to_run
     from ..train.warmup import warmup as start
 
     folder = out or (recipe if recipe.is_dir() else Path("models") / recipe.stem)
     try:
-        found = start(load_recipe(recipe, overrides(context.args)), folder, resume, evaluate=not no_eval)
+        settings = load_recipe_to_run(recipe, overrides(context.args), trust)
+        found = start(settings, folder, resume, evaluate=not no_eval)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     about = f"accuracy {found['accuracy']:.3f} on held-out prompts; " if found else ""

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
-from ..files import find_checkpoints, read_lines, write_text, writing
+from ..files import find_checkpoints, names_python_file, read_lines, write_text, writing
 from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
@@ -277,10 +277,11 @@ class Warmup:
 
     @property
     def way_on(self) -> str:
+        trust = " --trust" if names_python_file(self.recipe.task.name) else ""
+        go_on = f"go on with: sparse-rl warmup {self.folder} --resume{trust}"
         if not self.saved:
-            return f"go on with: sparse-rl warmup {self.folder} --resume"
-        checkpoint = self.folder / "checkpoints" / f"step-{self.saved:06d}"
-        return f"{checkpoint} holds the model of that moment; go on with: sparse-rl warmup {self.folder} --resume"
+            return go_on
+        return f"{self.folder}/checkpoints/step-{self.saved:06d} holds the model of that moment; {go_on}"
 
     def save(self) -> None:
         """Write a checkpoint, unless there is one of this step."""
