@@ -151,7 +151,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
         micro_batch_tokens=recipe.learn.micro_batch_tokens,
         checkpointing=recipe.model.gradient_checkpointing,
-        reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
+        reference=recipe.keeps_reference and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
         shadow=method.view == "shadow" or bool(recipe.student.chunks),
         distills=method.distill is not None,

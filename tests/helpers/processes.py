@@ -80,7 +80,7 @@ def step_alone_and_together(world, name, divided, lora=0, checkpointing=False, l
             model.enable_input_require_grads()
     every = batches(model, method, loss, world)
     assert len({int(o) for o in every[0].owner_rank}) < max(world.size, 2)  # somebody has nothing to do there
-    options = dict(micro_batch_tokens=64, clip_kl=method.correction.clip_kl, distill=method.distill)
+    options = dict(micro_batch_tokens=64, distill=method.distill)
     alone_model = copy.deepcopy(model)
     alone = Learner(alone_model, OPTIMIZER, loss, **options)
     whole = copy.deepcopy(model)  # what a sampler would have
