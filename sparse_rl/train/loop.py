@@ -173,7 +173,7 @@ class Trainer:
             return None, {}
         chosen = rollout.chosen_rows
         group = torch.arange(len(chosen)) // self.recipe.rollout.group_size
-        stopped = torch.tensor([rollout.trajectories[row].finish == "stop" for row in chosen.tolist()])
+        stopped = torch.tensor([rollout.trajectories[row].finish_reason == "stop" for row in chosen.tolist()])
         stream = stream_key(self.recipe.run.seed, [self.progress.steps], PAIRS_STREAM)
         rule = self.recipe.dpo.pairs
         return choose_pairs(rollout.rewards[chosen], group, accepted[chosen], stopped, rule, stream)
