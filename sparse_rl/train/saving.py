@@ -12,7 +12,7 @@ from ..files import find_checkpoints, read_lines
 from ..learn.learner import Disagreement
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
-from .checkpoint import load_state, save_checkpoint
+from .checkpoint import load_state, restoring, save_checkpoint
 from .log import Log
 
 if TYPE_CHECKING:
@@ -71,13 +71,14 @@ def resume(trainer: Trainer) -> None:
     newest = world.run_on_first(lambda: [path.name for _, path in find_checkpoints(where)][-1:])
     if newest:
         state = load_state(where / newest[0], {"learner": learner.state_dict()})
-        learner.load_state_dict(state["learner"])
-        learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
-        trainer.sampler.budget.load_state_dict(state.get("budget"))
-        trainer.publish_weights()
-        trainer.students.load_state_dict(state.get("students", {}))
-        trainer.sampler.lengths.load_state_dict(state.get("lengths"))
-        trainer.progress.resume(state["step"], trainer.versions)
+        with restoring(where / newest[0]):
+            learner.load_state_dict(state["learner"])
+            learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
+            trainer.sampler.budget.load_state_dict(state.get("budget"))
+            trainer.publish_weights()
+            trainer.students.load_state_dict(state.get("students", {}))
+            trainer.sampler.lengths.load_state_dict(state.get("lengths"))
+            trainer.progress.resume(state["step"], trainer.versions)
     step = trainer.progress.steps
     trainer.progress.evaluated = world.run_on_first(lambda: forget_what_came_after(step, trainer.folder, trainer.log))
 
