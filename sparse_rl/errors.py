@@ -59,3 +59,9 @@ def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
     close = difflib.get_close_matches(name, compared, n=1, cutoff=0.4)
     hint = f"did you mean {compared[close[0]]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
+
+
+def check_count(what: str, count: int, most: int = 10_000_000) -> None:
+    """Refuse a number of things that would take days to make, before they are made."""
+    if count > most:
+        raise SparseRLError(f"{str(count)[:30]} {what} are asked for; at most {most:,} are made at a time.")

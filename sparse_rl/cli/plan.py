@@ -175,6 +175,7 @@ def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], me
 
     gpus, prompt_tokens, price = options["gpus"], options["prompt_tokens"], options["price"]
     require_int(**{"--gpus": gpus})
+    require_int(0, **{"--seed": options["seed"]})
     if price is not None and not 0 <= price < math.inf:
         raise SparseRLError(f"--price is {price}; it must be a number of at least 0, for an hour of one GPU.")
     links = Links(options["link"] * 1e9, options["network"] * 1e9, options["per_node"])

@@ -156,7 +156,8 @@ class LearnSettings:
     def resolve_method(self) -> Method:
         """The method with the parts that the recipe changes."""
         parts = {
-            n: convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}") for n, v in self.correction.items()
+            str(n): convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}")
+            for n, v in self.correction.items()
         }
         names = ("view", "distill", "distill_weight")
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tasks
-from ..errors import SparseRLError, require_int
+from ..errors import SparseRLError, check_count, require_int
 from ..files import write_text
 from ..models import encode, load_model, stop_ids
 from ..rollout import Engine, Sampling
@@ -48,6 +48,7 @@ class Asked:
     def __post_init__(self):
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
         require_int(**{name: value for name, value in given.items() if value is not None})
+        check_count("samples of every problem", self.samples or 1, 100_000)
         if self.template is not None:
             find(self.template)
             if not any(issubclass(tasks.TASKS.get(bench, tasks.Task), Math) for bench in self.benches):

@@ -79,7 +79,7 @@ def check_layers(source: str) -> None:
         for key in _LAYERS:
             value = part.get(key)
             if isinstance(value, int) and not 1 <= value <= MOST_LAYERS:
-                raise SparseRLError(f"{path}: {key} is {value:.6g}; it must be between 1 and {MOST_LAYERS:,}.")
+                raise SparseRLError(f"{path}: {key} is {str(value)[:30]}; it must be between 1 and {MOST_LAYERS:,}.")
 
 
 def check_size(folder: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..attention import use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
-from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, require_int
+from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_count, require_int
 from ..kernels import ops
 from ..models import ModelShape, check_model, evaluating
 from ..planning.memory import Plan, default_prefill_chunk, is_out_of_memory
@@ -181,6 +181,7 @@ class Engine:
         sampling = sampling or Sampling()
         prompts = [token_list(p) for p in prompts]
         require_int(group_size=group_size)
+        check_count("completions", len(prompts) * group_size)
         everyone = [list(range(group_size)) for _ in prompts]
         wanted = everyone if samples is None else sample_numbers(samples, len(prompts))
         self._check(prompts, sampling)

@@ -41,6 +41,8 @@ class Sampling:
             )
         if self.stop_ids is not None:
             ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)
+            if odd := [i for i in ids if not isinstance(i, int) or abs(i) >= 2**31]:
+                raise SparseRLError(f"stop_ids holds {str(odd[0])[:30]}, which no tokenizer has; give ids of tokens.")
             object.__setattr__(self, "stop_ids", ids)
 
 

@@ -26,7 +26,7 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
-from ..errors import SparseRLError, nearest
+from ..errors import SparseRLError, check_count, nearest
 from ..files import names_python_file
 from .verify import Limits, Pool, pool_for
 
@@ -106,6 +106,7 @@ class Task:
         first, size = self.span()
         if size == 0:
             raise SparseRLError(f"the task {self.name} has no prompts.")
+        check_count("prompts", count)
         positions = range(start, start + count)
         places = positions if size is None else (shuffled(self.seed, p // size, size)[p % size] for p in positions)
         prompts = [self._prompt(first + place) for place in places]

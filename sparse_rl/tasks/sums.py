@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, check_count
 from .base import GeneratedTask, Prompt, register
 
 
@@ -18,6 +18,7 @@ class Sums(GeneratedTask):
     def __init__(self, count: int = 8, seed: int = 0, split: str = "train"):
         if count < 2:
             raise SparseRLError(f"sums: count is {count}; a sum needs at least 2 numbers.")
+        check_count("numbers of a sum", count, 100_000)
         super().__init__(seed, split)
         self.count = count
 

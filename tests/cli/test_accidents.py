@@ -194,6 +194,35 @@ def test_odd_lines_of_prompts(prompts, tmp_path, line, message):
     assert message in said and len(said) < 1000 and not (tmp_path / "out").exists()
 
 
+MANY = 10**12
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["rollout", "--group-size", MANY], f"{MANY} completions are asked for; at most 10,000,000"),
+        (["rollout", "--stop-id", 10**30], "which no tokenizer has"),
+        (["eval", "--samples", MANY], f"{MANY} samples of every problem are asked for; at most 100,000"),
+        (["eval", "--limit", MANY], f"{MANY} prompts are asked for"),
+        (["train", "--rollout.prompts", MANY], "completions of a step are asked for"),
+        (["train", "--rollout.group_size", MANY], "completions of a step are asked for"),
+        (["train", "--task.count", MANY], f"{MANY} numbers of a sum are asked for; at most 100,000"),
+        (["train", "--learn.correction", "{1: 2}"], "a correction has no part '1'"),
+        (["plan", "--seed", -1], "--seed is -1"),
+    ],
+    ids=lambda value: " ".join(map(str, value[:2])) if isinstance(value, list) else "",
+)
+def test_absurd_counts_are_refused_before_they_are_made(prompts, tmp_path, arguments, message):
+    first, *rest = arguments
+    whole = {
+        "rollout": lambda: ["tiny-sums", "--prompts", prompts, "--out", tmp_path / "out"],
+        "eval": lambda: ["tiny-sums", "--bench", "sums", "--out", tmp_path / "out"],
+        "train": lambda: [write_recipe(tmp_path, **SHORT), "--out", tmp_path / "out"],
+        "plan": lambda: ["--model", "qwen2.5-1.5b", "--gpus", 8],
+    }[first]()
+    assert message in sentence(run(first, *whole, *rest))
+
+
 def test_a_run_that_is_refused_late_leaves_a_folder_in_which_one_can_begin(tmp_path):
     given, folder = write_recipe(tmp_path, **SHORT), tmp_path / "run"
     found = run("train", given, "--out", folder, "--rollout.max_new_tokens", 10**9)

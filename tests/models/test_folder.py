@@ -105,7 +105,10 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1e+30; it must be between 1 and 10,000"),
+        (
+            {"num_hidden_layers": 10**29},
+            "num_hidden_layers is 100000000000000000000000000000; it must be between 1 and 10,000",
+        ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": None}, "'num_attention_heads' expected int, got NoneType"),
         ({"num_attention_heads": 0}, "cannot load"),
