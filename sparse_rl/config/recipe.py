@@ -226,6 +226,7 @@ class Recipe:
         self._check_rejection()
         self._check_beacons()
         self._check_students()
+        self.scheduled_optimizer()
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(
@@ -281,6 +282,19 @@ class Recipe:
                 f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students "
                 "adapters."
             )
+
+    def scheduled_optimizer(self) -> OptimizerSettings:
+        """The optimizer's settings, with the length of a schedule filled in."""
+        given, steps = self.optimizer, self.run.steps * self.learn.minibatches
+        if given.schedule == "constant" or given.decay_steps is not None:
+            return given
+        if steps <= given.warmup_steps:
+            raise SparseRLError(
+                f"optimizer.schedule is {given.schedule}, but the run has {steps} optimizer steps (run.steps "
+                f"{self.run.steps} x learn.minibatches {self.learn.minibatches}) and the warm-up alone takes "
+                f"{given.warmup_steps}; lower optimizer.warmup_steps, or set optimizer.decay_steps."
+            )
+        return dataclasses.replace(given, decay_steps=steps)
 
     @property
     def _folds(self) -> bool:

@@ -15,6 +15,7 @@ from .bins import binned, points_for
 from .curves import Curve, is_evaluation
 from .read import Run, bounded
 from .recipe import command, differences
+from .trend import differ, rewards_say_more
 from .verdict import verdict
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ LINES = {  # panel -> its curves and their styles
     "KV bytes (dashed: dense)": {"cache/bytes/allocated": "-", DENSE: "--"},
     "tokens per second": {"rollout/tokens_per_s": "-"},
 }
+HELD_OUT_REWARD = {"held-out reward (dashed: small cache)": {"eval/dense/reward": "-", "eval/sparse/reward": "--"}}
 XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha_5 (dotted: 0.86)"
 STAGES = ("rollout", "grade", "score", "diagnose", "students", "update")
 COLUMNS = {  # heading -> its curve, and the format of its numbers
@@ -44,7 +46,12 @@ COLUMNS = {  # heading -> its curve, and the format of its numbers
     "KV saved": ("cache/bytes_saved/frac", "{:.1%}"),
     "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
 }
-WITH_BEST = ("reward", "dense accuracy", "sparse accuracy")
+REWARD_COLUMNS = {  # heading -> curve, format, and the curve that it repeats if rewards say no more than accuracy
+    "share right": ("reward/right/frac", "{:.3f}", "reward/mean"),
+    "dense reward": ("eval/dense/reward", "{:.3f}", "eval/dense/accuracy"),
+    "sparse reward": ("eval/sparse/reward", "{:.3f}", "eval/sparse/accuracy"),
+}
+WITH_BEST = ("reward", "dense accuracy", "sparse accuracy", *REWARD_COLUMNS)
 
 
 def dense_bytes(run: Run) -> Curve | None:
@@ -70,7 +77,8 @@ def png(runs: Sequence[Run]) -> bytes:
 
     figure, axes = pyplot.subplots(3, 4, figsize=(17, 10), layout="constrained")
     most = points_for(sum(len(run.curves) for run in runs))
-    for axis, (title, lines) in zip(axes.flat, LINES.items()):
+    shown = {**LINES, **(HELD_OUT_REWARD if any(rewards_say_more(run.curves) for run in runs) else {})}
+    for axis, (title, lines) in zip(axes.flat, shown.items()):
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
         for number, run in enumerate(runs):
@@ -88,11 +96,11 @@ def png(runs: Sequence[Run]) -> bytes:
         axis.set_xlabel("step")
         if not any(name in run.curves for run in runs for name in lines):
             axis.text(0.5, 0.5, "not in these runs", ha="center", va="center", transform=axis.transAxes, color="0.4")
-    split_of_time(axes.flat[len(LINES)], runs)
-    for axis in axes.flat[len(LINES) + 1 :]:
+    split_of_time(axes.flat[len(shown)], runs)
+    for axis in axes.flat[len(shown) + 1 :]:
         axis.axis("off")
     handles = [Line2D([], [], color=colour(number)) for number in range(len(runs))]
-    names = axes.flat[len(LINES) + 1].legend(
+    names = axes.flat[len(shown) + 1].legend(
         handles,
         [label(run) for run in runs],
         frameon=False,
@@ -188,7 +196,10 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
 
 def table_of_runs(runs: Sequence[Run]) -> str:
     """The last value of each column, and of some the best in brackets."""
-    rows = []
+    rows, columns = [], dict(COLUMNS)
+    for heading, (name, form, other) in REWARD_COLUMNS.items():
+        if any(differ(run.curves, name, other) for run in runs):
+            columns[heading] = (name, form)
     for run in runs:
         clock = run.clock()
         cells = [
@@ -197,12 +208,12 @@ def table_of_runs(runs: Sequence[Run]) -> str:
             f"{run.steps:,}",
             f"{clock.value[-1]:,.0f} s" if len(clock.value) else "",
         ]
-        for heading, (name, form) in COLUMNS.items():
+        for heading, (name, form) in columns.items():
             values = run.curves[name].finite.tolist() if name in run.curves else []
             best = f" ({form.format(max(values))})" if heading in WITH_BEST and len(values) else ""
             cells.append(form.format(values[-1]) + best if len(values) else "")
         rows.append(cells)
-    headings = [f"{heading}, last (best)" if heading in WITH_BEST else heading for heading in COLUMNS]
+    headings = [f"{heading}, last (best)" if heading in WITH_BEST else heading for heading in columns]
     return table(["run", "method", "steps", "time", *headings], rows)
 
 

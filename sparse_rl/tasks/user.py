@@ -5,8 +5,11 @@ The shortest task is a file with two functions:
     def prompt(i): return f"What is {i} + {i}?", 2 * i           # text (or chat messages), and what the reward needs
     def reward(answer, text): return float(text.strip().endswith(str(answer)))
 
-Optional: `solution(answer) -> str`, a worked solution, and `SIZE`, a number or a function that returns it, for a finite
-task. A class is a subclass of `Task`; with `isolated = False`, its rewards are computed in the training process.
+`reward` may also return several named rewards, such as {"correct": 1.0, "brief": 0.5}. Optional: `REWARD_WEIGHTS`,
+their weights; `right(reward, parts) -> bool`, what accuracy counts, if that is not a reward of at least 1;
+`solution(answer) -> str`, a worked solution; and `SIZE`, a number or a function that returns it, for a finite task.
+
+A class is a subclass of `Task`; with `isolated = False`, its rewards are computed in the training process.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +36,7 @@ class FunctionFile(Task):
     def __init__(self, module: ModuleType):
         assert module.__file__ is not None
         self.name, self.module = Path(module.__file__).stem, module
+        self.reward_weights = getattr(module, "REWARD_WEIGHTS", {})
 
     def __getitem__(self, i: int) -> Prompt:
         given = self.module.prompt(i)
@@ -41,8 +46,11 @@ class FunctionFile(Task):
             )
         return Prompt(*given, index=i)
 
-    def reward(self, prompt: Prompt, text: str) -> float:
+    def reward(self, prompt: Prompt, text: str) -> float | Mapping[str, float]:
         return self.module.reward(prompt.answer, text)
+
+    def right(self, reward: float, parts: Mapping[str, float]) -> bool:
+        return self.module.right(reward, parts) if hasattr(self.module, "right") else super().right(reward, parts)
 
     def solution(self, prompt: Prompt) -> str:
         if not hasattr(self.module, "solution"):

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from ..errors import SparseRLError
 from .base import Task, judged, make
-from .verify import GRACE, HEADER, START, frame
+from .verify import GRACE, HEADER, START, Outcome, frame
 
 
 def main() -> None:
@@ -67,13 +67,18 @@ def serve() -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def outcome(task: Task, message: bytes) -> tuple[float, str, str | None]:
+def outcome(task: Task, message: bytes) -> Outcome:
     try:
         prompt, text = pickle.loads(message)
     except Exception as error:
-        return 0.0, "error", f"the prompt could not be read in the grading process ({type(error).__name__}: {error})"
+        return (
+            0.0,
+            "error",
+            {},
+            f"the prompt could not be read in the grading process ({type(error).__name__}: {error})",
+        )
     grade, problem = judged(task, prompt, text)
-    return grade.reward, grade.verdict, problem
+    return grade.reward, grade.verdict, dict(grade.parts), problem
 
 
 def limit_memory(gibibytes: float | None) -> None:

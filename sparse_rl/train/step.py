@@ -45,6 +45,10 @@ class StepRollout:
     def rewards(self) -> Tensor:
         return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
 
+    @property
+    def right(self) -> Tensor:
+        return torch.tensor([g.right for g in self.grades], dtype=torch.bool)
+
 
 def step_positions(rollout: StepRollout, group_size: int) -> list[int]:
     """The position in the step that each row was sampled for."""

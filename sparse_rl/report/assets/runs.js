@@ -66,6 +66,8 @@ function showTable() {
     ["dense accuracy, last / best", of("eval/dense/accuracy")],
     ["sparse accuracy, last / best", of("eval/sparse/accuracy")],
     ["reward, last / best", of("reward/mean")],
+    ...(runs.some((run) => apart(run, "reward/mean", "reward/right/frac")) ? [["share right, last / best", of("reward/right/frac")]] : []),
+    ...["dense", "sparse"].filter((cache) => runs.some((run) => apart(run, `eval/${cache}/reward`, `eval/${cache}/accuracy`))).map((cache) => [`${cache} reward, last / best`, of(`eval/${cache}/reward`)]),
   ];
   const place = new Map(state.doc.runs.map((run, i) => [run, i]));
   const differing = state.doc.differences.map(({ key, values }) => [said(key, "mono"), (run) => setting(values[place.get(run)])]);
