@@ -13,6 +13,7 @@ from ..errors import SparseRLError
 from ..planning.memory import size
 from .bins import binned, points_for
 from .curves import Curve, is_evaluation
+from .palette import colours
 from .read import Run, bounded
 from .recipe import command, differences
 from .trend import differ, rewards_say_more
@@ -21,7 +22,6 @@ from .verdict import verdict
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Colour = tuple[float, float, float, float]  # red, green, blue, alpha
 DENSE = "cache/bytes/dense"  # bytes that dense rows would take: not a metric, but computed from two
 LINES = {  # panel -> its curves and their styles
     "reward": {"reward/mean": "-"},
@@ -76,7 +76,7 @@ def png(runs: Sequence[Run]) -> bytes:
     from matplotlib.lines import Line2D
 
     figure, axes = pyplot.subplots(3, 4, figsize=(17, 10), layout="constrained")
-    most = points_for(sum(len(run.curves) for run in runs))
+    most, tints = points_for(sum(len(run.curves) for run in runs)), colours([run.arm for run in runs])
     shown = {**LINES, **(HELD_OUT_REWARD if any(rewards_say_more(run.curves) for run in runs) else {})}
     for axis, (title, lines) in zip(axes.flat, shown.items()):
         axis.set_title(title, fontsize=10)
@@ -85,9 +85,9 @@ def png(runs: Sequence[Run]) -> bytes:
             known = run.curves if (dense := dense_bytes(run)) is None else {**run.curves, DENSE: dense}
             for name, style in lines.items():
                 if name in known:
-                    draw(axis, name, known[name], most, colour(number), style)
+                    draw(axis, name, known[name], most, tints[number], style)
             if title == XI:
-                shade(axis, run, most, colour(number))
+                shade(axis, run, most, tints[number])
         if title == ALPHA:
             axis.axhline(0.86, color="0.4", linestyle=":")
         if DENSE in lines:
@@ -99,7 +99,7 @@ def png(runs: Sequence[Run]) -> bytes:
     split_of_time(axes.flat[len(shown)], runs)
     for axis in axes.flat[len(shown) + 1 :]:
         axis.axis("off")
-    handles = [Line2D([], [], color=colour(number)) for number in range(len(runs))]
+    handles = [Line2D([], [], color=tint) for tint in tints]
     names = axes.flat[len(shown) + 1].legend(
         handles,
         [label(run) for run in runs],
@@ -115,7 +115,7 @@ def png(runs: Sequence[Run]) -> bytes:
     return file.getvalue()
 
 
-def draw(axis: Axes, name: str, curve: Curve, most: int, color: Colour, style: str) -> None:
+def draw(axis: Axes, name: str, curve: Curve, most: int, color: str, style: str) -> None:
     """Draw a curve, with its extremes shaded; gaps stay open."""
     points = binned(curve, most, regular=not is_evaluation(name))
     mean = numbers(points["mean"])
@@ -126,7 +126,7 @@ def draw(axis: Axes, name: str, curve: Curve, most: int, color: Colour, style: s
         axis.fill_between(points["step"], low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def shade(axis: Axes, run: Run, most: int, color: Colour) -> None:
+def shade(axis: Axes, run: Run, most: int, color: str) -> None:
     """Shade from the 5th to the 95th percentile of xi."""
     if "gap/xi/p05" in run.curves and "gap/xi/p95" in run.curves:
         low, high = (binned(run.curves[f"gap/xi/{name}"], most) for name in ("p05", "p95"))
@@ -148,13 +148,6 @@ def split_of_time(axis: Axes, runs: Sequence[Run]) -> None:
     axis.invert_yaxis()
     if left.any():
         axis.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-
-
-def colour(number: int) -> Colour:
-    """One of twenty different colours, strong ones first."""
-    import matplotlib
-
-    return matplotlib.colormaps["tab20"]((2 * number + number // 10) % 20)
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray:

@@ -24,7 +24,9 @@ const NAMED = /^reward\/(?!right\/)[^/]+\/mean$/;
 const FIGURES = [
   {
     title: "Reward", names: ["reward/mean", "reward/right/frac"], about: "Mean reward of the training rollouts; dashed: the share that is right, where the two differ.",
-    series: (run) => [{ label: "reward", curve: curve(run, "reward/mean") }, ...(apart(run, "reward/mean", "reward/right/frac") ? [{ label: "share right", dash: true, curve: curve(run, "reward/right/frac") }] : [])],
+    series: (run) => (apart(run, "reward/mean", "reward/right/frac")
+      ? [{ label: "reward", curve: curve(run, "reward/mean") }, { label: "share right", dash: true, curve: curve(run, "reward/right/frac") }]
+      : [{ label: "", curve: curve(run, "reward/mean") }]),
   },
   { title: "Named rewards", names: ["reward/NAME/mean"], match: NAMED, when: (run) => Object.keys(run.curves).some((n) => NAMED.test(n)), about: "What the reward is made of, before weights.", series: (run) => Object.keys(run.curves).filter((n) => NAMED.test(n)).map((n, k) => ({ label: visible(n.slice(7, -5)), curve: curve(run, n), dash: k % 2 === 1 })) },
   pair("Held-out accuracy", "eval/dense/accuracy", "eval/sparse/accuracy", ["dense cache", "sparse cache"]),

@@ -3,9 +3,17 @@
 const LEVELS = { fail: ["\u2715", "fail"], warn: ["!", "warn"], good: ["\u2713", "good"] };
 
 const shownRuns = () => state.doc.runs.filter((run) => !state.hidden.has(run.id));
+// The colour of a run's method if no other run has it, else one that no method of this page has (palette.py). It stays.
 function runColour(run) {
-  if (!state.colours.has(run.id)) state.colours.set(run.id, state.colours.size);
-  return colour(`run${state.colours.get(run.id) % 20}`);
+  if (!state.colours.has(run.id)) {
+    const methods = state.doc.colours ?? {};
+    const taken = new Set(state.colours.values());
+    const shown = new Set(state.doc.runs.map((other) => methods[other.arm]));
+    const free = Array.from({ length: 20 }, (_, place) => place).filter((place) => !taken.has(place) && !shown.has(place));
+    const own = methods[run.arm];
+    state.colours.set(run.id, own !== undefined && !taken.has(own) ? own : free[0] ?? state.colours.size % 20);
+  }
+  return colour(`run${state.colours.get(run.id)}`);
 }
 const chip = (run) => swatch(runColour(run));
 
