@@ -19,7 +19,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..learn.batch import Scored
+from ..cache import Trace
+from ..distributed.world import exchanged
+from ..learn.batch import Sampled, Scored
 from ..records import Trajectory
 from ..tasks import Grade, Prompt
 
@@ -48,6 +50,9 @@ class StepRollout:
     @property
     def right(self) -> Tensor:
         return torch.tensor([g.right for g in self.grades], dtype=torch.bool)
+
+
+exchanged(StepRollout, Prompt, Trajectory, Trace, Grade, Scored, Sampled)
 
 
 def step_positions(rollout: StepRollout, group_size: int) -> list[int]:
