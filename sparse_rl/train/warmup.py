@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,12 +29,13 @@ from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
-from ..models import encode, ends_of, load_model
+from ..models import encode, ends_of, load_model, set_record
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks.base import Task
 from .checkpoint import save_model
 from .held_out import accuracy
+from .parts import make_record
 from .terminal import TerminalTable
 
 _RISE = 20  # steps over which the learning rate rises; constant afterwards
@@ -55,6 +56,7 @@ def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, f
         recipe.model.name, recipe.model.dtype, seed=recipe.run.seed, logits=recipe.model.logits
     )
     ends = ends_of(model, tokenizer)
+    set_record(model, replace(make_record(recipe, task, ends.stops()), method="warmup"))
     adamw = OptimizerSettings(lr=settings.lr, warmup_steps=_RISE, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer = MasterAdamW(model.parameters(), adamw)
     done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps, ends.taught())
