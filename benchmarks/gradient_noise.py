@@ -168,9 +168,9 @@ def main() -> None:
     parser.add_argument("--budgets", default="46,38,32")
     parser.add_argument("--methods", default=",".join(NAMES))
     parser.add_argument("--out", type=Path, default=Path("runs/noise"))
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="other keys of the recipe")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="of the recipe")
     args = parser.parse_args()
-    keys = [("run.steps", "1"), ("eval.every", "0"), *(tuple(pair.split("=", 1)) for pair in args.keys)]
+    keys = [("run.steps", "1"), ("eval.every", "0"), *map(tuple, args.set)]
     if args.model:
         keys.append(("model.name", args.model))
     trainer = Trainer(load_recipe(args.recipe, keys), args.out / "run", show=False)

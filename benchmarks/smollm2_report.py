@@ -140,6 +140,7 @@ def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
     lines += ["means over the run; reward, entropy, length and loops over its last ten steps."]
     if paired:
         lines += ["", "Differences on the same problems, with bootstrapped 95 % intervals:", "", *paired]
+    lines += ["", "Gain over the warm start for the tokens that were sampled:", "", *gains(folder, arms, caches)]
     return "\n".join(lines) + "\n"
 
 
@@ -169,10 +170,41 @@ def differences(folder: Path, arms: Sequence[Arm], cache: str) -> list[str]:
     return lines
 
 
+def gains(folder: Path, arms: Sequence[Arm], caches: Sequence[str]) -> list[str]:
+    """Sample efficiency: points over the warm start, whole and per million sampled tokens; an arm on its own caches."""
+    heads = ["trained with", "million tokens sampled", "of them learned from"]
+    heads += [head for cache in caches for head in (f"points on {cache}", "per million tokens")]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for arm in arms:
+        sampled, learned = sampled_tokens(folder / "runs" / arm.name)
+        cells = [label(arm), f"{sampled / 1e6:.2f}", f"{learned / 1e6:.2f}"]
+        for cache in caches:
+            start, end = (shares(folder / "evals" / name / cache) for name in ("warm", arm.name))
+            both = sorted(start.keys() & end.keys())
+            if not both or not sampled:
+                cells += ["", ""]
+                continue
+            mean, low, high = (100 * value for value in bootstrap([end[i] - start[i] for i in both]))
+            cells += [f"{mean:+.1f} ({low:+.1f} to {high:+.1f})", f"{mean / (sampled / 1e6):+.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def sampled_tokens(run: Path) -> tuple[float, float]:
+    """(tokens sampled while training, those that rejection left)"""
+    sampled = learned = 0.0
+    for line in read_lines(run / "metrics.jsonl"):
+        if "rollout/length/mean" in line:
+            tokens = line["rollout/trajectories/count"] * line["rollout/length/mean"]
+            sampled += tokens
+            learned += tokens * (1 - line.get("reject/tokens/frac", 0.0))
+    return sampled, learned
+
+
 def shares(evaluation: Path) -> dict[int, float]:
-    """Of every problem, the share of completions that are right."""
+    """Of every problem, the share of completions that are right. An archive has the outcomes without the texts."""
     found: dict[int, list[bool]] = {}
-    for item in read_lines(evaluation / "items.jsonl"):
+    for item in read_lines(evaluation / "items.jsonl") or read_lines(evaluation / "outcomes.jsonl"):
         found.setdefault(item["index"], []).append(item["reward"] >= 1)
     return {index: statistics.fmean(right) for index, right in found.items()}
 

@@ -89,6 +89,24 @@ def line_of(values: Mapping) -> str:
     return json.dumps(plain) + "\n"
 
 
+def names_python_file(name: str) -> bool:
+    """Whether the name of a task or a compressor is `FILE.py` or `FILE.py:CLASS`."""
+    return re.search(r"\.py(:|$)", name) is not None
+
+
+def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> None:
+    """Refuse to run Python files that a run folder or a checkpoint names: it may come from someone else.
+
+    named: option on the command line -> the name that `source` holds for it; trust: the user gave --trust
+    """
+    for option, name in named.items():
+        if names_python_file(name) and not trust:
+            raise SparseRLError(
+                f"{source} names the Python file {name!r:.300}, which would run with your rights; read that file, "
+                f"then repeat the command with --trust, or name the file yourself with {option}."
+            )
+
+
 def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first."""
     found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal() and (p / STATE).is_file()]

@@ -27,6 +27,9 @@ CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list c
 RecipePath = Annotated[
     Path, typer.Argument(help="A YAML recipe, a run folder, or a name from `sparse-rl list recipes`.")
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the Python file that the folder names (its task). Read the file before.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")]
 
 

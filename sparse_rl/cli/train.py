@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RecipePath, overrides
+from .options import RecipePath, Trust, overrides
 
 
 def train(
@@ -16,17 +16,21 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/ and the recipe's name.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in that folder.")] = False,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, one per GPU.")] = 1,
+    trust: Trust = False,
 ) -> None:
     """Train by reinforcement learning. Options can change any key of the recipe: --rollout.budget 256 --lr 1e-5."""
-    from ..config import load_recipe
+    from ..config import load_recipe_to_run
+    from ..files import names_python_file
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
-    settings = load_recipe(recipe, overrides(context.args))
+    settings = load_recipe_to_run(recipe, overrides(context.args), trust)
+    go_on = f"sparse-rl train {folder} --resume" + (" --trust" if names_python_file(settings.task.name) else "")
     if num_processes != 1:
         from ..distributed.launch import launch
 
-        arguments = ["train", str(recipe), "--out", str(folder), *(["--resume"] if resume else []), *context.args]
-        raise typer.Exit(launch(num_processes, arguments))
+        flags = [name for name, given in (("--resume", resume), ("--trust", trust)) if given]
+        arguments = ["train", str(recipe), "--out", str(folder), *flags, *context.args]
+        raise typer.Exit(launch(num_processes, arguments, folder, go_on))
     from ..distributed.world import PeerFailed, join_world, leave_world
     from ..train.run import train as start
 
@@ -41,7 +45,7 @@ def train(
     except KeyboardInterrupt:
         begun = (folder / "recipe.yaml").exists()
         several = f" --num-processes {world.size}" if world.size > 1 else ""
-        hint = f"go on with: sparse-rl train {folder} --resume{several}" if begun else "nothing had begun"
+        hint = f"go on with: {go_on}{several}" if begun else "nothing had begun"
         if world.first:
             typer.echo(f"sparse-rl: stopped; {hint}", err=True)
         raise typer.Exit(130) from None

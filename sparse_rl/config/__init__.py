@@ -2,7 +2,7 @@
 
 from .budget import METRICS, Adaptive, Target
 from .migrate import migrate, missing_keys
-from .parse import load_recipe, make_recipe, parse_value, table_of_keys
+from .parse import load_recipe, load_recipe_to_run, make_recipe, parse_value, table_of_keys
 from .recipe import (
     RECIPES,
     SECTIONS,
@@ -31,6 +31,7 @@ __all__ = [
     "TaskSettings",
     "WarmupSettings",
     "load_recipe",
+    "load_recipe_to_run",
     "make_recipe",
     "migrate",
     "missing_keys",

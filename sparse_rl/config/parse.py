@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, nearest
+from ..files import refuse_foreign_code
 from .migrate import REMOVED_KEYS, RENAMED_KEYS, migrate, refuse_old_names
 from .recipe import RECIPES, SECTIONS, Recipe
 from .values import names_of, plain, settings_of, types_of
@@ -25,23 +26,46 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
     """
     import yaml
 
+    path = recipe_file(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
+    if _in_run_folder(path) and isinstance(data, Mapping):
+        data, _ = migrate(data)  # train/run.py says what was translated
+    return make_recipe(data or {}, overrides, where=str(path))
+
+
+def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], trust: bool) -> Recipe:
+    """`load_recipe` for a command that runs what the recipe names.
+
+    A recipe is its user's own words, but a run folder may come from someone else: a Python file that it names runs only
+    with `trust` (--trust), or if an override names it.
+    """
+    recipe = load_recipe(path, overrides)
+    own_words = [_find(dotted) for dotted, _ in overrides]
+    if (Path(path).is_dir() or _in_run_folder(recipe_file(path))) and ("task", ["name"]) not in own_words:
+        refuse_foreign_code(Path(path), {"--task.name": recipe.task.name}, trust)
+    return recipe
+
+
+def recipe_file(path: str | Path) -> Path:
+    """The YAML file behind a path, a run folder or the name of a recipe that is shipped."""
     path = Path(path)
     shipped = {file.stem: file for file in RECIPES.glob("*.yaml")}
     if str(path) in shipped and not path.is_file() and not (path / "recipe.yaml").exists():
         path = shipped[str(path)]
     if path.is_dir():
         path = path / "recipe.yaml"
-    in_run_folder = path.name == "recipe.yaml" and any((path.parent / f).exists() for f in ("metrics.jsonl", ".lock"))
     if not path.is_file():
         known = nearest(path.stem, sorted(shipped))
         raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {known}")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
-    if in_run_folder and isinstance(data, Mapping):
-        data, _ = migrate(data)  # train/run.py says what was translated
-    return make_recipe(data or {}, overrides, where=str(path))
+    return path
+
+
+def _in_run_folder(path: Path) -> bool:
+    beside = ("metrics.jsonl", ".lock", "checkpoints")
+    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in beside)
 
 
 def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where: str = "the recipe") -> Recipe:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 _PATIENCE = "3600"  # seconds that a process that is told to stop may take to finish an update and write a checkpoint
 
 
-def launch(processes: int, arguments: list[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in that many processes; if one fails, the others are ended. Returns the exit status."""
+def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> int:
+    """Run `sparse-rl ARGUMENTS` in that many processes; if one fails, the others are ended. Returns the exit status.
+
+    folder: of the run; go_on: the command that continues it
+    """
     import torch
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,9 +69,8 @@ def launch(processes: int, arguments: list[str]) -> int:
             if code == 130:  # it was stopped, and has said so
                 return 130
             end = f"was ended by signal {-code}" if code < 0 else f"failed with exit status {code}"
-            folder = arguments[arguments.index("--out") + 1]
-            begun = (Path(folder) / "recipe.yaml").exists()
-            hint = f" Go on with: sparse-rl train {folder} --resume --num-processes {processes}" if begun else ""
+            begun = (folder / "recipe.yaml").exists()
+            hint = f" Go on with: {go_on} --num-processes {processes}" if begun else ""
             raise SparseRLError(
                 f"process {rank} of {processes} {end}, and the others were ended; its own message is above.{hint}"
             ) from None

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from ..errors import SparseRLError, nearest
+from ..files import names_python_file
 from .verify import Limits, Pool, pool_for
 
 TaskType = TypeVar("TaskType", bound="Task")
@@ -286,7 +287,7 @@ def _find(name: str) -> tuple[str, type[Task] | partial[Task]]:
         from .gym import Gym
 
         return name, partial(Gym, name.removeprefix("gym:"))
-    if re.search(r"\.py(:|$)", name):
+    if names_python_file(name):
         from .user import load
 
         return load(name)

@@ -205,10 +205,10 @@ def test_stopping_one_process_stops_all_at_one_place_and_keeps_every_step(tmp_pa
 
 def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SparseRLError, match=r"--num-processes is 0; it must be a whole number of at least 1"):
-        launch(0, [])
+        launch(0, [], tmp_path, "")
     with monkeypatch.context() as patch, pytest.raises(SparseRLError, match="one of 4 that another launcher started"):
         patch.setenv("WORLD_SIZE", "4")
-        launch(2, [])
+        launch(2, [], tmp_path, "")
     status, said = finish(
         start("train", write_recipe(tmp_path), "--out", tmp_path / "run", "--num-processes", 2, "--rollout.prompts", 1)
     )

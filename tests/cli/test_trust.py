@@ -1,0 +1,66 @@
+"""A run folder may come from someone else: Python files that it names run only if the user says so."""
+
+import shutil
+
+import pytest
+
+from sparse_rl.config import load_recipe_to_run
+from sparse_rl.errors import SparseRLError
+from sparse_rl.files import refuse_foreign_code
+from tests.helpers.runs import run, write_recipe
+
+TASK = """
+import pathlib
+pathlib.Path({proof!r}).write_text("ran")
+def prompt(i): return f"{{i}}+{{i}}", 2 * i
+def reward(answer, text): return float(str(answer) in text)
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A run folder whose task is a file that leaves a proof when it runs, and the recipe that began the run."""
+    task, proof = tmp_path / "task.py", tmp_path / "proof"
+    task.write_text(TASK.format(proof=str(proof)))
+    small = {"steps": 1, "diagnose": 0, "samples": 0}
+    given = write_recipe(tmp_path, task={"name": str(task)}, eval={"every": 0}, run=small)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(given, folder / "recipe.yaml")
+    return folder, given, task, proof
+
+
+@pytest.mark.parametrize("command", ["train --resume", "train", "warmup", "train in folder"])
+def test_a_folder_that_names_a_python_file_does_not_run_it(foreign, tmp_path, command):
+    folder, _, task, proof = foreign
+    name, _, option = command.partition(" ")
+    if option == "in folder":
+        (folder / "metrics.jsonl").write_text("")
+    where = folder / "recipe.yaml" if option == "in folder" else folder
+    done = run(name, where, *(["--resume"] if option == "--resume" else ["--out", tmp_path / "other"]))
+    assert done.returncode == 1 and not proof.exists()
+    assert f"{where} names the Python file '{task}'" in done.stderr and "--trust" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_user_can_trust_a_folder_name_the_file_or_use_the_recipe(foreign):
+    folder, given, task, _ = foreign
+    loaded = load_recipe_to_run(folder, [], trust=True)
+    assert loaded == load_recipe_to_run(folder, [("task.name", str(task))], trust=False)
+    assert loaded == load_recipe_to_run(given, [], trust=False)
+    with pytest.raises(SparseRLError, match="--trust"):
+        load_recipe_to_run(folder, [("task.seed", "1")], trust=False)
+
+
+def test_a_trusted_folder_goes_on(foreign):
+    folder, _, _, proof = foreign
+    done = run("train", folder, "--resume", "--trust")
+    assert done.returncode == 0 and proof.read_text() == "ran", done.stderr
+
+
+@pytest.mark.parametrize("name", ["task.py", "a/b.py:Task", "prompt-only:mine.py"])
+def test_what_counts_as_a_python_file(tmp_path, name):
+    with pytest.raises(SparseRLError, match=r"names the Python file .* with --rollout.compressor"):
+        refuse_foreign_code(tmp_path, {"--rollout.compressor": name}, trust=False)
+    refuse_foreign_code(tmp_path, {"--rollout.compressor": name}, trust=True)
+    refuse_foreign_code(tmp_path, {"--rollout.compressor": "rkv", "--task.name": "gym:x.pyramid"}, trust=False)
