@@ -14,7 +14,6 @@ import typer
 
 from ..errors import SparseRLError, nearest
 from ..signals import stoppable
-from .inherit import Trained, always, cache_of, caches_of, line_about, of_their_task, tasks_of
 from .options import Dtype, InheritedBudget, InheritedInterval, Trust, options_given, overrides
 
 if TYPE_CHECKING:
@@ -95,6 +94,7 @@ def eval_(
     """Measure how good a model is on a given cache, item by item; or compare models and caches."""
     from ..evaluation.cache import Cache
     from ..evaluation.run import Asked
+    from .inherit import Trained, always, cache_of, caches_of, line_about, of_their_task, tasks_of
 
     named, rest = split_arguments(arguments, context)
     check_options(context, named, compare)
@@ -103,11 +103,10 @@ def eval_(
     benches = tasks_of(trained, bench, trust)
     notes |= {"task": benches[0]} if bench is None else {}
     options, own = parse_options(rest, context, benches)
-    ways = {}
+    ways, said = {}, {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    instead = {"template", "chat", "suffix"} if template is not None else set()  # options that --template replaces
     for name in benches:
-        brought, ways[name] = of_their_task(
-            trained, name, options[name], {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        )
+        brought, ways[name] = of_their_task(trained, name, instead | set(options[name]), said)
         options[name] = {**brought, **options[name]}
         notes |= brought | ways[name]
     asked = Asked(

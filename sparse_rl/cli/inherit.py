@@ -132,11 +132,11 @@ def tasks_of(trained: Sequence[Trained], bench: str | None, trust: bool) -> list
 
 
 def of_their_task(
-    trained: Sequence[Trained], bench: str, given: Mapping[str, Any], said: Mapping[str, Any]
+    trained: Sequence[Trained], bench: str, given: set[str], said: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(task options, way to sample) that models bring along for a benchmark that is the task of their training.
 
-    given: the task's options on the command line; said: how to sample there, None where it does not say.
+    given: the task's options that the command line has; said: how to sample there, None where it does not say.
     """
     known = [t for t in trained if t.record.task is not None and same_task(t.record.task, bench)]
     keys = dict.fromkeys(key for t in known for key in t.record.task_options if key not in given)

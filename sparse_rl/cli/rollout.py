@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from ..errors import RolloutInterrupted, SparseRLError
-from .inherit import Trained, always, cache_of, line_about
 from .options import Dtype, InheritedBudget, InheritedInterval, ModelName, Trust, overrides
 
 NEW_TOKENS = 256  # unless training or the user says
@@ -61,6 +60,7 @@ def rollout(
     from ..models import encode, load_model, stop_ids
     from ..records import Trajectory, TrajectoryWriter, kv_tokens_saved
     from ..rollout import Engine, Sampling
+    from .inherit import Trained, always, cache_of, line_about
 
     if chat and template is not None:
         raise SparseRLError(f"--chat and --template {template} both say what surrounds a text; give one of them.")

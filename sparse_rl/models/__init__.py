@@ -1,4 +1,4 @@
-"""Models: their shape, what is refused and why, loading by name, records of training, logits, stop ids, and tiny character-level models."""
+"""Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
 from .load import (
     check_folder,

@@ -48,7 +48,9 @@ def load_config(name: str):
         ) from error
 
 
-def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str | None = None):
+def load_model(
+    name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str | None = None
+):
     """(model in eval mode, tokenizer).
 
     `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;

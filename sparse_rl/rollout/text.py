@@ -85,7 +85,8 @@ def generate(
         )
     check_model(model)
     sampling = replace(_sampling(model, max_new_tokens, temperature, top_k, top_p), stop_ids=stop_ids(model, tokenizer))
-    compressor, budget, interval, options = _cache(model, compressor, budget, interval, dict(compressor_options or {}))
+    options = dict(compressor_options or {})
+    compressor, budget, interval, options, note = _cache(model, compressor, budget, interval, options)
     if options and isinstance(compressor, Compressor):
         raise SparseRLError(
             f"compressor_options {options} cannot change a {compressor.name} that exists already; make it with them."
@@ -98,6 +99,8 @@ def generate(
     kept = _kept_with(model)
 
     def engine() -> Engine:
+        if note:
+            _LOG.warning(note)
         return Engine(model, made, budget, interval, rows)
 
     def texts(engine: Engine) -> Generator[list[str], None, None]:
@@ -121,23 +124,24 @@ def generate(
 
 def _cache(
     model: nn.Module, compressor: str | Compressor | None, budget: int | None, interval: int | None, options: dict
-) -> tuple[str | Compressor, int, int, dict]:
-    """Compressor, budget, interval and options: as given, else as in the model's training, else the usual ones."""
+) -> tuple[str | Compressor, int, int, dict, str | None]:
+    """Compressor, budget, interval and options: as given, else as in the model's training, else the usual ones; and a
+    line if the compressor is that of training.
+    """
     record = record_of(model) or Record()
-    if compressor is None and record.compressor is not None:
-        if names_python_file(record.compressor):
-            raise SparseRLError(
-                f"this model was trained with the compressor {record.compressor}, a Python file that would run with "
-                "your rights; read it, then name it yourself: compressor='FILE.py'."
-            )
-        compressor, options = record.compressor, {**record.options, **options}
-        _LOG.warning(
-            "sparse_rl.generate uses the cache of the model's training: %s, budget %s, interval %s%s",
-            compressor, budget or record.budget, interval or record.interval,
-            "".join(f", {key} {value}" for key, value in options.items()),
-        )  # fmt: skip
-    compressor = default_compressor(model) if compressor is None else compressor
-    return compressor, budget or record.budget or _BUDGET, interval or record.interval or _INTERVAL, options
+    budget = next(value for value in (budget, record.budget, _BUDGET) if value is not None)
+    interval = next(value for value in (interval, record.interval, _INTERVAL) if value is not None)
+    if compressor is not None or record.compressor is None:
+        return default_compressor(model) if compressor is None else compressor, budget, interval, options, None
+    if names_python_file(record.compressor):
+        raise SparseRLError(
+            f"this model was trained with the compressor {record.compressor!r:.300}, a Python file that would run with "
+            "your rights; read that file, then name it yourself: compressor='FILE.py'."
+        )
+    options = {**record.options, **options}
+    slots = f"{record.compressor}, budget {budget}, interval {interval}"
+    more = "".join(f", {key} {value}" for key, value in options.items())
+    return record.compressor, budget, interval, options, f"the cache of the model's training is used: {slots}{more}"
 
 
 def _prompts(messages: str | Sequence) -> tuple[list, bool]:

@@ -49,7 +49,9 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
     )
 
 
-def make_rollout_record(recipe: Recipe, task: Task, stop_ids: Sequence[int], compressor: Compressor, step: int) -> Record:
+def make_rollout_record(
+    recipe: Recipe, task: Task, stop_ids: Sequence[int], compressor: Compressor, step: int
+) -> Record:
     """What a step of reinforcement learning records: also the method, and the cache as it is now."""
     return replace(
         make_record(recipe, task, stop_ids),

@@ -54,7 +54,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
 def record_of_run(trainer: Trainer) -> Record:
     """What the run does at its present step."""
     sampler = trainer.sampler
-    stop_ids, compressor = sampler.sampling.stop_ids, sampler.engine.compressor
+    stop_ids, compressor = sampler.sampling.stop_ids or (), sampler.engine.compressor
     return make_rollout_record(trainer.recipe, trainer.task, stop_ids, compressor, trainer.progress.steps)
 
 
