@@ -1,25 +1,25 @@
-"""Several processes of one command on this machine, by torch's own launcher.
+"""Several processes of one command on this machine.
 
-For several machines use accelerate launch, or torchrun.
+They meet through a file that only this user can read, and talk over the loopback interface: nothing of a run can be
+reached from the network. For several machines use accelerate launch, or torchrun.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import SparseRLError, require_int
+from .world import MEETING_FILE
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-_PATIENCE = "3600"  # seconds that a process that is told to stop may take to finish an update and write a checkpoint
+_PATIENCE = {True: 3600.0, False: 30.0}  # seconds in which processes that were stopped, or whose peer failed, may save
 
 
 def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> int:
@@ -28,9 +28,6 @@ def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> in
     folder: of the run; go_on: the command that continues it
     """
     import torch
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     require_int(**{"--num-processes": processes})
     if (others := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -43,49 +40,82 @@ def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> in
             f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as "
             "many."
         )
-    # The launcher's own messages are silenced; the sentence below replaces them.
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _PATIENCE)
-    with tempfile.TemporaryDirectory(prefix="sparse-rl-") as notes:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id="sparse-rl",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.5,
-            logs_specs=DefaultLogsSpecs(log_dir=notes),
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "sparse_rl", *arguments)
-        except (KeyboardInterrupt, SignalException):
-            return 130
-        except ChildFailedError as error:
-            rank = first_failure(error.failures)
-            code = error.failures[rank].exitcode
-            if code == 130:  # it was stopped, and has said so
-                return 130
-            end = f"was ended by signal {-code}" if code < 0 else f"failed with exit status {code}"
-            begun = (folder / "recipe.yaml").exists()
-            hint = f" Go on with: {go_on} --num-processes {processes}" if begun else ""
-            raise SparseRLError(
-                f"process {rank} of {processes} {end}, and the others were ended; its own message is above.{hint}"
-            ) from None
-    return 0
+    children: list[subprocess.Popen] = []
+    with tempfile.TemporaryDirectory(prefix="sparse-rl-") as private, passing_signals_on(children) as stops:
+        for rank in range(processes):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            meeting = {MEETING_FILE: f"{private}/meeting"}
+            environment = {**os.environ, **{name: str(value) for name, value in place.items()}, **meeting}
+            # -P: modules are not taken from the current folder, which may be someone else's
+            command = [sys.executable, "-P", "-m", "sparse_rl", *arguments]
+            children.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            for number in stops:  # came while this process began
+                children[-1].send_signal(number)
+        statuses = wait_for_all(children, stops)
+    failed = {rank: status for rank, status in statuses.items() if status}
+    if stops:
+        return 130
+    if not failed:
+        return 0
+    rank = first_failure(failed)
+    code = failed[rank]
+    if code == 130:  # it was stopped, and has said so
+        return 130
+    end = f"was ended by signal {-code}" if code < 0 else f"failed with exit status {code}"
+    begun = (folder / "recipe.yaml").exists()
+    hint = f" Go on with: {go_on} --num-processes {processes}" if begun else ""
+    raise SparseRLError(
+        f"process {rank} of {processes} {end}, and the others were ended; its own message is above.{hint}"
+    )
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
-    """The rank of the process whose failure made the others fail.
+@contextmanager
+def passing_signals_on(children: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
+    """Ctrl-C, SIGTERM and SIGHUP go to all processes; gives a list of those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _) -> None:
+        came.append(number)
+        for child in children:
+            child.send_signal(number if number != signal.SIGHUP else signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_all(children: Sequence[subprocess.Popen], stops: Sequence[int]) -> dict[int, int]:
+    """The exit status of every process, by rank, in the order in which they ended.
+
+    When one fails, the others are told to stop; those that do not are killed.
+    """
+    statuses: dict[int, int] = {}
+    deadline: float | None = None
+    while True:
+        for rank, child in enumerate(children):
+            if rank not in statuses and (status := child.poll()) is not None:
+                statuses[rank] = status
+        running = [child for rank, child in enumerate(children) if rank not in statuses]
+        if not running:
+            return statuses
+        failures = [status for status in statuses.values() if status]
+        if failures and deadline is None:
+            deadline = time.monotonic() + _PATIENCE[bool(stops) or failures[0] == 130]
+            for child in running:
+                child.terminate()
+        if deadline is not None and time.monotonic() > deadline:
+            for child in running:
+                child.kill()
+        time.sleep(0.05)
+
+
+def first_failure(failed: Mapping[int, int]) -> int:
+    """The rank of the process whose failure made the others fail: rank -> exit status, in the order of their ends.
 
     All failed at about the same time. A process that was killed makes the others fail with a status; SIGTERM is what
     the launcher itself sends.
     """
-
-    def order(rank: int) -> tuple[bool, bool, float]:
-        failure = failures[rank]
-        return failure.exitcode == -signal.SIGTERM, failure.exitcode > 0, failure.timestamp
-
-    return min(failures, key=order)
+    return min(failed, key=lambda rank: (failed[rank] == -signal.SIGTERM, failed[rank] > 0))

@@ -6,6 +6,9 @@
 Every process does its share, then all meet: `run_on_all` hands every process's result to all processes, and an error or
 a stop of one reaches all. So between two meetings all processes are at the same place in the program, and none waits
 for a process that has given up.
+
+What is exchanged is tensors, plain data and the records that `exchanged` names. Nothing else is unpickled, so that who
+can write into a connection between processes cannot run code in them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import datetime
 import io
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +34,7 @@ from ..signals import stoppable
 T = TypeVar("T")
 BUCKET = 2**26  # numbers that are summed over processes at once
 PEER_LOST = "another process of this run is gone; see its own message, and go on with --resume."
+MEETING_FILE = "SPARSE_RL_MEETING_FILE"  # environment variable: where the processes that launch.py started meet
 _PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than another; a dead one is noticed at once
 
 
@@ -45,6 +50,14 @@ class _Outcome:
     error: str | None = None
     stopped: bool = False
     seconds: float = 0.0  # the time that its work took
+
+
+_RECORDS: list[type] = []  # what `exchanged` named
+
+
+def exchanged(*records: type) -> None:
+    """Name dataclasses whose instances processes may send each other."""
+    _RECORDS.extend(records)
 
 
 class World:
@@ -129,11 +142,15 @@ class World:
             tensor.copy_(part.view_as(tensor))
 
     def _gather(self, value) -> list:
-        buffer, found = io.BytesIO(), [b""] * self.size
-        torch.save(value, buffer)  # plain pickles cannot hold every dtype
+        own = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
         with lost_process():
-            torch.distributed.all_gather_object(found, buffer.getvalue(), group=self.group)
-        return [torch.load(io.BytesIO(content), weights_only=False) for content in found]
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            torch.distributed.all_gather(sizes, torch.tensor([own.numel()]), group=self.group)
+            longest = max(int(size) for size in sizes)
+            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+            torch.distributed.all_gather(found, padded, group=self.group)
+        return [unpacked(content[: int(size)].numpy().tobytes()) for content, size in zip(found, sizes)]
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -154,6 +171,18 @@ class World:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    """What `packed` was given: tensors, plain data and records. Anything else is refused, and no code is run."""
+    with torch.serialization.safe_globals([_Outcome, *_RECORDS]):
+        return torch.load(io.BytesIO(content), weights_only=True)
 
 
 @contextmanager
@@ -178,10 +207,22 @@ def join_world() -> World:
         return World()
     from accelerate import PartialState
 
-    state = PartialState(cpu=not torch.cuda.is_available())
+    meeting = {}
+    if file := os.environ.get(MEETING_FILE):
+        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        meeting = {"init_method": f"file://{file}", **place}
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:  # one machine: nothing for the network
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback())
+    state = PartialState(cpu=not torch.cuda.is_available(), **meeting)
     return World(
         state.process_index, state.num_processes, torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
     )
+
+
+def loopback() -> str:
+    """The name of the interface that only this machine can reach."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 def leave_world(world: World, failed: bool = False) -> None:

@@ -1,12 +1,12 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
+from .folder import no_progress_bar
 from .load import (
     check_folder,
     encode,
     evaluating,
     load_config,
     load_model,
-    no_progress_bar,
     with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits

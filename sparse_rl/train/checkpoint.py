@@ -62,11 +62,11 @@ def save_checkpoint(
     def finish() -> None:
         with writing(path):
             for file in partial.rglob("*"):
-                _flush(file)
+                flush(file)
             if path.exists():
                 shutil.rmtree(path)
             os.rename(partial, path)
-            _flush(folder)
+            flush(folder)
         for _, old in find_checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
 
@@ -170,7 +170,8 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,10 +20,14 @@ from .step import StepRollout, step_positions
 
 
 def without_full_traces(rollout: StepRollout) -> StepRollout:
-    """What other processes need of a part: one head of each trace. All heads evict at the same steps."""
+    """What other processes need of a part: one head of each trace, and which prompts they were.
+
+    All heads evict at the same steps. The answer of a prompt may be an object of a user's own.
+    """
     traces = tuple(first_head_trace(trace) for trace in rollout.scored.sampled.traces)
     return replace(
         rollout,
+        prompts=[replace(prompt, text="", answer=None) for prompt in rollout.prompts],
         trajectories=[replace(t, trace=trace) for t, trace in zip(rollout.trajectories, traces, strict=True)],
         scored=replace(rollout.scored, sampled=replace(rollout.scored.sampled, traces=traces)),
     )

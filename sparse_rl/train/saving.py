@@ -89,10 +89,10 @@ def save_after(trainer: Trainer, error: BaseException) -> None:
 def resume(trainer: Trainer) -> None:
     """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
     world, learner = trainer.world, trainer.learner
-    found = world.run_on_first(lambda: find_checkpoints(trainer.folder / "checkpoints"))
-    if found:
-        _, path = found[-1]
-        state = load_state(path, {"learner": learner.state_dict()})
+    where = trainer.folder / "checkpoints"
+    newest = world.run_on_first(lambda: [path.name for _, path in find_checkpoints(where)][-1:])
+    if newest:
+        state = load_state(where / newest[0], {"learner": learner.state_dict()})
         learner.load_state_dict(state["learner"])
         learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
         trainer.sampler.budget.load_state_dict(state.get("budget"))

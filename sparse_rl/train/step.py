@@ -19,7 +19,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..learn.batch import Scored
+from ..cache import Trace
+from ..distributed.world import exchanged
+from ..learn.batch import Sampled, Scored
 from ..records import Trajectory
 from ..tasks import Grade, Prompt
 
@@ -44,6 +46,9 @@ class StepRollout:
     @property
     def rewards(self) -> Tensor:
         return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
+
+
+exchanged(StepRollout, Prompt, Trajectory, Trace, Grade, Scored, Sampled)
 
 
 def step_positions(rollout: StepRollout, group_size: int) -> list[int]:

@@ -3,8 +3,10 @@ another number.
 """
 
 import dataclasses
+import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,13 +20,14 @@ from hypothesis import strategies as st
 
 from sparse_rl.cache import Trace
 from sparse_rl.distributed.launch import launch
+from sparse_rl.distributed.world import packed, unpacked
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn.batch import accepted_rows
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from sparse_rl.models import load_model
 from sparse_rl.rollout import Sampling
-from sparse_rl.tasks import Prompt, make
+from sparse_rl.tasks import Grade, Prompt, make
 from sparse_rl.train.deal import LengthsSeen, deal
 from sparse_rl.train.log import Clock
 from sparse_rl.train.loop import Trainer
@@ -33,6 +36,7 @@ from sparse_rl.train.run import train
 from sparse_rl.train.step import step_positions
 from sparse_rl.train.worker import Sampler
 from tests.helpers import runs
+from tests.helpers.network import LOOPBACK, Command, attack, listening, with_descendants
 from tests.helpers.processes import read_shards_alone
 from tests.helpers.runs import BASE, recipe, write_recipe
 
@@ -196,11 +200,40 @@ def test_stopping_one_process_stops_all_at_one_place_and_keeps_every_step(tmp_pa
     )
     process = start("train", given, "--out", folder, "--num-processes", 2, "--model.shard", "true")
     wait_for_steps(folder, 2, process)
+    check_that_strangers_are_kept_out(process.pid, tmp_path / "proof")
     os.kill(processes_of(process.pid, 1), signal.SIGTERM)
     status, said = finish(process, 60)
     assert status == 130 and said.count("sparse-rl: stopped; go on with") == 1 and "Traceback" not in said, said
     step, _ = find_checkpoints(folder / "checkpoints")[-1]
     assert step == read_lines(folder / "metrics.jsonl")[-1]["step"]
+
+
+def check_that_strangers_are_kept_out(launcher: int, proof: Path) -> None:
+    """Nothing of a run can be reached from the network, and on the machine itself no store takes pickles."""
+    sockets = listening(launcher)
+    assert sockets and {address for address, _ in sockets} <= LOOPBACK
+    assert attack({port for _, port in sockets}, proof, seconds=20) == [] and not proof.exists()
+    (meeting,) = {
+        part.removeprefix("SPARSE_RL_MEETING_FILE=")
+        for pid in with_descendants(launcher)
+        for part in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if part.startswith("SPARSE_RL_MEETING_FILE=")
+    }
+    assert Path(meeting).parent.stat().st_mode & 0o077 == 0
+
+
+def test_what_processes_send_each_other_runs_no_code(tmp_path):
+    content = {"step": 3, "tensors": [torch.arange(3).to(torch.uint16)], "grades": [Grade(1.0, "right")], "none": None}
+    again = unpacked(packed(content))
+    assert again["tensors"][0].tolist() == [0, 1, 2] and again["grades"] == content["grades"] and again["step"] == 3
+    for value in (Command(tmp_path / "proof"), [1, {"x": Command(tmp_path / "proof")}]):
+        with pytest.raises(pickle.UnpicklingError):
+            unpacked(packed(value))
+        with pytest.raises(pickle.UnpicklingError):
+            unpacked(pickle.dumps(value, protocol=2))
+    assert not (tmp_path / "proof").exists()
+    torch.load(io.BytesIO(packed(Command(tmp_path / "proof"))), weights_only=False)
+    assert (tmp_path / "proof").exists()  # it would have
 
 
 def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch):
