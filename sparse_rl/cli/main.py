@@ -28,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(rollout)
+app.command(context_settings=WITH_OVERRIDES)(rollout)
 app.command(context_settings=WITH_OVERRIDES)(train)
 app.command(context_settings=WITH_OVERRIDES)(warmup)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)

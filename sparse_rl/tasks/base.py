@@ -97,6 +97,11 @@ class Task:
         return (count - kept, kept) if self._held_out else (0, count - kept)
 
     @property
+    def full_name(self) -> str:
+        """The name from which `make` makes it anywhere: of a file its full path."""
+        return self._made[0] if self._made else self.name
+
+    @property
     def num_prompts(self) -> int | None:
         """How many prompts an epoch has; None: the task is endless."""
         return self.span()[1]

@@ -57,7 +57,7 @@ class Trainer:
         self.correction = recipe.learn.resolve_method().correction
         self.loss = make_loss(recipe)
         self.task, self.held_out = make_tasks(recipe)
-        self.model, self.tokenizer = load_for_training(recipe, self.task.template)
+        self.model, self.tokenizer = load_for_training(recipe)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model
