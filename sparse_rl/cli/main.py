@@ -11,6 +11,7 @@ import typer
 
 from ..errors import SparseRLError
 from .bench import bench
+from .data import data
 from .demo import demo
 from .eval import eval_
 from .list import list_
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command(context_settings=WITH_OVERRIDES)(rollout)
 app.command(context_settings=WITH_OVERRIDES)(train)
 app.command(context_settings=WITH_OVERRIDES)(warmup)
+app.command()(data)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
 app.command("list")(list_)
