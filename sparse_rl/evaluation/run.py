@@ -80,9 +80,20 @@ class Evaluated:
         """The mean over benchmarks."""
         return statistics.fmean(summary.accuracy for summary in self.summaries)
 
+    @property
+    def reward(self) -> float:
+        """The mean over benchmarks."""
+        return statistics.fmean(summary.reward for summary in self.summaries)
+
     def to_dict(self) -> dict[str, Any]:
         speed = {"tokens_per_second": self.tokens_per_second, "cache_bytes": self.cache_bytes}
-        about = {"model": self.model, "cache": self.cache.label, "rule": self.rule, "accuracy": self.accuracy}
+        about = {
+            "model": self.model,
+            "cache": self.cache.label,
+            "rule": self.rule,
+            "accuracy": self.accuracy,
+            "reward": self.reward,
+        }
         return {**about, **speed, "benches": [asdict(summary) for summary in self.summaries]}
 
 
