@@ -14,9 +14,10 @@ import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..beacon import beacon_of, save_beacon, without_beacon
 from ..distributed.world import World
@@ -24,6 +25,9 @@ from ..errors import SparseRLError
 from ..files import STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
 from ..models import TEMPLATE_FILE, no_progress_bar
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SHARDS = "shards"
 
@@ -63,11 +67,11 @@ def save_checkpoint(
     def finish() -> None:
         with writing(path):
             for file in partial.rglob("*"):
-                _flush(file)
+                flush(file)
             if path.exists():
                 shutil.rmtree(path)
             os.rename(partial, path)
-            _flush(folder)
+            flush(folder)
         for _, old in find_checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
 
@@ -82,7 +86,7 @@ def save_checkpoint(
     return path
 
 
-def without_shards(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
     """The state with None for every tensor that is divided among processes, and these tensors by name."""
     shards = {}
 
@@ -157,7 +161,9 @@ def load_state(path: Path, like: dict | None = None) -> dict:
         return state
     try:
         return with_shards(state, like or {}, path / _SHARDS)
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError, SafetensorError) as error:
+        if isinstance(error, SparseRLError):
+            raise
         raise SparseRLError(
             f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
         ) from error
@@ -173,7 +179,8 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
