@@ -114,7 +114,10 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
         before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
         return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
-        raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
+        raise SparseRLError(
+            f"{folder} holds a run already; go on with --resume (sparse-rl train {folder} --resume), or choose another "
+            "folder with --out."
+        )
     return []
 
 
