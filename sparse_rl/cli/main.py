@@ -13,6 +13,7 @@ import typer
 from .. import __version__
 from ..errors import SparseRLError
 from .bench import bench
+from .data import data
 from .demo import demo
 from .eval import eval_
 from .list import list_
@@ -46,9 +47,10 @@ def options(
 ) -> None: ...
 
 
-app.command()(rollout)
+app.command(context_settings=WITH_OVERRIDES)(rollout)
 app.command(context_settings=WITH_OVERRIDES)(train)
 app.command(context_settings=WITH_OVERRIDES)(warmup)
+app.command()(data)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
 app.command("list")(list_)

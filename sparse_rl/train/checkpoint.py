@@ -8,7 +8,6 @@ A checkpoint is written under another name, flushed to disk, and renamed. Any nu
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -24,7 +23,7 @@ from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import TEMPLATE_FILE, no_progress_bar
+from ..models import no_progress_bar, write_record
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -140,9 +139,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
-        (folder / TEMPLATE_FILE).write_text(
-            json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
-        )
+        write_record(folder, model)
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:

@@ -217,4 +217,10 @@ def check_same(old: Recipe, new: Recipe, path: Path, command: str = "train") -> 
                     f"(sparse-rl {command} {path.parent} --resume), or start another run."
                 )
             changes.append(f"{key} is {given!r} instead of {then!r}.")
+    ends = [recipe.scheduled_optimizer().decay_steps for recipe in (old, new)]
+    if ends[0] != ends[1]:  # because the run's length changed
+        changes.append(
+            f"the learning rate falls to 0 at optimizer step {ends[1]} instead of {ends[0]}, because run.steps is "
+            f"{new.run.steps} instead of {old.run.steps}; optimizer.decay_steps would have fixed it."
+        )
     return changes
