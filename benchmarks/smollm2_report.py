@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparse_rl.report.palette import colours
+
 DENSE = "dense"  # rollouts on a dense cache
 
 PANELS = {
@@ -239,6 +241,7 @@ def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    tints = colours(["dense" if arm.budget is None else arm.method for arm in arms])
     figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), sharex=True, constrained_layout=True)
     for axis, (name, heading) in zip(axes.flat, PANELS.items(), strict=True):
         for number, arm in enumerate(arms):
@@ -247,10 +250,10 @@ def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:
                 continue
             steps, values = zip(*points)
             if name.startswith("eval/"):  # few points, drawn as they are
-                axis.plot(steps, values, color=f"C{number}", linewidth=1.6, marker=".", label=arm.name)
+                axis.plot(steps, values, color=tints[number], linewidth=1.6, marker=".", label=arm.name)
                 continue
-            axis.plot(steps, values, color=f"C{number}", linewidth=0.5, alpha=0.35)
-            axis.plot(steps, smooth(values), color=f"C{number}", linewidth=1.6, label=arm.name)
+            axis.plot(steps, values, color=tints[number], linewidth=0.5, alpha=0.35)
+            axis.plot(steps, smooth(values), color=tints[number], linewidth=1.6, label=arm.name)
         axis.set(title=heading, xlabel="step")
         axis.grid(alpha=0.3)
     for name in ("gap/k3/mean", "gap/abs/mean"):
@@ -276,19 +279,20 @@ def headline(folder: Path, arms: Sequence[Arm], budget: int, path: Path) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    tints = colours(["dense" if arm.budget is None else arm.method for arm in arms])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
     for number, arm in enumerate(arms):
         points = curve(folder / "runs" / arm.name, "reward/mean")
         if points:
             steps, values = zip(*points)
             name = "dense rollouts" if arm.budget is None else arm.method
-            left.plot(steps, smooth(values), color=f"C{number}", linewidth=1.8, label=name)
+            left.plot(steps, smooth(values), color=tints[number], linewidth=1.8, label=name)
     left.set(title="reward of the rollouts", xlabel="step", ylim=(0, 1))
     left.legend(frameon=False, fontsize=8, ncols=2)
     names = ["warm", *(arm.name for arm in arms)]
     labels = ["warm start", *("dense rollouts" if arm.budget is None else arm.method for arm in arms)]
     for row, name in enumerate(names):
-        colour = "0.45" if row == 0 else f"C{row - 1}"
+        colour = "black" if row == 0 else tints[row - 1]
         for cache, marker, shift in ((DENSE, "o", -0.12), (str(budget), "s", 0.12)):
             summary = folder / "evals" / name / cache / "summary.json"
             if summary.exists():

@@ -38,7 +38,8 @@ def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
     if not path.is_file():
         raise SparseRLError(
             f"there is no file {path}; give the path of a JSONL, parquet or arrow file, absolute or relative to "
-            f"{Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT."
+            f"{Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, --task.files on the "
+            "command line)."
         )
     return _lines(path)
 

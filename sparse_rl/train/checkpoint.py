@@ -8,22 +8,25 @@ A checkpoint is written under another name, flushed to disk, and renamed. Any nu
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..beacon import beacon_of, save_beacon, without_beacon
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import TEMPLATE_FILE, no_progress_bar
+from ..models import no_progress_bar, write_record
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SHARDS = "shards"
 
@@ -82,7 +85,7 @@ def save_checkpoint(
     return path
 
 
-def without_shards(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
     """The state with None for every tensor that is divided among processes, and these tensors by name."""
     shards = {}
 
@@ -136,9 +139,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
-        (folder / TEMPLATE_FILE).write_text(
-            json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
-        )
+        write_record(folder, model)
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:
@@ -157,7 +158,9 @@ def load_state(path: Path, like: dict | None = None) -> dict:
         return state
     try:
         return with_shards(state, like or {}, path / _SHARDS)
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError, SafetensorError) as error:
+        if isinstance(error, SparseRLError):
+            raise
         raise SparseRLError(
             f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
         ) from error

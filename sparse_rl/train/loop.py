@@ -23,7 +23,7 @@ from ..config import Recipe
 from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
 from ..errors import OutOfMemory, SparseRLError
 from ..files import first_line
-from ..learn.advantage import advantage
+from ..learn.advantage import advantage, find_estimator
 from ..learn.batch import Batch, apply_correction, make_batches
 from ..learn.correct import Corrected
 from ..learn.dpo import Pairs, choose_pairs
@@ -56,8 +56,9 @@ class Trainer:
         self.world = world = world or World()
         self.correction = recipe.learn.resolve_method().correction
         self.loss = make_loss(recipe)
+        find_estimator(recipe.learn.advantage)  # so that a mistake ends the run before it begins
         self.task, self.held_out = make_tasks(recipe)
-        self.model, self.tokenizer = load_for_training(recipe, self.task.template)
+        self.model, self.tokenizer = load_for_training(recipe)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model

@@ -10,6 +10,7 @@ from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
 from ..records import kv_tokens_saved
+from ..tasks import mean_parts
 from .step import StepRollout
 
 
@@ -25,7 +26,8 @@ def step_metrics(
     mask, loops = scored.sampled.mask, looping(trajectories)
     verdicts = Counter(g.verdict for g in rollout.grades)
     metrics = {
-        **rollout_metrics(trajectories, rewards, loops),
+        **rollout_metrics(trajectories, rewards, rollout.right, loops),
+        **{f"reward/{name}/mean": value for name, value in mean_parts(rollout.grades).items()},
         **gap_metrics(scored.gap, mask, normalise_weights(corrected, mask, correction)),
         **gap_since_eviction(scored.gap, mask, trajectories, interval),
         **rejection_metrics(mask, corrected, rewards, loops),

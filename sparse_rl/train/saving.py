@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,13 @@ from ..distributed.world import World
 from ..errors import CannotWrite, SparseRLError
 from ..files import find_checkpoints, read_lines
 from ..learn.learner import Disagreement
+from ..learn.student import Student
+from ..models import Record, set_record
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
 from .checkpoint import load_state, save_checkpoint
 from .log import Log
+from .parts import make_rollout_record
 
 if TYPE_CHECKING:
     from .loop import Trainer
@@ -38,9 +42,27 @@ def save(trainer: Trainer, world: World | None = None) -> None:
         }
         students = {student.name: student.to_save() for student in trainer.students.members}
         whole = trainer.model if learner.sharded is None else trainer.sampler.model
+        record = record_of_run(trainer)
+        set_record(whole, record)
+        for student in trainer.students.members:
+            set_record(students[student.name], record_of_student(record, student))
         where, keep = trainer.folder / "checkpoints", trainer.recipe.run.keep
         save_checkpoint(where, progress.steps, whole, trainer.tokenizer, state, keep, students, world or trainer.world)
         progress.saved = progress.steps
+
+
+def record_of_run(trainer: Trainer) -> Record:
+    """What the run does at its present step."""
+    sampler = trainer.sampler
+    stop_ids, compressor = sampler.sampling.stop_ids or (), sampler.engine.compressor
+    return make_rollout_record(trainer.recipe, trainer.task, stop_ids, compressor, trainer.progress.steps)
+
+
+def record_of_student(record: Record, student: Student) -> Record:
+    """A student runs on its own beacon; one that knows several chunk sizes leaves the choice to its user."""
+    sizes = student.sizes
+    own = f"beacon:{sizes[0]}" if len(sizes) == 1 else None
+    return replace(record, compressor=own, options={}, budget=None, interval=None, method="student", view=None)
 
 
 def save_after(trainer: Trainer, error: BaseException) -> None:
