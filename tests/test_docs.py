@@ -102,16 +102,17 @@ def test_the_compressor_page_describes_every_field_of_the_view():
         assert f"`{field.name}`" in page, field.name
 
 
-def test_the_plan_on_the_page_of_commands_is_printed():
+@pytest.mark.parametrize("mark, start", [("plan", "--model"), ("fit", "--recipe")])
+def test_the_plans_on_the_page_of_commands_are_printed(mark, start):
     from typer.testing import CliRunner
 
     from sparse_rl.cli.main import app
 
     page = (ROOT / "docs/cli.md").read_text()
-    (command,) = re.findall(r"^ +sparse-rl plan (--model qwen.*)$", page, flags=re.MULTILINE)
+    (command,) = re.findall(rf"^ +sparse-rl plan ({start} qwen.*)$", page, flags=re.MULTILINE)
     done = CliRunner().invoke(app, ["plan", *command.split()])
     assert done.exit_code == 0, done.exception
-    shown = page[page.index("<!-- plan -->") : page.index("<!-- /plan -->")].split("```")[1]
+    shown = page[page.index(f"<!-- {mark} -->") : page.index(f"<!-- /{mark} -->")].split("```")[1]
     assert [line.rstrip() for line in done.stdout.strip().splitlines()] == shown.strip().splitlines()
 
 

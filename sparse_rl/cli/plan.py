@@ -29,14 +29,10 @@ def plan(
         str | None, typer.Option(help="Hub id, folder, `tiny`, or a shape such as tiny:4x256 or qwen2.5-1.5b.")
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="Plan a training run instead; the other options change the recipe.")
+        Path | None,
+        typer.Option(help="Plan a training run instead. Options can change any key of the recipe, as for `train`."),
     ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            help="Plan a training run on that many GPUs: time, memory, cost. Options can change any key of the recipe."
-        ),
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Plan a training run on that many GPUs: time, memory, cost.")] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
     interval: Interval = 128,
@@ -49,7 +45,9 @@ def plan(
     rows: Annotated[int, typer.Option(help="Sequences that each process decodes at a time.")] = 64,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(help="GiB; adds the number of rows that fit. With --gpus: GiB per GPU, by default 139."),
+        typer.Option(
+            help="GiB of a GPU: says whether it fits, and what would. Default: the GPU that is there; with --gpus 139."
+        ),
     ] = None,
     dtype: Dtype = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the run. Default: those of the recipe, or 100.")] = None,
@@ -80,12 +78,20 @@ def plan(
     if gpus is not None:
         plan_many_gpus(recipe_of(context, given), options, given, memory)
         return
-    if lost := [f"--{name.replace('_', '-')}" for name in OF_MANY if name in given] or context.args:
+    if lost := [f"--{name.replace('_', '-')}" for name in OF_MANY if name in given]:
         raise SparseRLError(f"{lost[0]} is for a run on many GPUs; give --gpus as well, or omit it.")
-    if recipe is not None:
+    memory = memory or memory_here()
+    if recipe is not None or context.args:
         plan_training(recipe_of(context, given), prompt_tokens, memory, as_json)
     else:
         plan_rollout(options, memory)
+
+
+def memory_here() -> int | None:
+    """The memory of this machine's first GPU; None if there is none."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
@@ -101,7 +107,7 @@ def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
     keys = [(f"{places[n]}.{n}", str(options[n])) for n in places if n in given] + overrides(context.args)
     if options["recipe"] is not None:
         return load_recipe(options["recipe"], keys)
-    several = options["gpus"] > 1
+    several = (options["gpus"] or 1) > 1
     plain = {
         "model": {"name": options["model"], "gradient_checkpointing": True, "shard": several},
         "task": {"name": "math"},
@@ -140,14 +146,26 @@ def plan_rollout(options: dict[str, Any], memory: int | None) -> None:
 
 
 def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_json: bool) -> None:
-    """Print the memory plan of a training run in one process."""
+    """Print the memory plan of a training run in one process; if it does not fit, the settings that would."""
+    from ..train.fit import Fitting
     from ..train.run import plan_run
 
     result = plan_run(recipe, prompt_tokens)
+    short = memory is not None and not result.fits(memory)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result) | {"total_bytes": result.total_bytes}))
-    else:
-        typer.echo(f"{recipe.model.name}, {recipe.learn.method}\n{result.text(memory)}")
+        numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
+        if memory is not None:
+            numbers |= {"memory": memory, "fits": not short}
+        if memory is not None and short:
+            settings = Fitting(recipe, prompt_tokens, memory).alone()
+            numbers["settings"] = [
+                {"keys": s.keys, "gpus": s.processes, "total_bytes": s.plan.total_bytes} for s in settings
+            ]
+        typer.echo(json.dumps(numbers))
+        return
+    typer.echo(f"{recipe.model.name}, {recipe.learn.method}\n{result.text(memory)}")
+    if memory is not None and short:
+        typer.echo(Fitting(recipe, prompt_tokens, memory).text())
 
 
 def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], memory: int | None) -> None:

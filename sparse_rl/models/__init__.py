@@ -1,5 +1,6 @@
 """Models: their shape, what is refused and why, loading by name, logits, stop ids, and tiny character-level models."""
 
+from .folder import no_progress_bar
 from .load import (
     TEMPLATE_FILE,
     check_folder,
@@ -7,7 +8,6 @@ from .load import (
     evaluating,
     load_config,
     load_model,
-    no_progress_bar,
     with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits

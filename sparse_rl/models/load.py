@@ -8,13 +8,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ..beacon import beacon_of, load_beacon
 from ..errors import SparseRLError, nearest
+from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
 from .shape import SHAPES, dtype_of, shape_config
 from .stops import repair
@@ -38,15 +39,10 @@ def load_config(name: str):
     known = name.lower().split("/")[-1].removesuffix("-instruct")
     if known in SHAPES and not Path(name).exists():  # a public model's shape is known without a download
         return shape_config(known)
-    try:
-        if name.endswith(".gguf"):
-            return AutoConfig.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        why = str(error).splitlines()[0]
-        raise SparseRLError(
-            f"there is no model {name!r} on disk or hub ({why}); {nearest(name, ['tiny', *SHAPES])}"
-        ) from error
+    source, options = source_of(name)
+    with reading(name, nearest(name, ["tiny", *SHAPES])):
+        check_layers(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str = "float32"):
@@ -78,27 +74,36 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         )
     name = str(BUILT_IN[name]) if name in BUILT_IN else name
     check_folder(name)
-    source, options = name, {}
-    if name.endswith(".gguf"):
-        source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
-        unpacked = getattr(transformers, "GgufConfig", None)  # a transformers without it always unpacks the weights
-        options |= {"quantization_config": unpacked(dequantize=True)} if unpacked else {}
-    try:
-        with no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen or "auto", **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
-    except (OSError, ValueError, KeyError) as error:
-        why = str(error).splitlines()[0]
-        raise SparseRLError(
-            f"cannot load {name!r} ({why}); give a hub id, a folder, a .gguf file, or `tiny`."
-        ) from error
-    if name.endswith(".gguf"):
+    source, options = source_of(name)
+    with reading(name):
+        check_layers(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        if not options:
+            check_size(source)
+        if options and hasattr(transformers, "GgufConfig"):  # a transformers without it always unpacks the weights
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=chosen or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_tensors` refuses and names them
+            trust_remote_code=False,
+            **options,
+        )
+        model, info = loaded
+        check_tensors(name, info)
+        if (about := Path(source) / TEMPLATE_FILE).is_file():
+            model.config.sparse_rl_template = json.loads(about.read_text())["template"]
+    if options:
         _forget_quantisation(model)
-    if (about := Path(source) / TEMPLATE_FILE).is_file():
-        model.config.sparse_rl_template = json.loads(about.read_text())["template"]
     repair(model, tokenizer)
     whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
     return set_logits(whole.to(device).eval(), logits), tokenizer
+
+
+def source_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The folder or hub id that transformers reads, and its options for a GGUF file."""
+    return (str(Path(name).parent), {"gguf_file": Path(name).name}) if name.endswith(".gguf") else (name, {})
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
@@ -116,20 +121,6 @@ def check_folder(name: str) -> None:
         raise SparseRLError(
             f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
         )
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """transformers reads and writes files without a progress bar."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def with_lora(model: nn.Module, rank: int, alpha: int, key: str = "model.lora_rank") -> nn.Module:

@@ -109,8 +109,12 @@ def weight_bytes(config, dtype: torch.dtype | None = None) -> int:
     """Bytes of a model's parameters, counted on a model without storage."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # settings that do not fit together lead to errors of any type
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SparseRLError(f"no model can be made from this config ({why}); repair its config.json.") from error
     return sum(p.numel() for p in model.parameters()) * (dtype or config.dtype or torch.float32).itemsize
 
 

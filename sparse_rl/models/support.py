@@ -6,7 +6,7 @@ import inspect
 
 from torch import nn
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, require_int
 
 
 def check_model(model: nn.Module) -> None:
@@ -54,6 +54,10 @@ def check_supported(config) -> None:
     for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
         if getattr(config, key, None) is None:
             raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
+        require_int(**{f"{key} of the model's config": getattr(config, key)})
+    for key in ("num_key_value_heads", "head_dim"):
+        if getattr(config, key, None) is not None:
+            require_int(**{f"{key} of the model's config": getattr(config, key)})
     if getattr(config, "use_bidirectional_attention", False):
         raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
     if getattr(config, "num_kv_shared_layers", 0):

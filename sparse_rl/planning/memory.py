@@ -174,11 +174,12 @@ def make_plan(
     prefill_chunk: int | None = None,
     prefill_rows: int | None = None,
     on_gpu: bool = True,
+    adapters: bool = False,
 ) -> Plan:
     """The plan of a rollout.
 
     `capacity`: of rows that are already allocated. `prefill_chunk`, `prefill_rows`: the engine's; by default what it
-    chooses on that kind of device.
+    chooses on that kind of device. `adapters`: the model has some, which work in fp32.
     """
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
         raise SparseRLError(
@@ -216,7 +217,7 @@ def make_plan(
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
         sampling_row_bytes=logits + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
-        prefill_token_bytes=activations * shape.dtype.itemsize,
+        prefill_token_bytes=activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=logits if on_gpu else 0,

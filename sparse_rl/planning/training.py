@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from ..distributed.world import BUCKET
 from ..models import ModelShape, head_chunk
 from .memory import ALLOCATOR_SHARE, Plan, aligned, size
+
+WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class TrainingPlan:
     rollout: Plan
     optimizer_bytes: int  # fp32 masters (unless the weights are fp32), two moments, gradients; a shard if divided
     reference_bytes: int
-    update_bytes: int  # estimate: activations of a micro-batch, and the head's chunk
+    update_bytes: int  # estimate: activations of a micro-batch, in the update or in scoring, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
     student_bytes: int = 0  # weights and optimizers of all students
     learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
@@ -32,7 +35,7 @@ class TrainingPlan:
     @property
     def total_bytes(self) -> int:
         plan = self.rollout
-        held = plan.total_bytes - plan.working_bytes + self.student_bytes + self.learner_bytes
+        held = plan.total_bytes - plan.working_bytes + self.student_bytes + self.learner_bytes + WORKSPACE
         working = plan.working_bytes + self.update_bytes if self.ahead else max(plan.working_bytes, self.update_bytes)
         return held + self.optimizer_bytes + self.reference_bytes + max(working, self.eval_bytes)
 
@@ -55,6 +58,7 @@ class TrainingPlan:
             *([("students: weights and optimizers", size(self.student_bytes))] if self.student_bytes else []),
             ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
             ("held-out evaluation: dense cache", size(self.eval_bytes)),
+            ("workspaces of libraries (estimate)", size(WORKSPACE)),
             (f"total ({turns})", size(self.total_bytes)),
         ]
         if memory is not None:
@@ -68,6 +72,8 @@ def make_training_plan(
     *,
     trained: int,
     micro_batch_tokens: int,
+    trajectories: int,
+    minibatches: int,
     checkpointing: bool,
     reference: bool,
     evaluates: bool,
@@ -82,9 +88,10 @@ def make_training_plan(
     """The plan of a training run, from the plan of its rollouts.
 
     `trained`: the number of trained parameters. `micro_batch_tokens` may be less than one trajectory, which is then a
-    micro-batch of its own. `shadow`: attention follows a trace, by segments. `distills`: the other view also passes
-    through the model. `students` copies of the model, with `student_trained` trained parameters each, learn one after
-    the other in micro-batches of the same size.
+    micro-batch of its own, or more than there are: a process has `trajectories` in a step, and an optimizer step one
+    of `minibatches` parts of them. `shadow`: attention follows a trace, by segments. `distills`: the other view also
+    passes through the model. `students` copies of the model, with `student_trained` trained parameters each, learn
+    one after the other in micro-batches of the same size.
 
     `shard`: the learner is divided among the processes, in fp32, and every process also has whole weights to sample
     with; a layer is whole while it runs, and so are embeddings and head. Without it, gradients are summed in buckets.
@@ -92,14 +99,22 @@ def make_training_plan(
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
-    tokens = max(micro_batch_tokens, rollout.prompt_tokens + rollout.new_tokens)
-    update = _update_bytes(shape, tokens, checkpointing=checkpointing, distills=distills)
+    parameters = rollout.weight_bytes // item
+    adapters = trained < parameters
+    longest = rollout.prompt_tokens + rollout.new_tokens
+    tokens, scored = (
+        max(longest, min(micro_batch_tokens, count * longest))
+        for count in (math.ceil(trajectories / minibatches), trajectories)
+    )
+    update = _update_bytes(shape, tokens, checkpointing=checkpointing, distills=distills, adapters=adapters)
     update += _replay_bytes(rollout, shape, tokens) if shadow else 0
+    scoring = _scoring_bytes(shape, scored, adapters=adapters)
+    scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
+    update = max(update, scoring)
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     per_parameter = 12 if shape.dtype == torch.float32 else 16
     embeddings = shape.vocabulary * shape.hidden
-    parameters = rollout.weight_bytes // item
-    frozen = 0 if trained == parameters else parameters  # under adapters
+    frozen = parameters if adapters else 0
     gathered = (2 * embeddings + 2 * (parameters - embeddings) // shape.layers) * (item + 4)  # weights and gradients
     summed = 4 * max(BUCKET, embeddings)  # the largest bucket
     exchanged = 0 if processes == 1 else gathered if divided else summed
@@ -116,15 +131,41 @@ def make_training_plan(
     )
 
 
-def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, distills: bool) -> int:
-    """Estimate: the activations of a micro-batch of `tokens` tokens, and the head's chunk."""
+def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
+    """What autograd keeps of a layer of the Llama family for one token: the inputs of products, norms and attention.
+
+    Norms work in fp32, also those of queries and keys, which not every model has. Adapters are in fp32, and each keeps
+    a copy of its input in fp32; frozen weights keep nothing.
+    """
     item = shape.dtype.itemsize
-    layer = tokens * (10 * shape.hidden + 5 * shape.intermediate + 4 * shape.query_heads * shape.head_dim) * item
+    hidden, intermediate = shape.hidden, shape.intermediate
+    queries, keys = shape.query_heads * shape.head_dim, shape.heads * shape.head_dim
+    attention = 2 * (queries + keys) * item  # queries, keys, values and the output
+    if not adapters:
+        norms = (2 * hidden + queries + keys) * (4 + item)
+        return norms + 2 * hidden * item + attention + 4 * intermediate * item
+    norms = (2 * hidden + queries + keys) * 4
+    shared = item == 4  # what is fp32 already is not copied
+    inputs = 4 * (2 * hidden + intermediate) if shared else 4 * (5 * hidden + queries + intermediate)
+    return norms + inputs + attention + 3 * intermediate * item
+
+
+def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, distills: bool, adapters: bool) -> int:
+    """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk."""
+    item = shape.dtype.itemsize
+    layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
-    activations = shape.layers * kept + 2 * layer if checkpointing else shape.layers * layer
-    chunk = head_chunk(shape.vocabulary) * shape.vocabulary * (item + 4 * 4)
-    head = chunk + 2 * shape.vocabulary * shape.hidden * item + 3 * kept
-    return (2 if distills else 1) * activations + head
+    activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
+    chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
+    gradients = 0 if adapters else 2 * shape.vocabulary * shape.hidden * item  # of the head
+    return (2 if distills else 1) * activations + chunk + gradients + 3 * kept
+
+
+def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool) -> int:
+    """Estimate: one layer of a forward pass over `tokens` tokens that keeps nothing, and the head's chunk."""
+    item = shape.dtype.itemsize
+    chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
+    return tokens * (layer_bytes(shape, adapters) + 3 * shape.hidden * item) + chunk
 
 
 def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -143,6 +144,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         prompt_tokens=prompt_tokens,
         new_tokens=recipe.rollout.max_new_tokens,
         weight_bytes=weights,
+        adapters=recipe.model.lora_rank > 0,
     )
     parameters = weights // shape.dtype.itemsize
     return make_training_plan(
@@ -150,6 +152,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         shape,
         trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
         micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
+        minibatches=recipe.learn.minibatches,
         checkpointing=recipe.model.gradient_checkpointing,
         reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,

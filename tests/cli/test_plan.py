@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,63 @@ def test_the_plan_of_a_recipe():
     assert done.returncode == 0 and "optimizer: fp32 masters" in done.stdout and "fits" in done.stdout
     fewer = run("plan", "--recipe", RECIPE, "--rows", 3, "--budget", 64).stdout
     assert "cache, 3 rows" in fewer and "budget 64 + interval 128" in fewer
+
+
+def test_any_key_of_a_recipe_is_an_option():
+    plain = json.loads(run("plan", "--recipe", RECIPE, "--json").stdout)
+    keys = ["--lora-rank", 16, "--learn.micro_batch_tokens", 4096, "--loss.beta=0", "--rollout.rows", 8]
+    fewer = json.loads(run("plan", "--recipe", RECIPE, *keys, "--json").stdout)
+    assert fewer["optimizer_bytes"] < plain["optimizer_bytes"] / 50 and fewer["reference_bytes"] == 0
+    assert fewer["update_bytes"] < plain["update_bytes"] and fewer["rollout"]["rows"] == 8
+    of_model = json.loads(run("plan", "--model", "qwen2.5-1.5b", "--lora-rank", 16, "--json").stdout)
+    assert of_model["optimizer_bytes"] == fewer["optimizer_bytes"]
+
+
+LARGE = ["--recipe", RECIPE, "--prompt-tokens", 256, "--gradient-checkpointing", "false"]
+
+
+def fitting_lines(shown: str) -> list[tuple[str, str]]:
+    """(options, GiB) of the settings that `plan` says would fit."""
+    return re.findall(r"^  (--.*?)  +([\d.]+) GiB: fits$", shown, flags=re.MULTILINE)
+
+
+def test_what_does_not_fit_is_told_what_would():
+    shown = run("plan", *LARGE, "--gpu-memory", 44).stdout
+    assert "44.00 GiB: does not fit" in shown and "--learn.micro_batch_tokens 8192" in shown
+    found = fitting_lines(shown)
+    assert found and "--model.gradient_checkpointing true" in shown
+    for options, gib in found:
+        if "GPUs" in options:
+            continue
+        again = json.loads(run("plan", *LARGE, *options.split(), "--gpu-memory", 44, "--json").stdout)
+        assert again["fits"] and f"{again['total_bytes'] / 2**30:.2f}" == gib
+
+
+def test_rows_that_are_suggested_are_the_most():
+    recipe = ["--recipe", RECIPE, "--gpu-memory", 40, "--json"]
+    settings = json.loads(run("plan", *recipe).stdout)["settings"]
+    (rows,) = (s["keys"]["rollout.rows"] for s in settings if "rollout.rows" in s["keys"])
+    fits = [json.loads(run("plan", *recipe, "--rows", n).stdout)["fits"] for n in (rows, rows + 1)]
+    assert fits == [True, False]
+
+
+def test_what_fits_only_together_is_said_together():
+    small = ["--recipe", "smollm2-countdown", "--model.name", "llama-3.2-1b", "--gpu-memory", 16]
+    shown = run("plan", *small).stdout
+    ((options, gib),) = fitting_lines(shown)
+    assert options.count("--") > 1 and "not enough alone" in shown
+    again = json.loads(run("plan", *small, *options.split(), "--json").stdout)
+    assert again["fits"] and f"{again['total_bytes'] / 2**30:.2f}" == gib
+    assert "use a smaller model" in run("plan", *small[:-1], 2).stdout
+
+
+def test_the_memory_is_that_of_the_device_that_is_there(monkeypatch):
+    device = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: device)
+    assert "24.00 GiB: does not fit" in run("plan", "--recipe", RECIPE).stdout
+    assert "80.00 GiB: fits" in run("plan", "--recipe", RECIPE, "--gpu-memory", 80).stdout
+    assert "rows that fit, dense" in run("plan", "--model", "qwen2.5-1.5b").stdout
 
 
 @pytest.mark.parametrize(
@@ -112,7 +170,7 @@ def test_the_table_of_one_gpu_that_samples_ahead():
         ([*SEVEN, "--gpus", 8, "--lengths", ".", "--mean", 5], "--mean and --lengths both"),
         ([*SEVEN, "--gpus", 8, "--rollout.bugdet", 5], "did you mean 'budget'"),
         ([*SEVEN, "--price", 3], "--price is for a run on many GPUs"),
-        ([*SEVEN, "--rollout.prompts", 3], "--rollout.prompts is for a run on many GPUs"),
+        ([*SEVEN, "--rollout.promts", 3], "did you mean 'prompts'"),
         (["--gpus", 8], "give --model"),
     ],
 )
