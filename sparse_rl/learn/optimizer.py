@@ -31,12 +31,12 @@ class OptimizerSettings:
 
     def __post_init__(self):
         require_int(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
-        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and self.eps > 0
-        decays = self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and 0 < self.eps < math.inf
+        decays = 0 <= self.weight_decay < math.inf and all(0 <= b < 1 for b in self.betas)
         if not (positive and decays):  # NaN fails every comparison
             raise SparseRLError(
                 f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm "
-                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative, betas "
+                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative (and finite), betas "
                 f"{list(self.betas)} from 0 to below 1."
             )
 

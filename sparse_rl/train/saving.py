@@ -10,9 +10,10 @@ from ..distributed.world import World
 from ..errors import CannotWrite, SparseRLError
 from ..files import find_checkpoints, read_lines
 from ..learn.learner import Disagreement
+from ..learn.shards import whole_or_part
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
-from .checkpoint import load_state, save_checkpoint
+from .checkpoint import clean_checkpoints, load_state, save_checkpoint
 from .log import Log
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
     if progress.saved == progress.steps:
         return
     with uninterrupted():
+        check_finite(trainer)
         if learner.sharded is not None:
             trainer.source.wait_idle()
             trainer.publish_weights()
@@ -41,6 +43,22 @@ def save(trainer: Trainer, world: World | None = None) -> None:
         where, keep = trainer.folder / "checkpoints", trainer.recipe.run.keep
         save_checkpoint(where, progress.steps, whole, trainer.tokenizer, state, keep, students, world or trainer.world)
         progress.saved = progress.steps
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Refuse to save weights that are not finite: the checkpoints before them are good."""
+    learners = [trainer.learner, *trainer.students.members]
+    finite = all(bool(whole_or_part(m).isfinite().all()) for one in learners for m in one.optimizer.masters)
+    if trainer.learner.sharded is not None:
+        finite = all(trainer.world.run_on_all(lambda: finite))
+    if finite:
+        return
+    found = find_checkpoints(trainer.folder / "checkpoints")
+    good = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint had been written before"
+    raise SparseRLError(
+        f"the weights are not finite after step {trainer.progress.steps}, so they were not saved; {good}. Lower "
+        f"optimizer.lr (now {trainer.recipe.optimizer.lr}) and go on with --resume."
+    )
 
 
 def save_after(trainer: Trainer, error: BaseException) -> None:
@@ -68,7 +86,12 @@ def resume(trainer: Trainer) -> None:
     """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
     world, learner = trainer.world, trainer.learner
     where = trainer.folder / "checkpoints"
-    newest = world.run_on_first(lambda: [path.name for _, path in find_checkpoints(where)][-1:])
+
+    def cleaned() -> list[str]:
+        clean_checkpoints(where)
+        return [path.name for _, path in find_checkpoints(where)]
+
+    newest = world.run_on_first(cleaned)[-1:]
     if newest:
         state = load_state(where / newest[0], {"learner": learner.state_dict()})
         learner.load_state_dict(state["learner"])
@@ -89,7 +112,5 @@ def forget_what_came_after(step: int, folder: Path, log: Log) -> int:
         number = samples.name.removeprefix("step-")
         if number.isdigit() and int(number) > step:
             shutil.rmtree(samples)
-    for unfinished in (folder / "checkpoints").glob(".*.partial"):
-        shutil.rmtree(unfinished)
     evaluated = (line["step"] for line in read_lines(log.files["metrics"]) if "eval/dense/accuracy" in line)
     return max(evaluated, default=-1)
