@@ -253,14 +253,15 @@ def lazily(pool, jobs, width: int, run):
 def make_second(out: Path) -> Path:
     """The second warm start, from the same recipe with another seed."""
     from sparse_rl.config import load_recipe
-    from sparse_rl.train.warmup import warmup
+    from sparse_rl.train.warmup import is_finished, warmup
 
     folder = out / "second-warm-start"
-    if not folder.exists():
+    if not is_finished(folder):
         out.mkdir(parents=True, exist_ok=True)
         found = warmup(
             load_recipe(ROOT / "recipes" / "tiny-sums-warmup.yaml", [("run.seed", str(SECOND_SEED))]),
             folder,
+            resume=folder.exists(),
             show=False,
         )
         print(f"second warm start: {found['accuracy']:.3f}", file=sys.stderr)

@@ -148,8 +148,9 @@ def warm_round(plan: Plan, seconds: float) -> float | None:
     Earlier models are kept.
     """
     from sparse_rl.config import load_recipe
+    from sparse_rl.files import find_checkpoints
     from sparse_rl.signals import stoppable
-    from sparse_rl.train.warmup import warmup
+    from sparse_rl.train.warmup import is_finished, warmup
 
     folder, following = plan.out / "warm", plan.out / "warm-next"
     turn = 1 + load_recipe(folder).task.options.get("seed", 0) if folder.exists() else 0
@@ -167,9 +168,13 @@ def warm_round(plan: Plan, seconds: float) -> float | None:
                 raise
         finally:
             late.cancel()
-    if following.exists():
+    stopped = find_checkpoints(following / "checkpoints")  # with the model of the moment when time was over
+    if is_finished(following) or stopped:
         if turn:
             folder.rename(plan.out / f"warm-{turn - 1}")
+        if not is_finished(following):
+            shutil.copy(following / "recipe.yaml", stopped[-1][1])
+            following = stopped[-1][1]
         following.rename(folder)
     found = "time is over" if accuracy is None else f"held-out accuracy {accuracy:.3f}"
     print(f"warm-up {turn}: {found}, {time.perf_counter() - start:.0f} s", flush=True)

@@ -42,6 +42,12 @@ def presets() -> list[tuple[str, ...]]:
     return [(name, parts(method)) for name, method in METHODS.items()]
 
 
+def algorithms() -> list[tuple[str, ...]]:
+    from ..learn.objective import ALGORITHMS
+
+    return list(ALGORITHMS.items())
+
+
 def recipes() -> list[tuple[str, ...]]:
     from ..config import RECIPES
 
@@ -60,12 +66,16 @@ LISTS = {
     "tasks": tasks,
     "templates": templates,
     "presets": presets,
+    "methods": presets,
+    "algorithms": algorithms,
     "recipes": recipes,
     "keys": keys,
 }
 
 
-def list_(what: Annotated[str, typer.Argument(help="compressors, tasks, templates, presets, recipes or keys")]) -> None:
+def list_(
+    what: Annotated[str, typer.Argument(help="algorithms, methods, compressors, tasks, templates, recipes, keys")],
+) -> None:
     """List the names that commands and recipes accept."""
     if what not in LISTS:
         raise SparseRLError(f"there is no list of {what!r}; {nearest(what, LISTS)}")

@@ -16,15 +16,21 @@ def warmup(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the model. Default: models/ and the recipe's name.")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the warm-up in that folder.")] = False,
+    no_eval: Annotated[
+        bool, typer.Option("--no-eval", help="Evaluate nothing, neither while it runs nor at its end.")
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Train a model on a task's worked solutions, so that reinforcement learning can improve it."""
     from ..config import load_recipe_to_run
     from ..train.warmup import warmup as start
 
-    folder = out or Path("models") / recipe.stem
+    folder = out or (recipe if recipe.is_dir() else Path("models") / recipe.stem)
     try:
-        found = start(load_recipe_to_run(recipe, overrides(context.args), trust), folder)
+        settings = load_recipe_to_run(recipe, overrides(context.args), trust)
+        found = start(settings, folder, resume, evaluate=not no_eval)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    typer.echo(f"done: accuracy {found['accuracy']:.3f} on held-out prompts; the model is in {folder}")
+    about = f"accuracy {found['accuracy']:.3f} on held-out prompts; " if found else ""
+    typer.echo(f"done: {about}the model is in {folder}")

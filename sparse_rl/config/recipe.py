@@ -21,10 +21,12 @@ from typing import Any
 from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
 from ..learn.advantage import ESTIMATORS
-from ..learn.correct import Correction, changed
+from ..learn.correct import Correction, changed, only_rejection
 from ..learn.distill import DISTILL_WEIGHT
+from ..learn.dpo import DPO
 from ..learn.loss import Loss
 from ..learn.method import Method, method
+from ..learn.objective import ALGORITHMS, Objective
 from ..learn.optimizer import OptimizerSettings
 from ..learn.student import StudentSettings
 from ..models.logits import check_logits
@@ -107,6 +109,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class LearnSettings:
+    algorithm: str = key("what is learned from rewards: a name from `sparse-rl list algorithms`", "grpo")
     method: str = key(
         "naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay",
         "sparse-rl",
@@ -135,6 +138,8 @@ class LearnSettings:
         require_int(at_least=0, **{"learn.refill": self.refill})
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
+        if self.algorithm not in ALGORITHMS:
+            raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
         if self.advantage not in ESTIMATORS:
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
@@ -155,8 +160,10 @@ class LearnSettings:
         }
         names = ("view", "distill", "distill_weight")
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
-        preset = method(self.method)
-        return method(self.method, correction=changed(preset.correction, **parts), **chosen)
+        correction = changed(method(self.method).correction, **parts)
+        if self.algorithm == "online-dpo":
+            correction = only_rejection(correction, self.method)
+        return method(self.method, correction=correction, **chosen)
 
 
 @dataclass(frozen=True)
@@ -201,10 +208,13 @@ class WarmupSettings:
     batch: int = key("solutions per step", 64)
     lr: float = key("learning rate, constant after 20 steps", 2e-3)
     workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
+    eval_every: int = key("steps between evaluations on held-out problems: loss and accuracy; 0: only at the end", 100)
+    checkpoint_every: int = key("steps between checkpoints; 0: only when it is stopped", 100)
 
     def __post_init__(self):
         require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
-        require_int(at_least=0, **{"warmup.workers": self.workers})
+        counts = ("workers", "eval_every", "checkpoint_every")
+        require_int(at_least=0, **{f"warmup.{name}": getattr(self, name) for name in counts})
 
 
 @dataclass(frozen=True)
@@ -214,6 +224,7 @@ class Recipe:
     rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
     learn: LearnSettings = dataclasses.field(default_factory=LearnSettings)
     loss: Loss = dataclasses.field(default_factory=Loss)
+    dpo: DPO = dataclasses.field(default_factory=DPO)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
@@ -223,6 +234,7 @@ class Recipe:
     def __post_init__(self):
         """Check what one section requires of another."""
         self._check_groups()
+        self._check_algorithm()
         self._check_rejection()
         self._check_beacons()
         self._check_students()
@@ -248,6 +260,21 @@ class Recipe:
         if group_size < 2:
             raise SparseRLError(
                 "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
+            )
+
+    def _check_algorithm(self) -> None:
+        if self.learn.algorithm != "online-dpo":
+            return
+        if self.loss.beta:
+            raise SparseRLError(
+                f"loss.beta is {self.loss.beta}, but online DPO holds to its reference by dpo.beta (now "
+                f"{self.dpo.beta}); set loss.beta to 0."
+            )
+        if self.rollout.prompts < self.learn.minibatches:
+            raise SparseRLError(
+                f"learn.minibatches is {self.learn.minibatches} but a step has {self.rollout.prompts} prompts, and "
+                "online DPO keeps the completions of a prompt in one optimizer step; use at most "
+                f"{self.rollout.prompts}."
             )
 
     def _check_rejection(self) -> None:
@@ -281,6 +308,15 @@ class Recipe:
                 f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students "
                 "adapters."
             )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the log-probs of the starting model are needed."""
+        return self.objective(self.loss).needs_reference
+
+    def objective(self, loss: Loss) -> Objective:
+        """What the learner follows: `loss`, or the section of another algorithm."""
+        return {"grpo": loss, "online-dpo": self.dpo}[self.learn.algorithm]
 
     @property
     def _folds(self) -> bool:

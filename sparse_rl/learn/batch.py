@@ -26,6 +26,7 @@ from ..errors import SparseRLError
 from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
+from .dpo import Pairs
 from .loss import Loss, token_scale
 from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
 
@@ -77,6 +78,19 @@ class Batch:
     response_tokens: int  # before any correction
     owner_rank: Tensor  # int64 [N]: the process that learns from each trajectory
     traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
+    clip_kl: float | None = None  # the correction's bound of the KL estimate
+    pairs: Pairs | None = None  # of an algorithm that compares rows
+    row_factors: Tensor | None = None  # fp64 [N]: the derivative of its loss by the sum of a row's log-probs
+
+    def part(self, rows: Tensor, device: torch.device) -> Batch:
+        """Some rows without the padding they do not need, on a device. Traces and pairs stay behind."""
+        width = int(self.lengths[rows].max())
+
+        def cut(tensor: Tensor) -> Tensor:
+            return (tensor[rows] if tensor.dim() == 1 else tensor[rows, :width]).to(device)
+
+        tensors = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, traces=None, pairs=None, **tensors)
 
 
 def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
@@ -128,10 +142,12 @@ def score(
     temperature: float = 1.0,
     reference: AbstractContextManager[nn.Module] | None = None,
     view: str = "dense",
+    reference_view: str | None = None,
 ) -> Scored:
     """Teacher-forced old log-probs in a view.
 
-    `reference`: a context whose value is the reference model, which is seen in the same view.
+    `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
+    of its own.
     """
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
@@ -152,7 +168,7 @@ def score(
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
-            seen = replay(model, sampled, rows) if view == "shadow" else None
+            seen = replay(model, sampled, rows) if (reference_view or view) == "shadow" else None
             logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
     return Scored(sampled, old, entropies, ranks, references, view)
@@ -200,14 +216,23 @@ def _corrected_gap(scored: Scored, correction: Correction) -> Tensor:
 
 
 def make_batches(
-    scored: Scored, corrected: Corrected, advantages: Tensor, correction: Correction, loss: Loss, minibatches: int
+    scored: Scored,
+    corrected: Corrected,
+    advantages: Tensor,
+    correction: Correction,
+    loss: Loss,
+    minibatches: int,
+    pairs: Pairs | None = None,
+    group_size: int = 1,
 ) -> list[Batch]:
     """One batch per optimizer step, trajectories in the given order.
 
-    corrected: `apply_correction` of the same N trajectories; its weights are normalised here. advantages [N]
+    corrected: `apply_correction` of the same N trajectories; its weights are normalised here. advantages [N].
+    group_size: so many neighbours stay in one optimizer step.
     """
     batches = []
-    for rows in torch.arange(len(advantages)).tensor_split(minibatches):
+    for units in torch.arange(len(advantages)).view(-1, group_size).tensor_split(minibatches):
+        rows = units.reshape(-1)
         part = scored.rows(rows)
         sampled = part.sampled
         kept = normalise_weights(corrected.rows(rows), sampled.mask, correction)
@@ -224,6 +249,8 @@ def make_batches(
                 response_tokens=int(sampled.mask.sum()),
                 owner_rank=sampled.owner_rank,
                 traces=sampled.traces if scored.view == "shadow" else None,
+                clip_kl=correction.clip_kl,
+                pairs=None if pairs is None else pairs.rows(rows),
             )
         )
     return batches

@@ -87,6 +87,17 @@ def changed(correction: Correction, **parts: Any) -> Correction:
     return replace(correction, **parts)
 
 
+def only_rejection(correction: Correction, name: str) -> Correction:
+    """What is left of a correction where there is no ratio to weight or to mask, as in online DPO."""
+    left = replace(correction, mask_outside=None, cap=None, normalise_weights=False)
+    if (left != correction and not left.rejects) or correction.old == "sampler":
+        raise SparseRLError(
+            f"{name} only changes ratios and their weights, which online DPO does not have; use none, geo, sparse-rl, "
+            "or shadow."
+        )
+    return left
+
+
 @dataclass(frozen=True)
 class Corrected:
     """What a correction makes of N trajectories."""

@@ -10,21 +10,25 @@ finite, leaves the weights and the optimizer as they were, and is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.world import World
 from ..errors import SparseRLError
+from ..models import evaluating
 from .batch import Batch, pack, replay
 from .distill import DISTILL_WEIGHT, distillation
-from .loss import Loss, policy_loss
+from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
-from .score import hidden_states, logprobs_of
+from .score import batch_logprobs, hidden_states, logprobs_of
 from .shards import Sharded
+
+T = TypeVar("T")
 
 
 class Disagreement(SparseRLError):
@@ -44,11 +48,10 @@ class Learner:
         self,
         model: nn.Module,
         optimizer: OptimizerSettings,
-        loss: Loss,
+        objective: Objective,
         *,
         micro_batch_tokens: int = 16384,
         temperature: float = 1.0,
-        clip_kl: float | None = None,
         max_skipped: int = 5,
         distill: str | None = None,
         distill_weight: float = DISTILL_WEIGHT,
@@ -56,10 +59,10 @@ class Learner:
         sharded: Sharded | None = None,
     ):
         """`sharded`: the model divided among the processes; None: every process has all of it."""
-        self.model, self.loss = model, loss
+        self.model, self.objective = model, objective
         self.world, self.sharded = world or World(), sharded
         self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
-        self.clip_kl, self.max_skipped = clip_kl, max_skipped
+        self.max_skipped = max_skipped
         self.distill, self.distill_weight = distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
         self.version = 0  # optimizer steps behind the weights
@@ -80,6 +83,7 @@ class Learner:
         active = self._active_rows(batch)
         if not len(active):
             return UpdateResult({"update/empty/count": 1.0}, clipped)
+        batch, found = self.objective.prepare(batch, self._row_sums)
         sums = self._accumulate_gradients(batch, active, clipped)
         norm, lr = self.optimizer.step(self.version, sums["loss"])
         self.skipped = count_skipped(self.skipped, norm)
@@ -87,25 +91,15 @@ class Learner:
         if self.skipped:
             return UpdateResult({"update/skipped/count": 1.0}, clipped)
         self.version += 1
-        tokens = max(sums["tokens"], 1)
-        metrics = {
-            "update/loss": sums["loss"],
-            "update/grad_norm": norm,
-            "update/lr": lr,
-            "update/clip/frac": sums["clipped"] / max(batch.response_tokens, 1),
-            "update/drift/mean": sums["drift"] / tokens,
-        }
-        if self.loss.beta > 0:
-            metrics["update/kl/mean"] = sums["kl"] / tokens
+        metrics = {"update/loss": sums["loss"], "update/grad_norm": norm, "update/lr": lr}
+        metrics |= self.objective.metrics(sums, batch) | found
         if self.distill is not None:
-            metrics["update/distill/mean"] = sums["distill"] / tokens
+            metrics["update/distill/mean"] = sums["distill"] / max(sums["tokens"], 1)
         return UpdateResult(metrics, clipped)
 
     def _active_rows(self, batch: Batch) -> Tensor:
         """The rows that can move the weights."""
-        moves = batch.mask.any(1)
-        if self.loss.beta == 0 and self.distill is None:
-            moves &= batch.advantages != 0
+        moves = self.objective.active(batch) if self.distill is None else batch.mask.any(1)
         return moves.nonzero()[:, 0]
 
     def _accumulate_gradients(self, batch: Batch, active: Tensor, clipped: Tensor) -> dict[str, float]:
@@ -114,17 +108,15 @@ class Learner:
         `clipped` is filled in for this process's own rows.
         """
         sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
-        shares = [self._packed(batch, active[batch.owner_rank[active] == rank]) for rank in range(self.world.size)]
-        own = shares[self.world.rank]
         with learning(self.model):
-            for rows in own:
+            for rows in self._micro_batches(batch, active):
+                if not len(rows):
+                    self._accumulate(self._empty_micro_batch() * 0.0)
+                    continue
                 found, cut = self._backward(batch, rows)
                 clipped[rows, : cut.shape[1]] = cut
                 for name, value in found.items():
                     sums[name] += value
-            if self.sharded is not None:
-                for _ in range(max(map(len, shares)) - len(own)):
-                    self._empty_micro_batch(self.sharded)
         sums = self.world.add_numbers(sums)
         if self.sharded is None:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
@@ -132,12 +124,8 @@ class Learner:
 
     def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, float], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
-        width = int(batch.lengths[rows].max())
-
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[rows, :width].to(self.device)
-
-        tokens, mask, scale = cut(batch.tokens), cut(batch.mask), cut(batch.scale)
+        part = batch.part(rows, self.device)
+        tokens, mask = part.tokens, part.mask
         seen = None if batch.traces is None else replay(self.model, batch, rows)
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -147,37 +135,62 @@ class Learner:
                 return logprobs, None
             return logprobs, distillation(model, tokens, mask, states, self.distill, self.temperature or 1.0)
 
-        logprobs, view_kl = forward(self.model) if self.sharded is None else self.sharded(forward)
-        loss, sums, clipped = policy_loss(
-            logprobs,
-            cut(batch.old_logprobs),
-            batch.advantages[rows].to(self.device),
-            mask,
-            cut(batch.weights),
-            scale,
-            self.loss,
-            None if batch.reference_logprobs is None else cut(batch.reference_logprobs),
-            self.clip_kl,
-        )
+        logprobs, view_kl = self._call(forward)
+        loss, sums, clipped = self.objective.micro_batch(logprobs, part)
         if view_kl is not None:
-            loss = loss + self.distill_weight * (scale * view_kl).sum()
+            loss = loss + self.distill_weight * (part.scale * view_kl).sum()
             sums["distill"] = view_kl.detach().sum()
         self._accumulate(loss)
         return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}, clipped.cpu()
 
+    @torch.no_grad()
+    def _row_sums(self, batch: Batch) -> Tensor:
+        """The sums of active rows' log-probs under the weights as they are; other rows have 0. fp64 [N]
+
+        All processes get those of all.
+        """
+        sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
+        with evaluating(self.model):
+            for rows in self._micro_batches(batch, self.objective.active(batch).nonzero()[:, 0]):
+                if not len(rows):
+                    self._empty_micro_batch()
+                    continue
+                part = batch.part(rows, self.device)
+                seen = None if batch.traces is None else replay(self.model, batch, rows)
+                logprobs = self._call(
+                    lambda model, part=part, seen=seen: batch_logprobs(
+                        model, part.tokens, part.mask, self.temperature, seen
+                    )
+                )
+                sums[rows.to(self.device)] = torch.where(part.mask, logprobs, 0.0).double().sum(1)
+        self.world.add([sums])
+        return sums.cpu()
+
+    def _micro_batches(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
+        """This process's own of some rows, in micro-batches.
+
+        All processes gather and reduce shards together, so none may leave a micro-batch out: while others still have
+        real ones, it gets empty ones.
+        """
+        shares = [self._packed(batch, rows[batch.owner_rank[rows] == rank]) for rank in range(self.world.size)]
+        own = shares[self.world.rank]
+        yield from own
+        if self.sharded is not None:
+            yield from [rows[:0]] * (max(map(len, shares)) - len(own))
+
     def _packed(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        """Some rows in micro-batches."""
         return [rows[part] for part in pack(batch.lengths[rows], self.micro_batch_tokens)]
+
+    def _call(self, forward: Callable[[nn.Module], T]) -> T:
+        """Everything that is done with the model happens inside one call, where the weights may be divided."""
+        return forward(self.model) if self.sharded is None else self.sharded(forward)
 
     def _accumulate(self, loss: Tensor) -> None:
         """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of their losses."""
         (loss if self.sharded is None else loss * self.world.size).backward()
 
-    def _empty_micro_batch(self, sharded: Sharded) -> None:
-        """Run a dummy micro-batch while other processes still have real ones.
-
-        All processes gather and reduce shards together, so none may leave a micro-batch out.
-        """
+    def _empty_micro_batch(self) -> Tensor:
+        """A dummy forward pass; a number that depends on all weights."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         target_mask = torch.tensor([[False, True]], device=self.device)
 
@@ -188,7 +201,7 @@ class Learner:
                 return logprobs
             return logprobs + distillation(model, tokens, target_mask, states, self.distill, self.temperature or 1.0)
 
-        self._accumulate(sharded(forward).sum() * 0.0)
+        return self._call(forward).sum()
 
     def _diverged(self, sums: dict[str, float], norm: float) -> str:
         return (

@@ -1,4 +1,4 @@
-"""The loss: a clipped surrogate and a KL term, with one scale per token.
+"""GRPO's loss: a clipped surrogate and a KL term, with one scale per token.
 
     L = sum over tokens of  scale_it * ( w_it * surrogate_it + beta * k3_it )
 
@@ -10,13 +10,18 @@ Shapes: N trajectories, T tokens (padded). M the mask after corrections, w the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import SparseRLError, nearest
 from ..keys import key
+
+if TYPE_CHECKING:
+    from .batch import Batch
 
 MEANS = ("sequence-mean", "token-mean", "dr-grpo")
 LEVELS = ("token", "sequence")
@@ -48,6 +53,43 @@ class Loss:
                 f"loss: clip_low {self.clip_low}, clip_high {self.clip_high} and beta {self.beta} must not be "
                 f"negative, and constant {self.constant} must be at least 1."
             )
+
+    # ------------------------------------------------------------------------- as an objective (objective.py)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
+        return batch, {}  # no row depends on another
+
+    def active(self, batch: Batch) -> Tensor:
+        moves = batch.mask.any(1)
+        return moves if self.beta > 0 else moves & (batch.advantages != 0)
+
+    def micro_batch(self, logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        return policy_loss(
+            logprobs,
+            part.old_logprobs,
+            part.advantages,
+            part.mask,
+            part.weights,
+            part.scale,
+            self,
+            part.reference_logprobs,
+            part.clip_kl,
+        )
+
+    def metrics(self, sums: dict[str, float], batch: Batch) -> dict[str, float]:
+        tokens = max(sums["tokens"], 1)
+        metrics = {
+            "update/loss": sums["loss"],
+            "update/clip/frac": sums["clipped"] / max(batch.response_tokens, 1),
+            "update/drift/mean": sums["drift"] / tokens,
+        }
+        if self.beta > 0:
+            metrics["update/kl/mean"] = sums["kl"] / tokens
+        return metrics
 
 
 def token_scale(mask: Tensor, accepted: Tensor, loss: Loss) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError, require_int
 from ..keys import key
-from .shards import full, put
+from .shards import full, put, whole_or_part
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class MasterAdamW:
             self._round_masters()
         self.clear()
         return norm, lr
+
+    def is_finite(self) -> bool:
+        """Whether all weights of this process are."""
+        return all(bool(whole_or_part(master).isfinite().all()) for master in self.masters)
 
     def clear(self) -> None:
         for tensor in (*self.parameters, *self.masters):

@@ -116,7 +116,7 @@ class Work:
             minibatches=learn.minibatches,
             micro_batch_tokens=learn.micro_batch_tokens,
             seen=capacity if method.view == "shadow" else math.inf,
-            views=2 if recipe.loss.beta > 0 else 1,
+            views=2 if recipe.keeps_reference else 1,
             passes=(1 + backward + recipe.model.gradient_checkpointing) * (2 if method.distill else 1),
             shard=recipe.model.shard,
         )

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ..errors import SparseRLError
 from .base import Prompt, register
-from .math import Math, gold_of, prompt_of
+from .math import Math, Problem, gold_of, prompt_of
 
 FOLDER = "SPARSE_RL_DATA"  # the environment variable that names the folder if the user names none
 
@@ -103,12 +103,16 @@ class Benchmark(Math):
         if count != published:
             self.name = f"{self.name} ({count:,} of {published:,})"
 
-    def problem(self, row: dict) -> tuple[str | list[dict], str]:
+    def problem(self, row: dict) -> Problem:
         question = prompt_of(row, self.source.question)
         gold = gold_of(row, self.source.answer, self.source.answer_in_box)
         if row.get("context"):
             question = f"{row['context']}\n{question}"
-        return question, gold + r"\%" if row.get("unit") == "%" else gold  # other units do not change the number
+        percent = r"\%" if row.get("unit") == "%" else ""  # other units do not change the number
+        return Problem(question, gold + percent)
+
+    def solution(self, prompt: Prompt) -> str:
+        raise SparseRLError(f"{self.name} is a benchmark, to evaluate on; warm up on the task math and another file.")
 
     def sample(self, start: int, count: int) -> list[Prompt]:
         return [self[i % len(self)] for i in range(start, start + count)]

@@ -1,14 +1,17 @@
-r"""math: problems from JSONL files, rewarded when the last \boxed{...} equals the reference answer.
+r"""math: problems from JSONL files or datasets, rewarded when the last \boxed{...} equals the reference answer.
 
 A row is an object with a prompt and an answer. The prompt is a string or a list of chat messages. The answer is a
 number, a string, or a list of strings, all of which are required. `... #### 18` means 18, and `... \boxed{18} ...`
-means the content of the last box.
+means the content of the last box. rows.py says what files may be.
+
+With the option `solution`, a field holds the worked solution, for warm-up. A solution must earn the reward, so one
+without a box gets one: a last line `#### 18` becomes `The answer is \boxed{18}.`, and if there is no such line, one is
+added. `remove_marks` removes GSM8K's calculator marks, such as <<48/2=24>>.
 
 Rows that cannot be used are skipped and counted (`skipped`, `skipped_rows`); if more than a tenth of a file cannot be
 used, it is refused. Rows that repeat a prompt are kept and counted (`duplicates`).
 
-Only the box is sent to the grading processes, so long completions cost nothing. There is no partial credit, and there
-are no worked solutions.
+Only the box is sent to the grading processes, so long completions cost nothing. There is no partial credit.
 """
 
 from __future__ import annotations
@@ -18,24 +21,52 @@ import json
 import math
 import os
 import random
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SparseRLError, require_int
 from .base import Grade, Prompt, Task, register
 from .equality import last_boxed, tidy, verdict
+from .rows import Unusable, parse_row, rows_of, short_name
 from .templates import dress, find, template_of
 from .verify import Limits
 
 TOLERATED = 0.1  # share of a file's rows that may be unusable
 NAMED = 5  # unusable rows that are listed
 FIRST = 5  # prompts from which the template is recognised
+MARK = re.compile(r"<<[^<>\n]*>>")  # of GSM8K's calculator
+ENDING = re.compile(r"(^|\n)[ \t]*####[^\n]*\Z")  # the last line, if it is `#### 18`
 
 
-class Unusable(Exception):
-    """A row that cannot be used; the message is the reason."""
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a row hold what."""
+
+    prompt: str
+    answer: str
+    answer_in_box: bool
+    solution: str | None
+    remove_marks: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A usable row."""
+
+    prompt: str | list[dict]
+    gold: str
+    solution: str | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Prompts, and their solutions in the same order."""
+
+    prompts: list[Prompt]
+    solutions: list[str | None]
 
 
 @register
@@ -56,6 +87,8 @@ class Math(Task):
         holdout: int | str = 0,  # rows kept for held_out(), or "all"
         split: str = "train",
         seed: int = 0,
+        solution: str | None = None,  # the field of the worked solutions; None: there are none
+        remove_marks: bool = False,  # <<48/2=24>> in solutions
     ):
         if not isinstance(holdout, str):
             require_int(0, holdout=holdout)
@@ -68,31 +101,41 @@ class Math(Task):
                 f"math: template {template!r} says what surrounds a question; omit chat and suffix, or the template."
             )
         self.seed, self.holdout = seed, holdout
-        self._fields = prompt, answer, answer_in_box
+        self._fields = Fields(prompt, answer, answer_in_box, solution, remove_marks)
         skipped: Counter[str] = Counter()
         skipped_rows: list[str] = []  # "file:line (reason)"
-        rows = []
-        for path in [] if files is None else [files] if isinstance(files, (str, os.PathLike)) else list(files):
-            rows += self._read(Path(path), skipped, skipped_rows)
+        rows: list[Problem] = []
+        for source in [] if files is None else [files] if isinstance(files, (str, os.PathLike)) else list(files):
+            rows += self._read(source, skipped, skipped_rows)
         self.skipped, self.skipped_rows = skipped, skipped_rows
         if files is not None and not rows:
             raise SparseRLError("math: files names no file; give at least one.")
         if template is None:
-            rows = [(extended(text, suffix, chat), gold) for text, gold in rows]
+            rows = [replace(row, prompt=extended(row.prompt, suffix, chat)) for row in rows]
         else:
-            rows = [(dressed(text, template), gold) for text, gold in rows]
-        self.template = template or shared_template([text for text, _ in rows[:FIRST]])
-        self.duplicates = len(rows) - len({json.dumps(text) for text, _ in rows})
+            rows = [replace(row, prompt=dressed(row.prompt, template)) for row in rows]
+        self.template = template or shared_template([row.prompt for row in rows[:FIRST]])
+        self.duplicates = len(rows) - len({json.dumps(row.prompt) for row in rows})
         self._splits = divide(rows, holdout, seed)
-        self._prompts = self._splits["train"]
+        self._split = self._splits["train"]
         if split == "held-out":
-            self._prompts = self.held_out()._prompts
+            self._split = self.held_out()._split
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._split.prompts)
 
     def __getitem__(self, i: int) -> Prompt:
-        return self._prompts[i]
+        return self._split.prompts[i]
+
+    def solution(self, prompt: Prompt) -> str:
+        """The worked solution of one of this task's own prompts (a held-out prompt belongs to `held_out()`)."""
+        found = self._split.solutions[prompt.index]
+        if found is None:
+            raise SparseRLError(
+                f"the task {self.name} has no worked solutions, because no field of its rows is named as such; set "
+                "task.solution to the name of one (GSM8K's is answer)."
+            )
+        return found
 
     def span(self) -> tuple[int, int]:
         return 0, len(self)
@@ -103,7 +146,7 @@ class Math(Task):
                 f"math: holdout is 0, so none of the {len(self):,} problems is held out; set it to a number or 'all'."
             )
         other = copy.copy(self)
-        other._prompts = self._splits["held-out"]
+        other._split = self._splits["held-out"]
         return other
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
@@ -136,15 +179,17 @@ class Math(Task):
     def spec(self) -> tuple[str, dict]:
         return ("math", {"files": None}) if type(self) is Math else super().spec()  # prompts bring their answers along
 
-    def problem(self, row: dict) -> tuple[str | list[dict], str]:
-        """Prompt and reference answer of a row, or Unusable with the reason."""
-        prompt, answer, answer_in_box = self._fields
-        return prompt_of(row, prompt), gold_of(row, answer, answer_in_box)
+    def problem(self, row: dict) -> Problem:
+        """The problem that a row holds, or Unusable with the reason."""
+        fields = self._fields
+        prompt, gold = prompt_of(row, fields.prompt), gold_of(row, fields.answer, fields.answer_in_box)
+        worked = None if fields.solution is None else worked_of(row, fields.solution, gold, fields.remove_marks)
+        return Problem(prompt, gold, worked)
 
-    def _read(self, path: Path, skipped: Counter[str], skipped_rows: list[str]) -> list[tuple[Any, str]]:
-        """The usable rows of a file, as (prompt, reference answer). Adds the others to `skipped` and `skipped_rows`."""
+    def _read(self, source: str | os.PathLike, skipped: Counter[str], skipped_rows: list[str]) -> list[Problem]:
+        """The usable rows of a source. Adds the others to `skipped` and `skipped_rows`."""
         usable, reasons, names = [], Counter(), Counter()
-        for number, line in _lines(path):
+        for number, line in rows_of(source):
             try:
                 row = parse_row(line)
                 names.update(list(row))
@@ -152,39 +197,20 @@ class Math(Task):
             except Unusable as reason:
                 reasons[str(reason)] += 1
                 if len(skipped_rows) < NAMED:
-                    skipped_rows.append(f"{path.name}:{number} ({reason})")
+                    skipped_rows.append(f"{short_name(source)}:{number} ({reason})")
         count, bad = len(usable) + reasons.total(), reasons.total()
         if not usable or bad > TOLERATED * count:
             said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3)) or "it is empty"
             fields = ", ".join(name for name, _ in names.most_common(12))
             remedy = "each line must be one JSON object."
             if names:
-                remedy = f"its rows have the fields {fields}; name two with prompt=... and answer=..., or fix the file."
-            raise SparseRLError(f"{path}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy}")
+                wanted = "prompt=... and answer=..."
+                if self._fields.solution is not None:
+                    wanted = "prompt=..., answer=... and solution=..."
+                remedy = f"its rows have the fields {fields}; name them with {wanted}, or fix the file."
+            raise SparseRLError(f"{source}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy}")
         skipped.update(reasons)
         return usable
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers from 1."""
-    if not path.is_file():
-        raise SparseRLError(
-            f"there is no file {path}; give the path of a JSONL file, absolute or relative to {Path.cwd()}."
-        )
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line.removeprefix(b"\xef\xbb\xbf")
-
-
-def parse_row(line: bytes) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
-        raise Unusable("not JSON") from None
-    if not isinstance(row, dict):
-        raise Unusable("not an object")
-    return row
 
 
 def _field(row: dict, name: str) -> Any:
@@ -234,6 +260,20 @@ def _one_gold(value: Any, name: str, in_box: bool) -> str:
     return text.rpartition("####")[2].strip()
 
 
+def worked_of(row: dict, name: str, gold: str, remove_marks: bool) -> str:
+    """The worked solution as a model should write it: it ends with the answer in a box."""
+    value = _field(row, name)
+    if not isinstance(value, str):
+        raise Unusable(f"{name} is {type(value).__name__}, not text")
+    text = (MARK.sub("", value) if remove_marks else value).strip()
+    if not text:
+        raise Unusable(f"{name} is empty")
+    if last_boxed(text) is not None:
+        return text
+    steps = ENDING.sub("", text).rstrip()
+    return f"{steps}\nThe answer is \\boxed{{{gold}}}.".lstrip()
+
+
 def dressed(text: str | list[dict], template: str) -> str | list[dict]:
     """The prompt in a template. A prompt that is in this template already stays as it is."""
     find(template)
@@ -262,7 +302,7 @@ def extended(text: str | list[dict], suffix: str, chat: bool) -> str | list[dict
     return [{"role": "user", "content": text + suffix}] if chat else text + suffix
 
 
-def divide(rows: list[tuple[Any, str]], holdout: int | str, seed: int) -> dict[str, list[Prompt]]:
+def divide(rows: list[Problem], holdout: int | str, seed: int) -> dict[str, Split]:
     """`holdout` rows chosen at random, and the others, without copies of held-out problems."""
     count = len(rows) if isinstance(holdout, str) else holdout
     if not isinstance(holdout, str) and 0 < len(rows) <= count:
@@ -270,9 +310,12 @@ def divide(rows: list[tuple[Any, str]], holdout: int | str, seed: int) -> dict[s
             f"math: holdout {count:,} leaves nothing of {len(rows):,} usable rows; lower it, or use 'all' to evaluate."
         )
     chosen = set(random.Random(f"holdout|{seed}").sample(range(len(rows)), count))
-    seen = {json.dumps(rows[i][0]) for i in chosen}
-    kept = [i for i in range(len(rows)) if i not in chosen and (not seen or json.dumps(rows[i][0]) not in seen)]
-    return {
-        "train": [Prompt(*rows[i], index=place) for place, i in enumerate(kept)],
-        "held-out": [Prompt(*rows[i], index=place) for place, i in enumerate(sorted(chosen))],
-    }
+    seen = {json.dumps(rows[i].prompt) for i in chosen}
+    kept = [i for i in range(len(rows)) if i not in chosen and (not seen or json.dumps(rows[i].prompt) not in seen)]
+    return {"train": _split([rows[i] for i in kept]), "held-out": _split([rows[i] for i in sorted(chosen)])}
+
+
+def _split(rows: list[Problem]) -> Split:
+    return Split(
+        [Prompt(row.prompt, row.gold, index=place) for place, row in enumerate(rows)], [row.solution for row in rows]
+    )

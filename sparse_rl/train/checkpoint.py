@@ -68,11 +68,11 @@ def save_checkpoint(
     def finish() -> None:
         with writing(path):
             for file in partial.rglob("*"):
-                _flush(file)
+                flush(file)
             if path.exists():
                 os.rename(path, replaced)
             os.rename(partial, path)
-            _flush(folder)
+            flush(folder)
             shutil.rmtree(replaced, ignore_errors=True)
         for _, old in find_checkpoints(folder)[:-keep]:
             removed = folder / f".{old.name}.removed"
@@ -90,9 +90,10 @@ def save_checkpoint(
     return path
 
 
-def clean_checkpoints(folder: Path) -> None:
-    """Remove what a kill left of checkpoints that were being written or removed; bring back one that was about to be
-    replaced.
+def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first, after removing what a kill left of others.
+
+    One that was about to be replaced is brought back.
     """
     for replaced in folder.glob(".step-*.replaced"):
         whole = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
@@ -101,6 +102,7 @@ def clean_checkpoints(folder: Path) -> None:
     left = [*folder.glob(".step-*.*"), *(p for p in folder.glob("step-*") if p.is_dir() and not (p / STATE).exists())]
     for unfinished in left:
         shutil.rmtree(unfinished)
+    return find_checkpoints(folder)
 
 
 def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
@@ -196,7 +198,8 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -26,12 +26,14 @@ from ..files import first_line
 from ..learn.advantage import advantage
 from ..learn.batch import Batch, apply_correction, make_batches
 from ..learn.correct import Corrected
+from ..learn.dpo import Pairs, choose_pairs
 from ..learn.learner import UpdateResult
 from ..learn.shards import copy_weights, shard
 from ..learn.student import copied
 from ..planning.memory import is_out_of_memory
 from ..rollout import Sampling
 from ..signals import uninterrupted
+from ..streams import stream_key
 from .held_out import described, engines_for
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
@@ -44,6 +46,8 @@ from .saving import save, save_after
 from .step import StepRollout
 from .terminal import TerminalTable
 from .worker import Sampler
+
+PAIRS_STREAM = 0x9A125  # separates the draws of pairs from other random numbers of a step
 
 
 class Trainer:
@@ -119,11 +123,12 @@ class Trainer:
         rollout = self.collect(clock)  # sample, grade, and score: log-probs in the learner's view
         corrected = apply_correction(rollout.scored, self.correction, rollout.accepted)
         advantages, metrics = self.advantages(rollout, corrected.accepted)
-        metrics |= self.diagnose(rollout, corrected, clock)
+        pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
+        metrics |= found | self.diagnose(rollout, corrected, clock)
         with uninterrupted():
             self.progress.begin()
             metrics |= self.teach_students(rollout, clock)  # before the update: from the weights that sampled
-            batches = self.batches(rollout, corrected, advantages, clock)
+            batches = self.batches(rollout, corrected, advantages, pairs, clock)
             updates = self.update(batches, clock)
             metrics |= average([update.metrics for update in updates])
             self.finish_update(clock)  # sampler and students get the new weights
@@ -162,6 +167,17 @@ class Trainer:
         members = accepted[chosen] if learn.rebaseline else None
         return advantage(rollout.rewards[chosen], group, learn.advantage, members, learn.advantage_eps)
 
+    def pairs(self, rollout: StepRollout, accepted: Tensor) -> tuple[Pairs | None, dict[str, float]]:
+        """Which completions of a prompt online DPO compares, by position, and metrics. accepted: bool, by row"""
+        if self.recipe.learn.algorithm != "online-dpo":
+            return None, {}
+        chosen = rollout.chosen_rows
+        group = torch.arange(len(chosen)) // self.recipe.rollout.group_size
+        stopped = torch.tensor([rollout.trajectories[row].finish_reason == "stop" for row in chosen.tolist()])
+        stream = stream_key(self.recipe.run.seed, [self.progress.steps], PAIRS_STREAM)
+        rule = self.recipe.dpo.pairs
+        return choose_pairs(rollout.rewards[chosen], group, accepted[chosen], stopped, rule, stream)
+
     def diagnose(self, rollout: StepRollout, corrected: Corrected, clock: Clock) -> dict[str, float]:
         """What compression did, over everything that was sampled."""
         interval, skipped = self.sampler.engine.compressor.interval, sum(self.task.skipped.values())
@@ -178,12 +194,15 @@ class Trainer:
             minibatches = self.recipe.learn.minibatches
             return self.students.learn(self.sampler.model, sampled, minibatches, self.progress.steps)
 
-    def batches(self, rollout: StepRollout, corrected: Corrected, advantages: Tensor, clock: Clock) -> list[Batch]:
+    def batches(
+        self, rollout: StepRollout, corrected: Corrected, advantages: Tensor, pairs: Pairs | None, clock: Clock
+    ) -> list[Batch]:
         """One batch per optimizer step, of the rows that are learned from."""
         rows = rollout.chosen_rows
-        scored, minibatches = rollout.scored.rows(rows), self.recipe.learn.minibatches
+        scored, kept, minibatches = rollout.scored.rows(rows), corrected.rows(rows), self.recipe.learn.minibatches
+        together = 1 if pairs is None else self.recipe.rollout.group_size
         with clock.stage("update"):
-            return make_batches(scored, corrected.rows(rows), advantages, self.correction, self.loss, minibatches)
+            return make_batches(scored, kept, advantages, self.correction, self.loss, minibatches, pairs, together)
 
     def update(self, batches: list[Batch], clock: Clock) -> list[UpdateResult]:
         """The learner's optimizer steps; none where only students learn."""

@@ -66,10 +66,9 @@ def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sha
     return Learner(
         model,
         recipe.optimizer,
-        loss,
+        recipe.objective(loss),
         micro_batch_tokens=recipe.learn.micro_batch_tokens,
         temperature=recipe.rollout.temperature,
-        clip_kl=method.correction.clip_kl,
         max_skipped=recipe.run.max_skipped,
         distill=method.distill,
         distill_weight=method.distill_weight,

@@ -151,7 +151,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
         minibatches=recipe.learn.minibatches,
         checkpointing=recipe.model.gradient_checkpointing,
-        reference=recipe.loss.beta > 0 and not recipe.model.lora_rank,
+        reference=recipe.keeps_reference and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
         shadow=method.view == "shadow" or bool(recipe.student.chunks),
         distills=method.distill is not None,
@@ -177,9 +177,13 @@ def lora_parameters(config, rank: int) -> int:
     return rank * sum(m.in_features + m.out_features for m in layers)
 
 
-FREE_TO_CHANGE = {"run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"}
+FREE_TO_CHANGE = {
+    *("run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"),
+    *("warmup.steps", "warmup.checkpoint_every", "warmup.eval_every", "warmup.workers"),
+}
 CHANGEABLE_ON_RESUME = {
     "optimizer.lr",
+    "warmup.lr",
     "student.lr",
     "rollout.rows",
     "rollout.budget",
@@ -190,9 +194,9 @@ CHANGEABLE_ON_RESUME = {
 }
 
 
-def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:
+def check_same(old: Recipe, new: Recipe, path: Path, command: str = "train") -> list[str]:
     """A resumed run must have the recipe of the run, except for keys that may change; those changes are returned as
-    sentences.
+    sentences. `command`: what resumes it.
     """
     before, now, changes = old.to_dict(), new.to_dict(), []
     for section in before:
@@ -203,7 +207,7 @@ def check_same(old: Recipe, new: Recipe, path: Path) -> list[str]:
             if key not in CHANGEABLE_ON_RESUME:
                 raise SparseRLError(
                     f"{key} is {shown(given)} but {path} says {shown(then)}; resume with the recipe of the run "
-                    f"(sparse-rl train {path.parent} --resume), or start another run."
+                    f"(sparse-rl {command} {path.parent} --resume), or start another run."
                 )
             changes.append(f"{key} is {shown(given)} instead of {shown(then)}.")
     return changes

@@ -10,10 +10,9 @@ from ..distributed.world import World
 from ..errors import CannotWrite, SparseRLError
 from ..files import find_checkpoints, read_lines
 from ..learn.learner import Disagreement
-from ..learn.shards import whole_or_part
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
-from .checkpoint import clean_checkpoints, load_state, save_checkpoint
+from .checkpoint import cleaned_checkpoints, load_state, save_checkpoint
 from .log import Log
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
 def check_finite(trainer: Trainer) -> None:
     """Refuse to save weights that are not finite: the checkpoints before them are good."""
     learners = [trainer.learner, *trainer.students.members]
-    finite = all(bool(whole_or_part(m).isfinite().all()) for one in learners for m in one.optimizer.masters)
+    finite = all(one.optimizer.is_finite() for one in learners)
     if trainer.learner.sharded is not None:
         finite = all(trainer.world.run_on_all(lambda: finite))
     if finite:
@@ -86,12 +85,7 @@ def resume(trainer: Trainer) -> None:
     """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
     world, learner = trainer.world, trainer.learner
     where = trainer.folder / "checkpoints"
-
-    def cleaned() -> list[str]:
-        clean_checkpoints(where)
-        return [path.name for _, path in find_checkpoints(where)]
-
-    newest = world.run_on_first(cleaned)[-1:]
+    newest = world.run_on_first(lambda: [path.name for _, path in cleaned_checkpoints(where)][-1:])
     if newest:
         state = load_state(where / newest[0], {"learner": learner.state_dict()})
         learner.load_state_dict(state["learner"])

@@ -1,173 +1,347 @@
-"""Warm-up: supervised training on a task's worked solutions, to make a small model that RL can improve.
+"""Warm-up: supervised training on a task's worked solutions, to make a model that RL can improve.
 
     sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
+    sparse-rl warmup models/tiny-sums --resume
 
-The loss is the mean negative log-prob of the solution's tokens and the end token. Warm-up writes an ordinary Hugging
-Face folder, with the recipe beside the model.
+The loss is the mean negative log-prob of the solution's tokens and the end token; prompts, chat templates included,
+have none. A warm-up writes an ordinary Hugging Face folder:
+
+    models/NAME/recipe.yaml                  the recipe with every key spelled out
+                metrics.jsonl, timing.jsonl  a line per step, and one per evaluation on held-out problems
+                checkpoints/                 until it is finished
+                config.json, ...             the model, once it is finished
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import dataclasses
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
-from ..config import Recipe
-from ..errors import SparseRLError
-from ..files import writing
+from ..config import Recipe, load_recipe
+from ..errors import CannotWrite, SparseRLError
+from ..files import names_python_file, read_lines, write_text, writing
 from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
-from ..models import encode, ends_of, load_model
+from ..models import ends_of, evaluating
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
-from ..tasks.base import Task
-from .checkpoint import save_model
+from ..tasks import Task
+from ..tasks.base import Prompt
+from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, save_checkpoint, save_model
 from .held_out import accuracy
+from .log import Clock, Log
+from .parts import load_for_training
+from .run import check_same, folder_lock
+from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
 
 _RISE = 20  # steps over which the learning rate rises; constant afterwards
+_ROOM = 2  # an evaluated response may be this many times as long as the longest held-out solution
 
 
-def warmup(recipe: Recipe, folder: str | Path, show: bool = True) -> dict[str, float]:
-    """Train, write the model to `folder`, and return its accuracy on held-out prompts."""
-    folder, settings = Path(folder), recipe.warmup
-    if folder.exists():
-        raise SparseRLError(f"{folder} exists already; choose another folder with --out, or remove it.")
+def warmup(
+    recipe: Recipe, folder: str | Path, resume: bool = False, evaluate: bool = True, show: bool = True
+) -> dict[str, float]:
+    """Train, write the model to `folder`, and return what the evaluation at the end found; nothing without one."""
+    folder = Path(folder)
+    changes = check_start(recipe, folder, resume)
+    task = tasks.make(recipe.task.name, **recipe.task.options)
+    asked = held_out_of(recipe) if evaluate else None
+    for one in (task, asked.task) if asked else (task,):
+        one.solution(one.sample(0, 1)[0])  # says so at once if there are none
+    if is_finished(folder):  # only its last evaluation may be missing
+        name = dataclasses.replace(recipe.model, name=str(folder))
+        model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name), task.template)
+    else:
+        model, tokenizer = load_for_training(recipe, task.template)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
+        run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
+        if resume:
+            run.resume()
+        write_text(folder / "recipe.yaml", recipe.to_yaml())
+        for line in [*tasks.notices(task, asked and asked.task), *changes]:
+            view.say(f"sparse-rl: {line}")
+        with stoppable():
+            run.train()
+            return run.evaluate_last()
+
+
+def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
+    """Refuse to mix up folders; returns what a resumed warm-up changes."""
     if recipe.model.lora_rank:
         raise SparseRLError(
             f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0."
         )
-    task = tasks.make(recipe.task.name, **recipe.task.options)
-    torch.manual_seed(recipe.run.seed)
-    model, tokenizer = load_model(
-        recipe.model.name, recipe.model.dtype, seed=recipe.run.seed, logits=recipe.model.logits
-    )
-    ends = ends_of(model, tokenizer)
-    adamw = OptimizerSettings(lr=settings.lr, warmup_steps=_RISE, betas=(0.9, 0.95), weight_decay=0.0)
-    optimizer = MasterAdamW(model.parameters(), adamw)
-    done, batches = 0, Batches(tokenizer, task, settings.batch, settings.steps, ends.taught())
-    with TerminalTable(f"warm-up on {recipe.task.name}", settings.steps, show) as view, stoppable():
-        try:
-            for tokens, mask in batches.made(settings.workers):
-                loss = _backward(model, tokens, mask, recipe.learn.micro_batch_tokens)
-                with uninterrupted():
-                    norm, _ = optimizer.step(done, loss)
-                    done += 1
-                stop = f"warm-up step {done}: loss {loss}, gradient norm {norm}; lower warmup.lr (now {settings.lr})."
-                check_skipped(count_skipped(0, norm), 1, stop)
-                if done % 25 == 0:
-                    view.say(f"step {done}/{settings.steps}: loss {loss:.4f}")
-        except KeyboardInterrupt:
-            _write(folder, model, tokenizer, recipe)
-            view.say(
-                f"sparse-rl: interrupted after {done} of {settings.steps} steps; {folder} holds the model of that "
-                "moment."
-            )
-            raise
-    _write(folder, model, tokenizer, recipe)
-    held_out = task.held_out()
-    prompts = held_out.sample(0, min(recipe.eval.prompts, held_out.num_prompts or recipe.eval.prompts))
-    engine = Engine(model, compressor="dense", rows=recipe.rollout.rows)
-    sampling = Sampling(recipe.rollout.max_new_tokens, recipe.eval.temperature, stop_ids=ends.stops())
-    return accuracy(engine, tokenizer, held_out, prompts, recipe.eval.samples, sampling, recipe.run.seed)
+    if resume:
+        path = folder / "recipe.yaml"
+        return check_same(load_recipe(path), recipe, path, "warmup")
+    if folder.exists():
+        raise SparseRLError(
+            f"{folder} exists already; go on with --resume, choose another folder with --out, or remove it."
+        )
+    return []
 
 
-Pairs = list[tuple[list[int], list[int]]]  # token ids of prompts, and of their solutions with the end token
+def is_finished(folder: Path) -> bool:
+    """Whether the folder holds the model of a whole warm-up."""
+    return (folder / "config.json").is_file()
 
 
 @dataclass(frozen=True)
-class Batches(Dataset):
-    """The batches of a warm-up by step. A task's error is returned as a value: a worker process could not raise it as
-    one sentence.
-    """
+class HeldOut:
+    """What a warm-up is evaluated on."""
 
-    tokenizer: PreTrainedTokenizerBase
     task: Task
-    size: int
-    steps: int
-    end: int  # the token that ends a solution
+    prompts: list[Prompt]
 
-    def __len__(self) -> int:
-        return self.steps
 
-    def __getitem__(self, step: int) -> Pairs | SparseRLError:
+def held_out_of(recipe: Recipe) -> HeldOut:
+    """The first `eval.prompts` held-out prompts. They need solutions, for the loss and to bound responses."""
+    options = {**recipe.task.options, **recipe.eval.options}
+    held_out = tasks.make(recipe.task.name, **options).held_out()
+    prompts = held_out.sample(0, min(recipe.eval.prompts, held_out.num_prompts or recipe.eval.prompts))
+    return HeldOut(held_out, prompts)
+
+
+class Warmup:
+    """A warm-up in progress: between any two of its methods it is after a whole step."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        task: Task,
+        asked: HeldOut | None,
+        model,
+        tokenizer: PreTrainedTokenizerBase,
+        view: TerminalTable,
+    ):
+        self.recipe, self.folder, self.task, self.asked = recipe, folder, task, asked
+        self.model, self.tokenizer, self.view = model, tokenizer, view
+        self.ends = ends_of(model, tokenizer)
+        settings = OptimizerSettings(lr=recipe.warmup.lr, warmup_steps=_RISE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = MasterAdamW(model.parameters(), settings)
+        self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
+        self.done = self.saved = 0  # steps
+        self.evaluated = -1  # the step of the last evaluation
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint, or to the start where there is none, and forget what came after it."""
+        if is_finished(self.folder):
+            lines = read_lines(self.log.files["metrics"])
+            self.done = max((line["step"] for line in lines), default=self.recipe.warmup.steps)
+            if self.done != self.recipe.warmup.steps:
+                raise SparseRLError(
+                    f"{self.folder} was finished after {self.done} steps, so it cannot go on to warmup.steps "
+                    f"{self.recipe.warmup.steps}; start another warm-up from it with --model.name {self.folder}."
+                )
+        elif found := cleaned_checkpoints(self.folder / "checkpoints"):
+            state = load_state(found[-1][1])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.done = self.saved = state["step"]
+            if self.done > self.recipe.warmup.steps:
+                raise SparseRLError(
+                    f"{found[-1][1]} is beyond warmup.steps {self.recipe.warmup.steps}; set it to at least {self.done}."
+                )
+        self.log.cut(self.done)
+        evaluations = (x["step"] for x in read_lines(self.log.files["metrics"]) if "eval/dense/accuracy" in x)
+        self.evaluated = max(evaluations, default=-1)
+
+    def train(self) -> None:
+        """All steps that are left, and the model."""
+        if is_finished(self.folder):
+            self.remove_checkpoints()
+            return
+        settings = self.recipe.warmup
+        require_space(self.folder, sum(3 * m.nbytes for m in self.optimizer.masters) + self.model_bytes)
+        if self.asked and settings.eval_every:
+            self.view.say(f"every {settings.eval_every} steps and at the end: {self.described}")
+        batches = Batches(self.tokenizer, self.task, settings.batch, settings.steps, self.ends.taught())
+        made = batches.made(settings.workers, first=self.done)
         try:
-            prompts = self.task.sample(step * self.size, self.size)
-            solutions = [self.tokenizer.encode(self.task.solution(p), add_special_tokens=False) for p in prompts]
-        except SparseRLError as error:
-            return error
-        return [(encode(self.tokenizer, p.text), [*ids, self.end]) for p, ids in zip(prompts, solutions)]
+            while self.done < settings.steps:
+                if self.asked and self.due(settings.eval_every) and self.evaluated != self.done:
+                    self.evaluate()
+                if self.due(settings.checkpoint_every):
+                    self.save()
+                self.step(*next(made))
+            self.finish()
+        except (KeyboardInterrupt, SparseRLError) as error:
+            if not isinstance(error, CannotWrite):
+                self.save()
+            if isinstance(error, KeyboardInterrupt):
+                self.view.say(f"sparse-rl: stopped after {self.done} of {settings.steps} steps; {self.way_on}")
+            raise
 
-    def made(self, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches in order, padded. Workers make them ahead; they ignore signals, which this process handles."""
-        workers = min(workers, os.cpu_count() or 1)
-        forks = workers and "fork" in multiprocessing.get_all_start_methods()
-        start = "fork" if forks else None  # tasks need not be picklable
-        loader = DataLoader(
-            self,
-            None,
-            num_workers=workers,
-            collate_fn=_unchanged,
-            worker_init_fn=_ignore_signals,
-            multiprocessing_context=start,
+    def due(self, every: int) -> bool:
+        return every > 0 and self.done > 0 and self.done % every == 0
+
+    def step(self, tokens: Tensor, mask: Tensor) -> None:
+        clock = Clock()
+        loss = _backward(self.model, tokens, mask, self.recipe.learn.micro_batch_tokens)
+        with uninterrupted():
+            norm, lr = self.optimizer.step(self.done, loss)
+            check_skipped(
+                count_skipped(0, norm),
+                1,
+                f"warm-up step {self.done + 1}: loss {loss}, gradient norm {norm}; lower warmup.lr (now "
+                f"{self.recipe.warmup.lr}).",
+            )
+            self.done += 1
+            metrics = {"warmup/loss": loss, "warmup/grad_norm": norm, "warmup/lr": lr}
+            self.log.write(self.done, metrics | {"warmup/tokens": int(mask.sum())}, clock.timing())
+        if self.done % 25 == 0:
+            self.view.say(f"step {self.done}/{self.recipe.warmup.steps}: loss {loss:.4f}")
+
+    # ------------------------------------------------------------------------------------ evaluation
+
+    @cached_property
+    def held_out_pairs(self) -> Pairs:
+        assert self.asked is not None
+        return pairs_of(self.tokenizer, self.asked.task, self.asked.prompts, self.ends.taught())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest held-out solution."""
+        return max(len(solution) for _, solution in self.held_out_pairs)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that an evaluated response may have."""
+        return min(self.recipe.rollout.max_new_tokens, _ROOM * self.longest)
+
+    @property
+    def described(self) -> str:
+        """What an evaluation does."""
+        return (
+            f"{len(self.held_out_pairs)} held-out prompts x {self.recipe.eval.samples}, up to {self.new_tokens} new "
+            f"tokens each (the longest solution has {self.longest}); --no-eval omits this"
         )
-        for pairs in loader:
-            if isinstance(pairs, SparseRLError):
-                raise pairs
-            yield _padded(pairs)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss of the held-out solutions, and accuracy on a dense cache; also a line of the log."""
+        assert self.asked is not None
+        clock, recipe, asked = Clock(), self.recipe, self.asked
+        self.view.show_stage("evaluating")
+        loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.learn.micro_batch_tokens)
+        rows = min(recipe.rollout.rows, len(asked.prompts) * recipe.eval.samples)
+        engine = Engine(self.model, compressor="dense", rows=rows)
+        sampling = Sampling(self.new_tokens, recipe.eval.temperature, stop_ids=self.ends.stops())
+        found = {"loss": loss} | accuracy(
+            engine, self.tokenizer, asked.task, asked.prompts, recipe.eval.samples, sampling, recipe.run.seed
+        )
+        with uninterrupted():
+            self.log.write(self.done, {f"eval/dense/{name}": value for name, value in found.items()}, clock.timing())
+            self.evaluated = self.done
+        about = f"held-out loss {loss:.4f}, accuracy {found['accuracy']:.3f}"
+        self.view.say(f"step {self.done}/{recipe.warmup.steps}: {about}")
+        if asked.task.last_error:
+            self.view.say(
+                f"sparse-rl: grading failed ({asked.task.last_error[:300]}); such completions count as wrong."
+            )
+        return found
+
+    def evaluate_last(self) -> dict[str, float]:
+        """The evaluation of the finished model, if one is wanted, and it was not done before."""
+        if self.asked is None:
+            return {}
+        if self.evaluated == self.done:
+            line = [x for x in read_lines(self.log.files["metrics"]) if "eval/dense/accuracy" in x][-1]
+            return {k.removeprefix("eval/dense/"): v for k, v in line.items() if k.startswith("eval/dense/")}
+        self.view.say(f"evaluating the model, which is in {self.folder}: {self.described}")
+        try:
+            return self.evaluate()
+        except KeyboardInterrupt:
+            self.view.say(f"sparse-rl: the evaluation was stopped; {self.folder} holds the model.")
+            raise
+
+    # ------------------------------------------------------------------------------------ files
+
+    @property
+    def model_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+    @property
+    def way_on(self) -> str:
+        trust = " --trust" if names_python_file(self.recipe.task.name) else ""
+        go_on = f"go on with: sparse-rl warmup {self.folder} --resume{trust}"
+        if not self.saved:
+            return go_on
+        return f"{self.folder}/checkpoints/step-{self.saved:06d} holds the model of that moment; {go_on}"
+
+    def save(self) -> None:
+        """Write a checkpoint, unless there is one of this step."""
+        if self.saved == self.done or is_finished(self.folder):
+            return
+        self.check_finite()
+        with uninterrupted():
+            where, state = self.folder / "checkpoints", {"optimizer": self.optimizer.state_dict()}
+            save_checkpoint(where, self.done, self.model, self.tokenizer, state, self.recipe.run.keep)
+            self.saved = self.done
+
+    def finish(self) -> None:
+        """Put the model into the folder, its config last: a folder with a config holds a whole model."""
+        self.check_finite()
+        partial = self.folder / ".model.partial"
+        with uninterrupted(), writing(self.folder):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            save_model(partial, self.model, self.tokenizer)
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                flush(file)
+                os.replace(file, self.folder / file.name)
+            partial.rmdir()
+            flush(self.folder)
+            self.remove_checkpoints()
+
+    def check_finite(self) -> None:
+        """Refuse to write weights that are not finite."""
+        if not self.optimizer.is_finite():
+            raise SparseRLError(
+                f"the weights are not finite after step {self.done}, so they were not saved; lower warmup.lr (now "
+                f"{self.recipe.warmup.lr}), and start again or go on from the last checkpoint with --resume."
+            )
+
+    def remove_checkpoints(self) -> None:
+        if (self.folder / "checkpoints").exists():
+            shutil.rmtree(self.folder / "checkpoints")
 
 
-def _unchanged(pairs: Pairs) -> Pairs:
-    return pairs
-
-
-def _ignore_signals(worker: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """tokens int64 [B, T], padded at the end; mask bool [B, T]: the solutions' tokens"""
-    longest = max(len(asked) + len(answer) for asked, answer in pairs)
-    tokens = torch.zeros(len(pairs), longest, dtype=torch.int64)
-    mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
-    for i, (asked, answer) in enumerate(pairs):
-        tokens[i, : len(asked) + len(answer)] = torch.tensor(asked + answer)
-        mask[i, len(asked) : len(asked) + len(answer)] = True
-    return tokens, mask
+def _parts(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> Iterator[Tensor]:
+    """The loss of a batch as summands: one for each micro-batch of about equally long rows."""
+    device = next(model.parameters()).device
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
+    total = mask.sum().item()
+    for rows in pack(lengths, micro_batch_tokens):
+        rows, width = rows.sort().values, int(lengths[rows].max())
+        yield -batch_logprobs(model, tokens[rows, :width].to(device), mask[rows, :width].to(device)).sum() / total
 
 
 def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
-    """Accumulate the gradients of one batch over micro-batches of about equally long rows; returns its loss."""
-    device = next(model.parameters()).device
-    lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
-    total, loss = mask.sum().item(), 0.0
+    """Accumulate the gradients of one batch; returns its loss."""
+    loss = 0.0
     with learning(model):
-        for rows in pack(lengths, micro_batch_tokens):
-            rows, width = rows.sort().values, int(lengths[rows].max())
-            part = -batch_logprobs(model, tokens[rows, :width].to(device), mask[rows, :width].to(device)).sum() / total
+        for part in _parts(model, tokens, mask, micro_batch_tokens):
             part.backward()
             loss += part.item()
     return loss
 
 
-def _write(folder: Path, model, tokenizer, recipe: Recipe) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with writing(folder):
-        partial.mkdir(parents=True)
-        save_model(partial, model, tokenizer)
-        (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-        os.rename(partial, folder)
+@torch.no_grad()
+def held_out_loss(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
+    with evaluating(model):
+        return sum(part.item() for part in _parts(model, tokens, mask, micro_batch_tokens))

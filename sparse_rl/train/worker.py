@@ -121,7 +121,15 @@ class Sampler:
         with clock.stage("score"):
             reference = self.reference() if self.reference else None
             sampled, temperature = collate(trajectories, self.rank), self.sampling.temperature
-            scored = score(self.model, sampled, learn.micro_batch_tokens, temperature, reference, self.method.view)
+            scored = score(
+                self.model,
+                sampled,
+                learn.micro_batch_tokens,
+                temperature,
+                reference,
+                self.method.view,
+                "dense" if self.recipe.dpo.reference == "dense" else None,
+            )
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
         return StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
@@ -169,8 +177,8 @@ class Sampler:
         return tuple(dict.fromkeys([*ids, *stop_ids(self.model, self.tokenizer)]))
 
     def _reference(self) -> Callable[[], AbstractContextManager[nn.Module]] | None:
-        """A function that opens the starting model, for the KL term; None without a KL term."""
-        if self.recipe.loss.beta == 0:
+        """A function that opens the starting model; None where nothing is held to it."""
+        if not self.recipe.keeps_reference:
             return None
         if self.recipe.model.lora_rank:
             from peft import PeftModel

@@ -73,12 +73,13 @@ def test_the_template_of_a_task(tmp_path):
     plain = write(tmp_path / "plain.jsonl", rows)
     for name in TEMPLATES:
         task = make("math", files=plain, template=name)
-        assert task.template == name and [p.text for p in task._prompts] == [dress(row["prompt"], name) for row in rows]
+        assert task.template == name
+        assert [task[i].text for i in range(9)] == [dress(row["prompt"], name) for row in rows]
         ready = write(tmp_path / "ready.jsonl", [{**row, "prompt": dress(row["prompt"], name)} for row in rows])
         task = make("math", files=ready)
         assert task.template == (None if name == "plain" else name) and task[3].text == dress("3 + 1?", name)
         again = make("math", files=ready, template=name)  # not dressed twice
-        assert [p.text for p in again._prompts] == [p.text for p in task._prompts]
+        assert [again[i] for i in range(9)] == [task[i] for i in range(9)]
     assert make("math", files=plain).template is None and make("sums").template is None
     assert make("math", files=plain, chat=True, suffix=TEMPLATES["chat"].after).template == "chat"
     mixed = write(
@@ -125,7 +126,8 @@ def test_simplerl(name, file):
         ).groups()
         assert template_of(prompt) == name and dress(question, name) == prompt
     first, second = (json.dumps(prompts[i]) for i in (1769, 4007))
-    assert first == second and sum(json.dumps(p.text) == first for p in task._prompts) == 2  # the duplicate is kept
+    texts = [json.dumps(p.text) for p in task._split.prompts]
+    assert first == second and texts.count(first) == 2  # the duplicate is kept
 
 
 # ---------- the files

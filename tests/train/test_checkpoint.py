@@ -10,7 +10,7 @@ import torch
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.models import load_model
-from sparse_rl.train.checkpoint import clean_checkpoints, save_checkpoint
+from sparse_rl.train.checkpoint import cleaned_checkpoints, save_checkpoint
 from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import train
 from tests.helpers.runs import recipe, weights
@@ -127,7 +127,7 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half(tmp_path, monkeypat
         save_checkpoint(tmp_path, 1 if place == "replaced" else 2, model, tokenizer, {"learner": 2}, keep=1)
     for _, path in find_checkpoints(tmp_path):
         weights(path)
-    clean_checkpoints(tmp_path)
+    cleaned_checkpoints(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [p.name for _, p in find_checkpoints(tmp_path)] != []
 
 
@@ -140,7 +140,7 @@ def test_what_a_kill_left_is_cleaned(tmp_path):
     (tmp_path / ".step-000006.partial").mkdir()
     (tmp_path / ".step-000001.removed" / "students").mkdir(parents=True)
     (tmp_path / "step-notes").write_text("a user's own file stays")
-    clean_checkpoints(tmp_path)
+    cleaned_checkpoints(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000005", "step-notes"]
     weights(tmp_path / "step-000004")
 

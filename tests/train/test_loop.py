@@ -165,7 +165,7 @@ def test_the_recipe_reaches_the_learner(tmp_path):
     trainer = sparse_rl.train.loop.Trainer(
         recipe(learn={"method": "sparse-rl-released"}, rollout={"temperature": 0.7}), tmp_path / "run", show=False
     )
-    assert trainer.learner.clip_kl == 10.0 and trainer.loss.constant == 64 and trainer.learner.temperature == 0.7
+    assert trainer.correction.clip_kl == 10.0 and trainer.loss.constant == 64 and trainer.learner.temperature == 0.7
     assert trainer.sampler.sampling.temperature == 0.7
 
 

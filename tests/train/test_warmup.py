@@ -1,6 +1,7 @@
-"""Warm-up: gradients, order, signals and sentences."""
+"""Warm-up: gradients, order, what is learned from a file, evaluation, signals, resuming and sentences."""
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,13 @@ import torch
 import sparse_rl.train.warmup as module
 from sparse_rl import tasks
 from sparse_rl.errors import SparseRLError
+from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.models import load_model
+from sparse_rl.train.solutions import Batches, padded
 from tests.helpers.models import tiny
-from tests.helpers.runs import command, recipe, write_recipe
+from tests.helpers.rows import write
+from tests.helpers.runs import command, recipe, run, write_recipe
+from tests.models.test_stops import SMOLLM2, SPECIAL, make_tokenizer
 
 
 def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
@@ -21,8 +26,8 @@ def test_a_warm_up_that_diverges_says_so(tmp_path, monkeypatch):
     with pytest.raises(
         SparseRLError, match=r"warm-up step 1: loss nan, gradient norm nan; lower warmup.lr \(now 0.002\)"
     ):
-        module.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", show=False)
-    assert not (tmp_path / "model").exists()
+        module.warmup(recipe(warmup={"steps": 2}), tmp_path / "model", evaluate=False, show=False)
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [".lock", "recipe.yaml"]
 
 
 def test_a_warm_up_in_micro_batches_has_the_gradient_of_the_batch():
@@ -47,8 +52,8 @@ def test_a_warm_up_sees_its_prompts_in_order(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(
         module, "batch_logprobs", lambda model, tokens, mask: seen.append(tokens) or logprobs(model, tokens, mask)
     )
-    settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3, "workers": workers}, eval={"prompts": 2})
-    module.warmup(settings, tmp_path / "model", show=False)
+    settings = recipe(model={"name": "tiny"}, warmup={"steps": 5, "batch": 3, "workers": workers})
+    assert module.warmup(settings, tmp_path / "model", evaluate=False, show=False) == {}
     tokenizer, task = load_model("tiny")[1], tasks.make(settings.task.name, **settings.task.options)
     texts = tokenizer.batch_decode([row for tokens in seen for row in tokens], skip_special_tokens=True)
     assert texts == [prompt.text + task.solution(prompt) for prompt in task.sample(0, 15)]
@@ -77,8 +82,10 @@ def test_a_warm_up_that_is_stopped_leaves_its_model(tmp_path, number, workers):
     os.killpg(process.pid, number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error.decode()
-    assert "Traceback" not in error.decode() and "interrupted after" in error.decode()
-    assert load_model(str(tmp_path / "model"))
+    assert "Traceback" not in error.decode() and "stopped after" in error.decode()
+    ((step, stopped),) = find_checkpoints(tmp_path / "model" / "checkpoints")
+    assert load_model(str(stopped)) and f"stopped after {step} of" in error.decode()
+    assert [line["step"] for line in read_lines(tmp_path / "model" / "metrics.jsonl")] == list(range(1, step + 1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -90,3 +97,161 @@ def test_a_task_that_cannot_warm_up_is_told_in_a_sentence(tmp_path, workers):
         SparseRLError, match=r"^countdown: none of 1000 problems .* had a search of at most 5 characters"
     ):
         module.warmup(settings, tmp_path / "model", show=False)
+
+
+SUMS = [(a, b) for a in range(2, 6) for b in (1, 3, 7)]
+FIELDS = {"prompt": "question", "answer": "answer", "solution": "answer", "remove_marks": True}
+
+
+def write_sums(folder, pairs=SUMS):
+    """A file as GSM8K has it."""
+    work = "Ann has {a}+{b} = <<{a}+{b}={c}>>{c}.\n#### {c}"
+    rows = [{"question": f"{a} and {b}?", "answer": work.format(a=a, b=b, c=a + b)} for a, b in pairs]
+    return write(folder / "sums.jsonl", rows)
+
+
+def test_a_model_learns_the_solutions_of_a_file(tmp_path):
+    """Twelve problems are learned by heart: greedy answers to them are then all right, and say what the file said."""
+    given = write_recipe(
+        tmp_path, model={"name": "tiny"}, task={"name": "math", "files": write_sums(tmp_path), **FIELDS},
+        warmup={"steps": 60, "batch": 12, "lr": 3e-3, "eval_every": 20},
+        eval={"prompts": 12, "temperature": 0.0, "options": {"holdout": "all"}}, rollout={"max_new_tokens": 4000},
+    )  # fmt: skip
+    done = run("warmup", given, "--out", tmp_path / "model")
+    assert done.returncode == 0 and "done: accuracy 1.000 on held-out prompts" in done.stdout, done.stderr
+    lines = [line for line in read_lines(tmp_path / "model" / "metrics.jsonl") if "eval/dense/loss" in line]
+    assert [line["step"] for line in lines] == [20, 40, 60]
+    assert lines[0]["eval/dense/loss"] > lines[1]["eval/dense/loss"] > lines[2]["eval/dense/loss"] < 0.01
+    assert lines[0]["eval/dense/accuracy"] < 1 and lines[2]["eval/dense/accuracy"] == 1
+    longest = len("Ann has 5+7 = 12.\nThe answer is \\boxed{12}.") + 1
+    said = " ".join(done.stderr.split())
+    assert f"12 held-out prompts x 1, up to {2 * longest} new tokens each (the longest solution has {longest})" in said
+    from sparse_rl import generate
+
+    model, tokenizer = load_model(str(tmp_path / "model"))
+    found = generate(model, tokenizer, "5 and 7?", compressor="dense", max_new_tokens=60, temperature=0.0)
+    assert found == "Ann has 5+7 = 12.\nThe answer is \\boxed{12}."
+
+
+def test_only_the_solution_of_a_chat_has_a_loss(tmp_path):
+    tokenizer = make_tokenizer(SPECIAL[2], SMOLLM2)
+    task = tasks.make("math", files=write_sums(tmp_path), template="chat", **FIELDS)
+    pairs = Batches(tokenizer, task, 5, 1, tokenizer.eos_token_id)[0]
+    tokens, mask = padded(pairs)
+    for row, counts, prompt in zip(tokens, mask, task.sample(0, 5)):
+        solution = task.solution(prompt)
+        assert tokenizer.decode(row[counts]) == solution + SPECIAL[2]
+        chat = [*prompt.text, {"role": "assistant", "content": solution}]
+        whole = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]  # ends with a newline
+        assert row[: len(whole) - 1].tolist() == whole[:-1] and counts.nonzero()[-1] == len(whole) - 2
+        assert not counts[: counts.nonzero()[0]].any() and "assistant\n" in tokenizer.decode(row[~counts])
+
+
+def test_an_evaluation_can_be_omitted(tmp_path):
+    """Then a file needs no held-out problems."""
+    given = write_recipe(
+        tmp_path, model={"name": "tiny"}, task={"name": "math", "files": write_sums(tmp_path), **FIELDS},
+        warmup={"steps": 2, "batch": 2},
+    )  # fmt: skip
+    refused = run("warmup", given, "--out", tmp_path / "model")
+    assert refused.returncode == 1 and "holdout is 0, so none of the 12 problems is held out" in refused.stderr
+    assert not (tmp_path / "model").exists()
+    done = run("warmup", given, "--out", tmp_path / "model", "--no-eval")
+    assert (done.returncode, done.stdout) == (0, f"done: the model is in {tmp_path / 'model'}\n"), done.stderr
+    assert [line["step"] for line in read_lines(tmp_path / "model" / "metrics.jsonl")] == [1, 2]
+    again = run("warmup", tmp_path / "model", "--resume", "--eval.options.holdout", "all")
+    assert again.returncode == 1 and "eval.options is {'holdout': 'all'} but" in again.stderr
+
+
+def test_solutions_that_are_missing_are_told_before_anything_is_trained(tmp_path):
+    fields = {name: value for name, value in FIELDS.items() if name not in ("solution", "remove_marks")}
+    settings = recipe(
+        model={"name": "tiny"}, task={"name": "math", "files": write_sums(tmp_path), **fields, "holdout": 2}
+    )
+    with pytest.raises(SparseRLError, match=r"the task math has no worked solutions, .*; set task.solution"):
+        module.warmup(settings, tmp_path / "model", show=False)
+    assert not (tmp_path / "model").exists()
+
+
+RESUMED = {"model": {"name": "tiny"}, "eval": {"prompts": 3}}
+SHORT = {"steps": 9, "batch": 4, "eval_every": 3, "checkpoint_every": 2}
+
+
+def bytes_of(folder):
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl", "recipe.yaml")}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The folder of a warm-up that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("warm") / "model"
+    found = module.warmup(recipe(**RESUMED, warmup=SHORT), folder, show=False)
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval/dense/loss" in line] == [3, 6, 9]
+    assert found["accuracy"] == lines[-1]["eval/dense/accuracy"] and not (folder / "checkpoints").exists()
+    return folder
+
+
+@pytest.mark.parametrize("stop", ["step 1", "step 6", "evaluation at 6", "evaluation at 9", "NaN at 7"])
+def test_a_stopped_warm_up_goes_on_to_the_same_bytes(tmp_path, monkeypatch, uninterrupted, stop):
+    kind, number = stop.split()[0], int(stop.split()[-1])
+    step, evaluate = module.Warmup.step, module.Warmup.evaluate
+
+    def stopping_step(self, tokens, mask):
+        if kind != "evaluation" and self.done == number - 1:
+            raise SparseRLError("oh") if kind == "NaN" else KeyboardInterrupt
+        return step(self, tokens, mask)
+
+    def stopping_evaluation(self):
+        if kind == "evaluation" and self.done == number:
+            raise KeyboardInterrupt
+        return evaluate(self)
+
+    folder, settings = tmp_path / "model", recipe(**RESUMED, warmup=SHORT)
+    with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, SparseRLError)):
+        patched.setattr(module.Warmup, "step", stopping_step)
+        patched.setattr(module.Warmup, "evaluate", stopping_evaluation)
+        module.warmup(settings, folder, show=False)
+    steps = [found for found, _ in find_checkpoints(folder / "checkpoints")]
+    assert steps[-1:] == ([] if stop in ("step 1", "evaluation at 9") else [number - (kind != "evaluation")])
+    module.warmup(settings, folder, resume=True, show=False)
+    assert bytes_of(folder) == bytes_of(uninterrupted)
+    assert module.warmup(settings, folder, resume=True, show=False)["loss"]  # once more: nothing is left to do
+    assert bytes_of(folder) == bytes_of(uninterrupted)
+
+
+def test_a_killed_warm_up_goes_on_to_the_same_bytes(tmp_path):
+    warm = {"steps": 60, "batch": 4, "checkpoint_every": 10, "eval_every": 0, "workers": 1}
+    given = write_recipe(tmp_path, **RESUMED, warmup=warm)
+    whole, folder = tmp_path / "whole", tmp_path / "model"
+    process = subprocess.Popen(
+        command("warmup", given, "--out", folder), stderr=subprocess.PIPE, start_new_session=True
+    )
+    while b"step 25/" not in process.stderr.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert find_checkpoints(folder / "checkpoints") and not (folder / "config.json").exists()
+    done = run("warmup", folder, "--resume")
+    assert done.returncode == 0 and "done: accuracy" in done.stdout, done.stderr
+    module.warmup(recipe(**RESUMED, warmup=warm), whole, show=False)
+    assert bytes_of(folder) == bytes_of(whole)
+
+
+def test_what_a_resumed_warm_up_may_change(tmp_path, uninterrupted):
+    folder = tmp_path / "model"
+    assert run("warmup", folder, "--resume").returncode == 1
+    for options, message in [
+        (["--warmup.steps", 20], r"was finished after 9 steps, so it cannot go on to warmup.steps 20; start another"),
+        (["--warmup.batch", 5], r"warmup.batch is 5 but"),
+        (["--seed", 5], f"(sparse-rl warmup {uninterrupted} --resume)"),
+    ]:
+        done = run("warmup", uninterrupted, "--resume", *options)
+        assert done.returncode == 1 and message in " ".join(done.stderr.split()), done.stderr
+    done = run("warmup", uninterrupted, "--warmup.steps", 20)
+    assert done.returncode == 1 and "exists already; go on with --resume" in done.stderr
+    settings = recipe(**RESUMED, warmup={**SHORT, "steps": 4, "checkpoint_every": 0})
+    module.warmup(settings, folder, evaluate=False, show=False)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    before = [line for line in (uninterrupted / "metrics.jsonl").read_text().splitlines() if "warmup/loss" in line]
+    assert lines == before[:4] and json.loads(lines[-1])["warmup/tokens"] > 0

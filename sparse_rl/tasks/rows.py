@@ -1,0 +1,127 @@
+"""Rows of problems, from where people keep them.
+
+    data/train.jsonl                                a JSON object per line
+    train-00000-of-00001.parquet, train.arrow       files of `datasets`
+    data/gsm8k/train                                a folder that `Dataset.save_to_disk` wrote
+    hub:openai/gsm8k:main:train                     the hub; hub:NAME[@REVISION][:CONFIG][:SPLIT], split train if none
+
+All but JSONL need the package `datasets`, which is imported when the first such source is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparseRLError
+
+HUB = "hub:"
+SUFFIXES = (".parquet", ".arrow")
+
+
+class Unusable(Exception):
+    """A row that cannot be used; the message is the reason."""
+
+
+def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
+    """The rows of a source with their numbers from 1; those of a JSONL file are lines that `parse_row` reads."""
+    path = Path(source)
+    if str(source).startswith(HUB):
+        return enumerate(_from_hub(str(source)), 1)
+    if path.is_dir() or (path.suffix in SUFFIXES and path.is_file()):
+        return enumerate(_from_disk(path), 1)
+    if not path.is_file():
+        raise SparseRLError(
+            f"there is no file {path}; give the path of a JSONL, parquet or arrow file, absolute or relative to "
+            f"{Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT."
+        )
+    return _lines(path)
+
+
+def short_name(source: str | os.PathLike) -> str:
+    """A source in a few words, to name one of its rows."""
+    return str(source) if str(source).startswith(HUB) else Path(source).name
+
+
+def parse_row(line: bytes | dict) -> dict:
+    if isinstance(line, dict):
+        return line
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
+        raise Unusable("not JSON") from None
+    if not isinstance(row, dict):
+        raise Unusable("not an object")
+    return row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line.removeprefix(b"\xef\xbb\xbf")
+
+
+def _from_disk(path: Path) -> Any:
+    datasets = _datasets(path)
+    try:
+        if path.is_dir():
+            found = datasets.load_from_disk(str(path))
+        elif path.suffix == ".arrow":
+            found = datasets.Dataset.from_file(str(path))
+        else:
+            found = datasets.Dataset.from_parquet(str(path))
+    except Exception as error:  # of datasets, pyarrow or fsspec
+        raise SparseRLError(
+            f"{path} cannot be read by datasets ({_told(error)}); give a JSONL, parquet or arrow file, or a folder "
+            "that save_to_disk wrote."
+        ) from error
+    return _one_split(found, str(path), "/")
+
+
+def _from_hub(source: str) -> Any:
+    datasets = _datasets(source)
+    name, *parts = source.removeprefix(HUB).split(":")
+    name, _, revision = name.partition("@")
+    if not name or len(parts) > 2:
+        raise SparseRLError(
+            f"{source} does not name a dataset; write {HUB}NAME[@REVISION][:CONFIG][:SPLIT], such as "
+            f"{HUB}openai/gsm8k:main:train."
+        )
+    split, config = (parts[-1] if parts else "train"), (parts[0] if len(parts) == 2 else None)
+    try:
+        found = datasets.load_dataset(name, config, split=split, revision=revision or None)
+    except Exception as error:  # of datasets, the hub or the network
+        raise SparseRLError(
+            f"{source} cannot be loaded ({_told(error)}); check its name, configuration and split, and the network, or "
+            "name a local JSONL, parquet or arrow file."
+        ) from error
+    return _one_split(found, source, ":")
+
+
+def _one_split(found: Any, source: str, between: str) -> Any:
+    if isinstance(found, dict):
+        raise SparseRLError(
+            f"{source} has the splits {', '.join(found)}; name one, such as {source}{between}{next(iter(found))}."
+        )
+    return found
+
+
+def _datasets(source: object) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise SparseRLError(
+            f"{source} is read by the package datasets ({error}); pip install 'sparse-rl[datasets]', or give JSONL "
+            "files."
+        ) from error
+    return datasets
+
+
+def _told(error: Exception) -> str:
+    """An error in one line of moderate length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
