@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _SHARDS = "shards"
+_PARTIAL, _REPLACED = ".step-{:06d}.partial", ".step-{:06d}.replaced"  # while a checkpoint is written
 
 
 def save_checkpoint(
@@ -45,7 +46,7 @@ def save_checkpoint(
 
     The first process writes it, and every process writes its shards of the learner's state.
     """
-    path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
+    path, partial, replaced = (folder / name.format(step) for name in ("step-{:06d}", _PARTIAL, _REPLACED))
     world = world or World()
     state, shards = without_shards(state)
 
@@ -68,11 +69,14 @@ def save_checkpoint(
             for file in partial.rglob("*"):
                 flush(file)
             if path.exists():
-                shutil.rmtree(path)
+                os.rename(path, replaced)
             os.rename(partial, path)
             flush(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         for _, old in find_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            removed = folder / f".{old.name}.removed"
+            os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
+            shutil.rmtree(removed)
 
     try:
         world.run_on_first(begin)
@@ -83,6 +87,21 @@ def save_checkpoint(
         if world.first:
             shutil.rmtree(partial, ignore_errors=True)
     return path
+
+
+def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first, after removing what a kill left of others.
+
+    One that was about to be replaced is brought back.
+    """
+    for replaced in folder.glob(".step-*.replaced"):
+        whole = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not whole.exists():
+            os.rename(replaced, whole)
+    left = [*folder.glob(".step-*.*"), *(p for p in folder.glob("step-*") if p.is_dir() and not (p / STATE).exists())]
+    for unfinished in left:
+        shutil.rmtree(unfinished)
+    return find_checkpoints(folder)
 
 
 def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
