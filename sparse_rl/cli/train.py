@@ -55,4 +55,7 @@ def train(
         leave_world(world, failed=not done)
     if world.first:
         model = f"{folder}/checkpoints/step-{trainer.steps_done:06d}"
-        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")
+        best, kept = trainer.progress.best, ""
+        if best is not None and best.step != trainer.steps_done:
+            kept = f" (the best on held-out prompts, of step {best.step}, in {folder}/checkpoints/best)"
+        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}{kept}, curves in {folder}/metrics.jsonl")

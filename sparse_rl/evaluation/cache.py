@@ -65,11 +65,16 @@ def short(compressor: str) -> str:
 
 
 def caches(
-    compressors: Sequence[str], budgets: Sequence[int], interval: int, options: Mapping[str, Any]
+    compressors: Sequence[str],
+    budgets: Sequence[int],
+    interval: int,
+    options: Mapping[str, Any],
+    inherited: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Cache]:
     """Every compressor at every budget, or once if it has no budget; dense comes first, as others are compared with it.
 
-    An option goes to the compressors that have it; if none has it, it is a mistake.
+    An option goes to the compressors that have it; if none has it, it is a mistake. inherited: options by compressor,
+    which `options` override.
     """
     if "dense" not in compressors:
         raise SparseRLError(f"--compressors {','.join(compressors)} has no dense cache to compare with; add dense.")
@@ -80,6 +85,9 @@ def caches(
             raise SparseRLError(
                 f"none of {', '.join(ordered)} has a parameter {key!r}; `sparse-rl list compressors` names them."
             )
-    known = {name: {key: value for key, value in options.items() if key in taken[name]} for name in ordered}
+    known = {
+        name: dict((inherited or {}).get(name, {})) | {k: v for k, v in options.items() if k in taken[name]}
+        for name in ordered
+    }
     found = [Cache.of(name, budget, interval, known[name]) for name, budget in itertools.product(ordered, budgets)]
     return [cache for i, cache in enumerate(found) if cache not in found[:i]]

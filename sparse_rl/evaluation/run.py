@@ -13,7 +13,7 @@ from typing import Any
 from .. import tasks
 from ..errors import SparseRLError, require_int
 from ..files import write_text
-from ..models import encode, load_model, stop_ids
+from ..models import Record, encode, load_model, record_of, stop_ids
 from ..rollout import Engine, Sampling
 from ..tasks.answering import Answers, Names, cannot_answer
 from ..tasks.benchmarks import Benchmark
@@ -45,6 +45,7 @@ class Asked:
     seed: int = 0
     rows: int = 64
     dtype: str | None = None
+    trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # benchmark -> sampling as in training
 
     def __post_init__(self):
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
@@ -111,7 +112,7 @@ def evaluate(
         for cache in caches:
             cache.make().bind(*cache.slots)  # likewise
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
-        trained = getattr(model.config, "sparse_rl_template", None)
+        trained = (record_of(model) or Record()).template
         exams = []
         for bench, (task, options) in found.items():
             if isinstance(task, Benchmark) and "template" not in options:
@@ -183,7 +184,7 @@ def make_exam(
     bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]
 ) -> Exam:
     """A benchmark with its prompts, sampled as asked, as published, or by default."""
-    protocol = dict(DEFAULTS)
+    protocol = DEFAULTS | dict(asked.trained.get(bench, {}))
     if isinstance(task, Benchmark):
         protocol |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
     protocol |= {key: value for key in protocol if (value := getattr(asked, key)) is not None}

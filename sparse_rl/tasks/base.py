@@ -66,6 +66,7 @@ class Task:
     name: str = ""
     seed: int = 0
     isolated: bool = False  # grade in child processes
+    keeps_spare: ClassVar[bool] = False  # answers may take forever: child processes are replaced at once
     grading_limits: ClassVar[Limits] = Limits()  # of the child processes
     skipped: Mapping[str, int] = MappingProxyType({})  # reason -> rows of the data that could not be used
     skipped_rows: Sequence[str] = ()  # the first few of them
@@ -108,6 +109,11 @@ class Task:
         count = len(self)
         kept = max(1, count // 10) if count > 1 else 0
         return (count - kept, kept) if self._held_out else (0, count - kept)
+
+    @property
+    def full_name(self) -> str:
+        """The name from which `make` makes it anywhere: of a file its full path."""
+        return self._made[0] if self._made else self.name
 
     @property
     def num_prompts(self) -> int | None:

@@ -22,7 +22,7 @@ from .. import tasks
 from ..config import Recipe
 from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
 from ..errors import OutOfMemory, SparseRLError
-from ..files import first_line
+from ..files import BEST, first_line
 from ..learn.advantage import advantage, find_estimator
 from ..learn.batch import Batch, apply_correction, make_batches
 from ..learn.correct import Corrected
@@ -35,6 +35,7 @@ from ..rollout import Sampling
 from ..signals import uninterrupted
 from ..streams import stream_key
 from ..tasks.answering import Answers, Names, cannot_answer
+from .best import Measured, has_fallen, measured
 from .held_out import described, engines_for, held_out_answers
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
@@ -43,7 +44,7 @@ from .parts import load_for_training, make_learner, make_loss, make_students, ma
 from .prefetch import PrefetchSource, SyncSource
 from .progress import Progress, Versions
 from .samples import positions_to_write, write_samples
-from .saving import save, save_after
+from .saving import save, save_after, save_if_best
 from .step import StepRollout
 from .terminal import TerminalTable
 from .worker import Sampler
@@ -59,7 +60,7 @@ class Trainer:
         self.loss = make_loss(recipe)
         find_estimator(recipe.learn.advantage)  # so that a mistake ends the run before it begins
         self.task, self.held_out = make_tasks(recipe)
-        self.model, self.tokenizer = load_for_training(recipe, self.task.template)
+        self.model, self.tokenizer = load_for_training(recipe)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model
@@ -287,6 +288,24 @@ class Trainer:
         self.progress.evaluated = self.progress.steps
         self.log.write(self.progress.steps, metrics, {"time/eval": clock.seconds["eval"]})
         self.terminal.show(self.progress.steps, metrics)
+        if (found := measured({"step": self.progress.steps, **metrics})) is not None:
+            self.watch(found, len(prompts))
+            save_if_best(self, found)
+
+    def watch(self, now: Measured, prompts: int) -> None:
+        """Say that a run has fallen: once, until it has recovered."""
+        progress, highest = self.progress, self.progress.highest
+        progress.highest = now if now.better_than(highest) else highest
+        fallen = highest is not None and has_fallen(now, highest, prompts)
+        if highest is not None and fallen and not progress.fallen:
+            has_best = progress.best is not None and progress.best.step == highest.step
+            where = f"; checkpoints/{BEST} holds that step" if has_best else ""
+            self.terminal.say(
+                f"sparse-rl: accuracy on held-out prompts fell to {now.accuracy:.1%} at step {now.step}, from "
+                f"{highest.accuracy:.1%} at step {highest.step} ({prompts} prompts; chance does not explain it)"
+                f"{where}. If it goes on, stop, and lower optimizer.lr or raise rollout.budget."
+            )
+        progress.fallen = fallen
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
