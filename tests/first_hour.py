@@ -21,7 +21,8 @@ from sparse_rl.cli.main import app
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-STEP = ["--rollout.prompts=2", "--rollout.group_size=2", "--rollout.rows=4", "--learn.minibatches=1", "--eval.prompts=2"]
+STEP = ["--rollout.prompts=2", "--rollout.group_size=2", "--rollout.rows=4", "--learn.minibatches=1"]
+STEP += ["--eval.prompts=2"]
 
 RECIPE = r"""
 model: {name: my-model, lora_rank: 4}
