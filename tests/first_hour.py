@@ -21,7 +21,8 @@ from sparse_rl.cli.main import app
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-STEP = ["--rollout.prompts=2", "--rollout.group_size=2", "--rollout.rows=4", "--learn.minibatches=1", "--eval.prompts=2"]
+SMALL = {"rollout.prompts": 2, "rollout.group_size": 2, "rollout.rows": 4, "learn.minibatches": 1, "eval.prompts": 2}
+STEP = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
 
 RECIPE = r"""
 model: {name: my-model, lora_rank: 4}
