@@ -43,7 +43,7 @@ COLUMNS = {  # heading -> its curve, and the format of its numbers
     "sparse accuracy": ("eval/sparse/accuracy", "{:.3f}"),
     "rejected": ("reject/trajectories/frac", "{:.1%}"),
     "alpha_5": ("gap/alpha/p05", "{:.3f}"),
-    "KV saved": ("cache/bytes_saved/frac", "{:.1%}"),
+    "KV bytes saved": ("cache/bytes_saved/frac", "{:.1%}"),
     "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
 }
 REWARD_COLUMNS = {  # heading -> curve, format, and the curve that it repeats if rewards say no more than accuracy

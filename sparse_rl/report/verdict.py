@@ -30,6 +30,7 @@ class Sentence:
 Rule = Callable[[Curves], list[Sentence]]
 
 CARRY = "lower optimizer.lr, or correct the mismatch (learn.method: sparse-rl)"
+HARDER = "everything is right, so use harder problems"
 CANNOT = "warm the model up on worked solutions (`sparse-rl warmup`), or use easier problems"
 
 
@@ -60,6 +61,11 @@ def reward(curves: Curves) -> list[Sentence]:
     early, late = first_fifth(curves, figure), last_fifth(curves, figure)
     if len(early) < 3:  # too few for a standard error
         return []
+    values = numbers(curves, figure)
+    if values.min() == values.max():
+        solved = (now(curves, "reward/right/frac") or 0.0) >= 0.9
+        text = f"Reward is {values[0]:.3f} in every step, so nothing was learned; {HARDER if solved else CANNOT}."
+        return [Sentence("warn", text, figure, float(values[0]))]
     change = float(late.mean() - early.mean())
     error = math.sqrt(early.var(ddof=1) / len(early) + late.var(ddof=1) / len(late))
     said = f"from {early.mean():.3f} to {late.mean():.3f} ({change:+.3f}, standard error about {error:.3f})"
@@ -199,9 +205,19 @@ def xi(curves: Curves) -> list[Sentence]:
         )
         found += judged("xi_high", high, "gap/xi/p95", good="", warn=text)
     if low is not None and high is not None and not found:
-        text = f"xi of nine tokens in ten lies between {low:.2f} and {high:.2f}, near 1."
+        text = f"xi of nine tokens in ten {near_one(low, high)}."
         found.append(Sentence("good", text, "gap/xi/p05", low))
     return found
+
+
+def near_one(low: float, high: float) -> str:
+    """lies between 0.97 and 1.02, near 1; or is 1 to within 0.001"""
+    furthest = max(abs(low - 1), abs(high - 1))
+    if furthest < 1e-6:
+        return "is 1: the learner agrees with the sampler"
+    if f"{low:.2f}" == f"{high:.2f}":
+        return f"is 1 to within {furthest:.1g}"
+    return f"lies between {low:.2f} and {high:.2f}, near 1"
 
 
 def share_rule(rule: str, figure: str, said: str, remedy: str, quiet: bool = False) -> Rule:
@@ -236,7 +252,7 @@ def entropy(curves: Curves) -> list[Sentence]:
     if (found := start_and_now(curves, figure)) is None:
         return []
     first, last = found
-    said = f"Entropy went from {first:.3f} to {last:.3f} nats"
+    said = f"Entropy {went(first, last)} nats"
     if last < first:
         warn = f"{said}: the model is growing certain, and explores less."
         remedy = "lower optimizer.lr, raise loss.clip_high, or add loss.beta"

@@ -17,7 +17,7 @@ _COLUMNS = {  # heading -> (metric, format)
     "rejected": ("reject/trajectories/frac", "{:.1%}"),
     "xi p05": ("gap/xi/p05", "{:.3f}"),
     "alpha p05": ("gap/alpha/p05", "{:.3f}"),
-    "KV saved": ("cache/tokens_saved/frac", "{:.0%}"),
+    "KV tokens saved": ("cache/tokens_saved/frac", "{:.0%}"),
     "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
     "dense": ("eval/dense/accuracy", "{:.3f}"),
     "dense reward": ("eval/dense/reward", "{:.3f}"),

@@ -119,6 +119,20 @@ def test_accuracies_that_say_nothing_are_not_called_good():
     ]
 
 
+def test_numbers_that_look_alike_are_not_called_a_range():
+    def said(low, high):
+        return verdict(curves(gap__xi__p05=low, gap__xi__p95=high))[-1]["text"]
+
+    assert said(1.0, 1.0) == "xi of nine tokens in ten is 1: the learner agrees with the sampler."
+    assert said(0.9995, 1.0003) == "xi of nine tokens in ten is 1 to within 0.0005."
+    assert said(0.95, 1.02) == "xi of nine tokens in ten lies between 0.95 and 1.02, near 1."
+    (still,) = verdict(curves(reward__mean=0.0, reward__right__frac=0.0))
+    assert still["level"] == "warn" and "Reward is 0.000 in every step" in still["text"] and "warm" in still["text"]
+    (solved,) = verdict(curves(reward__mean=1.0, reward__right__frac=1.0))
+    assert "use harder problems" in solved["text"]
+    assert verdict(curves(old__entropy__mean=0.5))[0]["text"] == "Entropy stayed at 0.500 nats."
+
+
 def test_only_the_last_fifth_is_now():
     values = np.array([0.9] * 40 + [0.01] * 10)
     (said,) = verdict({"reject/trajectories/frac": Curve(np.arange(50), values)})
