@@ -13,6 +13,7 @@ from ..errors import SparseRLError
 from .bench import bench
 from .demo import demo
 from .eval import eval_
+from .export import export
 from .list import list_
 from .plan import plan
 from .report import report
@@ -33,6 +34,7 @@ app.command(context_settings=WITH_OVERRIDES)(train)
 app.command(context_settings=WITH_OVERRIDES)(warmup)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
+app.command()(export)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
 app.command()(report)
