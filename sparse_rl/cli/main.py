@@ -16,6 +16,7 @@ from .bench import bench
 from .data import data
 from .demo import demo
 from .eval import eval_
+from .export import export
 from .list import list_
 from .plan import plan
 from .report import report
@@ -53,6 +54,7 @@ app.command(context_settings=WITH_OVERRIDES)(warmup)
 app.command()(data)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
+app.command()(export)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
 app.command()(report)

@@ -24,7 +24,7 @@ from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import BEST, STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import no_progress_bar, write_record
+from ..models import no_progress_bar, record_base
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -174,7 +174,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
-        write_record(folder, model)
+        record_base(folder, model)
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:
