@@ -40,8 +40,9 @@ def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], t
     """
     recipe = load_recipe(path, overrides)
     own_words = [_find(dotted) for dotted, _ in overrides]
-    if (Path(path).is_dir() or _in_run_folder(recipe_file(path))) and ("task", ["name"]) not in own_words:
-        refuse_foreign_code(Path(path), {"--task.name": recipe.task.name}, trust)
+    if Path(path).is_dir() or _in_run_folder(recipe_file(path)):
+        named = {key: name for key, name in recipe.may_name_files().items() if _find(key) not in own_words}
+        refuse_foreign_code(Path(path), {f"--{key}": name for key, name in named.items()}, trust)
     return recipe
 
 

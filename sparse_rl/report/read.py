@@ -39,6 +39,11 @@ class Run:
         return str(self.recipe.get("learn", {}).get("method", "unknown"))
 
     @property
+    def arm(self) -> str:
+        """What a run stands for in a comparison: its method, or `dense` if its rollouts were on a dense cache."""
+        return "dense" if self.recipe.get("rollout", {}).get("compressor") == "dense" else self.method
+
+    @property
     def steps(self) -> int:
         return max((int(c.step[-1]) for c in self.curves.values() if len(c.step)), default=0)
 

@@ -2,13 +2,13 @@
 
     checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt; students/ if there are any
                                 shards/ if the learner was divided among processes: each wrote its own part
+                best            a link to the best one by held-out accuracy (best.py)
 
 A checkpoint is written under another name, flushed to disk, and renamed. Any number of processes can go on from it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from ..beacon import beacon_of, save_beacon, without_beacon
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import STATE, find_checkpoints, first_line, writing
+from ..files import BEST, STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import TEMPLATE_FILE, no_progress_bar
+from ..models import no_progress_bar, write_record
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,8 +42,9 @@ def save_checkpoint(
     keep: int,
     students: Mapping[str, Any] | None = None,
     world: World | None = None,
+    best: int | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep`.
+    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep` and the `best`.
 
     The first process writes it, and every process writes its shards of the learner's state.
     """
@@ -74,10 +75,7 @@ def save_checkpoint(
             os.rename(partial, path)
             flush(folder)
             shutil.rmtree(replaced, ignore_errors=True)
-        for _, old in find_checkpoints(folder)[:-keep]:
-            removed = folder / f".{old.name}.removed"
-            os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
-            shutil.rmtree(removed)
+        keep_best(folder, best, keep)
 
     try:
         world.run_on_first(begin)
@@ -103,6 +101,23 @@ def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     for unfinished in left:
         shutil.rmtree(unfinished)
     return find_checkpoints(folder)
+
+
+def keep_best(folder: Path, best: int | None, keep: int) -> None:
+    """Let `best` point to the checkpoint of that step, then remove all but it and the newest `keep`."""
+    found = find_checkpoints(folder)
+    link = folder / f".{BEST}.link"
+    link.unlink(missing_ok=True)
+    if best is not None and (target := dict(found).get(best)) is not None:
+        with writing(folder / BEST):
+            link.symlink_to(target.name)
+            os.replace(link, folder / BEST)
+            flush(folder)
+    for step, old in found[:-keep]:
+        if step != best:
+            removed = folder / f".{old.name}.removed"
+            os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
+            shutil.rmtree(removed)
 
 
 def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
@@ -159,9 +174,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
-        (folder / TEMPLATE_FILE).write_text(
-            json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
-        )
+        write_record(folder, model)
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:

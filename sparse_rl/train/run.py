@@ -110,7 +110,10 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
         before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
         return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
-        raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
+        raise SparseRLError(
+            f"{folder} holds a run already; go on with --resume (sparse-rl train {folder} --resume), or choose another "
+            "folder with --out."
+        )
     return []
 
 
@@ -210,4 +213,10 @@ def check_same(old: Recipe, new: Recipe, path: Path, command: str = "train") -> 
                     f"(sparse-rl {command} {path.parent} --resume), or start another run."
                 )
             changes.append(f"{key} is {shown(given)} instead of {shown(then)}.")
+    ends = [recipe.scheduled_optimizer().decay_steps for recipe in (old, new)]
+    if ends[0] != ends[1]:  # because the run's length changed
+        changes.append(
+            f"the learning rate falls to 0 at optimizer step {ends[1]} instead of {ends[0]}, because run.steps is "
+            f"{new.run.steps} instead of {old.run.steps}; optimizer.decay_steps would have fixed it."
+        )
     return changes

@@ -34,7 +34,7 @@ from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
-from ..models import ends_of, evaluating
+from ..models import ends_of, evaluating, set_record
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Task
@@ -42,7 +42,7 @@ from ..tasks.base import Prompt
 from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
-from .parts import load_for_training
+from .parts import load_for_training, make_record
 from .run import check_same, folder_lock
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
@@ -63,9 +63,9 @@ def warmup(
         one.solution(one.sample(0, 1)[0])  # says so at once if there are none
     if is_finished(folder):  # only its last evaluation may be missing
         name = dataclasses.replace(recipe.model, name=str(folder))
-        model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name), task.template)
+        model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name))
     else:
-        model, tokenizer = load_for_training(recipe, task.template)
+        model, tokenizer = load_for_training(recipe)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
@@ -133,6 +133,7 @@ class Warmup:
         self.recipe, self.folder, self.task, self.asked = recipe, folder, task, asked
         self.model, self.tokenizer, self.view = model, tokenizer, view
         self.ends = ends_of(model, tokenizer)
+        set_record(model, dataclasses.replace(make_record(recipe, task, self.ends.stops()), method="warmup"))
         settings = OptimizerSettings(lr=recipe.warmup.lr, warmup_steps=_RISE, betas=(0.9, 0.95), weight_decay=0.0)
         self.optimizer = MasterAdamW(model.parameters(), settings)
         self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())

@@ -43,6 +43,10 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     "flat": (lambda x: curves(advantage__groups_without_variance__frac=x), "advantage/groups_without_variance/frac"),
     "gap": (lambda x: curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.5 - x)), "eval/sparse/accuracy"),
     "held_out": (lambda x: curves(eval__dense__accuracy=(0.5, 0.5 - x)), "eval/dense/accuracy"),
+    "held_out_reward": (
+        lambda x: curves(eval__dense__reward=(-1 + x, -1.0), eval__dense__accuracy=0.5),
+        "eval/dense/reward",
+    ),
     "memory": (lambda x: curves(cache__bytes_saved__frac=x, cache__tokens_saved__frac=0.5), "cache/bytes_saved/frac"),
     "rollout": (lambda x: curves(time__rollout=2.0 * x, time__step=2.0), "time/rollout"),
     "ungraded": (
@@ -103,6 +107,16 @@ def test_exceptions_to_the_thresholds():
     assert verdict({}) == []
     mixed = verdict(curves(reject__trajectories__frac=0.9, rollout__loops__frac=0.0, update__clip__frac=0.1))
     assert [s["level"] for s in mixed] == ["fail", "warn", "good"]
+
+
+def test_accuracies_that_say_nothing_are_not_called_good():
+    (never,) = verdict(curves(eval__dense__accuracy=0.0, eval__sparse__accuracy=0.0, eval__dense__reward=0.0))
+    assert never["level"] == "warn" and "Nothing is right in any of the 50 evaluations" in never["text"]
+    said = [s["text"] for s in verdict(curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.555)))]
+    assert said == [
+        "Held-out accuracy on the dense cache stayed at 0.500.",
+        "On the small cache held-out accuracy is 0.055 higher than on the dense cache (at the start the same).",
+    ]
 
 
 def test_only_the_last_fifth_is_now():

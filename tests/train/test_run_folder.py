@@ -100,6 +100,7 @@ def test_trackers_get_the_numbers(tmp_path):
     for events in found:
         events.Reload()
     (events,) = (events for events in found if "reward/mean" in events.Tags()["scalars"])
+    assert (tmp_path / "run" / "sparse-rl") in Path(events.path).parents or Path(events.path).name == "sparse-rl"
     written = [line["reward/mean"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
     assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx(written)
 
