@@ -140,10 +140,23 @@ def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
         "Accuracy on held-out problems at temperature 1, 95 % intervals. Rejected, KL, clipped and tokens saved are",
     ]
     lines += ["means over the run; reward, entropy, length and loops over its last ten steps."]
+    lines += asked_again(folder)
     if paired:
         lines += ["", "Differences on the same problems, with bootstrapped 95 % intervals:", "", *paired]
     lines += ["", "Gain over the warm start for the tokens that were sampled:", "", *gains(folder, arms, caches)]
     return "\n".join(lines) + "\n"
+
+
+def asked_again(folder: Path) -> list[str]:
+    """The warm start on the dense cache asked greedily and eight times, where it was."""
+    found = []
+    for what, name in (("greedy", "greedy"), ("avg8", "avg@8")):
+        if text := accuracy(folder, "warm", what):
+            found.append(f"{name} {text}")
+    summary = folder / "evals" / "warm" / "avg8" / "summary.json"
+    if summary.exists():
+        found.append(f"pass@8 {json.loads(summary.read_text())['benches'][0]['pass_at']['8']:.1%}")
+    return ["", f"The warm start on the dense cache: {', '.join(found)}."] if found else []
 
 
 def label(arm: Arm) -> str:

@@ -27,7 +27,7 @@ from .report.palette import colour
 from .train.run import train
 
 METHODS = {  # what each does about the mismatch between the sampler's small cache and the learner
-    "naive": "ignores the mismatch: it takes the sampler's log-probs for the learner's",
+    "naive": "ignores the mismatch: it takes the sampler's log-probs for the learner's own",
     "sparse-rl": "corrects it: it rejects and reweights, and learns as if the cache were dense",
     "shadow": "removes it: the learner sees what the small cache held, and learns for that cache",
 }
@@ -59,14 +59,7 @@ def run(out: Path) -> None:
         train(recipe(method), out / method)
         rows[method] = summary(out / method)
     rows[DENSE] = json.loads(REFERENCE.read_text())
-    console.print(table(rows))
-    console.print(
-        "dense, sparse: share of 128 held-out sums that are right, sampled on the whole cache and on 38 + 4 slots; "
-        "after: the mean of the last two evaluations. KV cache, rejected, tokens per s: of the training rollouts.\n"
-        f"* rollouts on a dense cache, as reference; measured once ({rows[DENSE]['measured']}).\n"
-    )
-    for line in reading(rows):
-        console.print(line, highlight=False)
+    tell(console, rows)
     try:
         picture = draw(rows, out / "demo.png")
         console.print(f"\nCurves: {picture}")
@@ -75,6 +68,18 @@ def run(out: Path) -> None:
     page = write([out / method for method in METHODS], out / "report.html")
     console.print(f"Report, with every sampled token and what each head still saw: {page}")
     console.print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def tell(console: Console, rows: dict[str, dict]) -> None:
+    """Print the table, what its columns are, and what the curves do."""
+    console.print(table(rows))
+    console.print(
+        "dense, sparse: share of 128 held-out sums that are right, sampled on the whole cache and on 38 + 4 slots; "
+        "after: the mean of the last two evaluations. KV cache, rejected, tokens per s: of the training rollouts.\n"
+        f"* rollouts on a dense cache, as reference; measured once ({rows[DENSE]['measured']}).\n"
+    )
+    for line in reading(rows):
+        console.print(line, highlight=False)
 
 
 def summary(folder: Path) -> dict:
@@ -111,8 +116,8 @@ def reading(rows: dict[str, dict]) -> list[str]:
             assert before is not None
             change = after - before
             word = "stays near" if abs(change) < 0.05 else "rises to" if change > 0 else "falls to"
-            moves.append(f"on {cache} accuracy {word} {after:.2f}")
-        lines.append(f"{method} {idea}; {', '.join(moves)}.")
+            moves.append(f"{word} {after:.2f} on {cache}")
+        lines.append(f"{method} {idea}. Accuracy {' and '.join(moves)}.")
     return lines
 
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from .errors import CannotWrite, SparseRLError
 
 STATE = "training.pt"  # beside a checkpoint's model: the state that --resume loads
+BEST = "best"  # beside a run's checkpoints: a link to the best one
 
 
 @contextmanager

@@ -69,17 +69,6 @@ def rloo(group: GroupRewards, eps: float) -> Tensor:
     return group.centred * (group.count / (group.count - 1).clamp(min=1))
 
 
-def checked(found: Tensor, rewards: Tensor, name: str) -> Tensor:
-    """What an estimator returned, if it is a finite number for every reward."""
-    if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.isfinite().all():
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise SparseRLError(
-            f"the advantage estimator {name} returned {shape}, or numbers that are not finite; it must return a finite "
-            f"tensor [{len(rewards)}], an advantage for every reward."
-        )
-    return found.double()
-
-
 def find_estimator(name: str) -> Estimator:
     """The estimator of this name, or the function that `FILE.py` or `FILE.py:FUNCTION` names."""
     if name in ESTIMATORS:
@@ -118,7 +107,15 @@ def advantage(
     variance = per_group(centred**2) / (count - 1).clamp(min=1)
     flat = per_group(centred.abs()) <= 1e-12 * count  # the group's members all have the same reward
     statistics = GroupRewards(rewards, centred, variance.sqrt()[group_of], count[group_of])
-    result = torch.where(flat[group_of] | ~members, 0.0, checked(estimate(statistics, eps), rewards, estimator))
+    found = estimate(statistics, eps)
+    if not isinstance(found, Tensor) or found.shape != rewards.shape:
+        given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise SparseRLError(
+            f"the advantage estimator {estimator} returned {given}; it must be a tensor [{len(rewards)}]."
+        )
+    result = torch.where(flat[group_of] | ~members, 0.0, found.double())
+    if not result.isfinite().all():
+        raise SparseRLError(f"the advantage estimator {estimator} returned advantages that are not finite.")
     metrics = {
         "advantage/groups_without_variance/frac": flat.double().mean().item(),
         "advantage/abs/mean": result.abs().mean().item(),

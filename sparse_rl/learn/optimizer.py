@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
-from .shards import full, put
+from .shards import full, put, whole_or_part
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1, to a factor of the learning rate
     "constant": lambda progress: 1.0,
@@ -57,12 +57,12 @@ class OptimizerSettings:
                     f"optimizer.decay_steps is {self.decay_steps}, but the warm-up alone takes {self.warmup_steps} "
                     "optimizer steps (optimizer.warmup_steps); it must be above that."
                 )
-        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and self.eps > 0
-        decays = self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and 0 < self.eps < math.inf
+        decays = 0 <= self.weight_decay < math.inf and all(0 <= b < 1 for b in self.betas)
         if not (positive and decays):  # NaN fails every comparison
             raise SparseRLError(
                 f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm "
-                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative, betas "
+                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative (and finite), betas "
                 f"{list(self.betas)} from 0 to below 1."
             )
 
@@ -122,6 +122,10 @@ class MasterAdamW:
             self._round_masters()
         self.clear()
         return norm, lr
+
+    def is_finite(self) -> bool:
+        """Whether all weights of this process are."""
+        return all(bool(whole_or_part(master).isfinite().all()) for master in self.masters)
 
     def clear(self) -> None:
         for tensor in (*self.parameters, *self.masters):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError
-from ..files import find_checkpoints
+from ..files import BEST, find_checkpoints
 from .logits import check_logits
 
 FILE = "sparse_rl.json"
@@ -116,7 +116,7 @@ def write_record(folder: Path, model) -> None:
 def find_model(name: str) -> str:
     """The model that a name means: of a run folder its newest checkpoint, of a link what it points to."""
     path = Path(name)
-    if path.is_symlink() and path.name == "best":
+    if path.is_symlink() and path.name == BEST:
         return str(path.parent / path.readlink())
     if not (path / "checkpoints").is_dir() or (path / "config.json").exists():
         return name

@@ -14,6 +14,7 @@ from ..models import ModelShape, encode
 from ..records import Trajectory, mean_entries
 from ..rollout import Engine, Sampling
 from ..tasks import UNGRADED, Grade, Prompt, Task, mean_parts
+from ..tasks.answering import Answers
 
 
 def accuracy(
@@ -54,6 +55,17 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
         "ungraded": sum(g.verdict in UNGRADED for g in grades) / len(grades),
         "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
     }
+
+
+def held_out_answers(found: dict[str, float], grades: Sequence[Grade], new_tokens: int) -> Answers:
+    """What held-out completions were like, from their description."""
+    return Answers(
+        count=len(grades),
+        right=found["accuracy"],
+        cut=found["truncated"],
+        no_answer=sum(g.verdict == "no answer" for g in grades) / len(grades),
+        max_new_tokens=new_tokens,
+    )
 
 
 def engines_for(
