@@ -228,7 +228,8 @@ def say(text: str) -> None:
 
 def brief(done: Evaluated) -> None:
     """One line about a cell of a comparison."""
-    say(f"{done.model}, {done.cache.label}: {done.accuracy:.1%}, {done.tokens_per_second:,.0f} tokens/s")
+    reward = f", mean reward {done.reward:.3f}" if any(s.graded_rewards for s in done.summaries) else ""
+    say(f"{done.model}, {done.cache.label}: {done.accuracy:.1%}{reward}, {done.tokens_per_second:,.0f} tokens/s")
 
 
 def print_table(done: Evaluated) -> None:

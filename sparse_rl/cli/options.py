@@ -28,7 +28,10 @@ RecipePath = Annotated[
     Path, typer.Argument(help="A YAML recipe, a run folder, or a name from `sparse-rl list recipes`.")
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the Python file that the folder names (its task). Read the file before.")
+    bool,
+    typer.Option(
+        "--trust", help="Run the Python files that the folder names (task, compressor, estimator). Read them before."
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")]
 

@@ -24,7 +24,9 @@ def train(
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
     settings = load_recipe_to_run(recipe, overrides(context.args), trust)
-    go_on = f"sparse-rl train {folder} --resume" + (" --trust" if names_python_file(settings.task.name) else "")
+    go_on = f"sparse-rl train {folder} --resume" + (
+        " --trust" if any(map(names_python_file, settings.may_name_files().values())) else ""
+    )
     if num_processes != 1:
         from ..distributed.launch import launch
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..compressors import Compressor, make, parameters_of
 from ..errors import SparseRLError
+from ..files import names_python_file
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Cache:
 
     @property
     def label(self) -> str:
-        """dense, rkv 512, beacon:16, ..."""
+        """dense, rkv 512, beacon:16, mine.py:Oldest 512, ..."""
         options = [f"{key}={value}" for key, value in self.options.items()]
-        return " ".join([self.compressor, *([] if self.budget is None else [str(self.budget)]), *options])
+        return " ".join([short(self.compressor), *([] if self.budget is None else [str(self.budget)]), *options])
 
     @property
     def folder(self) -> str:
@@ -54,6 +55,13 @@ class Cache:
             "interval": self.interval,
             "options": dict(self.options),
         }
+
+
+def short(compressor: str) -> str:
+    """A compressor's name without the folders of its file, and without spaces."""
+    before, _, file = compressor.rpartition("/") if names_python_file(compressor) else ("", "", compressor)
+    wrapped = "prompt-only:" if before.startswith("prompt-only:") else ""
+    return (wrapped + file).replace(" ", "_")
 
 
 def caches(

@@ -15,6 +15,7 @@ from ..errors import SparseRLError, require_int
 from ..files import write_text
 from ..models import Record, encode, load_model, record_of, stop_ids
 from ..rollout import Engine, Sampling
+from ..tasks.answering import Answers, Names, cannot_answer
 from ..tasks.benchmarks import Benchmark
 from ..tasks.math import Math
 from ..tasks.templates import find
@@ -80,9 +81,20 @@ class Evaluated:
         """The mean over benchmarks."""
         return statistics.fmean(summary.accuracy for summary in self.summaries)
 
+    @property
+    def reward(self) -> float:
+        """The mean over benchmarks."""
+        return statistics.fmean(summary.reward for summary in self.summaries)
+
     def to_dict(self) -> dict[str, Any]:
         speed = {"tokens_per_second": self.tokens_per_second, "cache_bytes": self.cache_bytes}
-        about = {"model": self.model, "cache": self.cache.label, "rule": self.rule, "accuracy": self.accuracy}
+        about = {
+            "model": self.model,
+            "cache": self.cache.label,
+            "rule": self.rule,
+            "accuracy": self.accuracy,
+            "reward": self.reward,
+        }
         return {**about, **speed, "benches": [asdict(summary) for summary in self.summaries]}
 
 
@@ -116,13 +128,19 @@ def evaluate(
             exams.append(make_exam(bench, task, options, asked, model, tokenizer, say))
         about = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
         settings = {"seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
+        told: set[tuple[str, str]] = set()  # benchmarks, and what their completions lack
         for cache in caches:
             engine = Engine(model, cache.make(), *cache.slots, asked.rows)
             results = stack.enter_context(Results(folder(cache), {**about, "cache": cache.to_dict(), **settings}))
             summaries = ask(engine, tokenizer, exams, asked.seed, results, progress)
             done = _evaluated(name, cache, engine, exams, results, summaries)
             write_text(results.folder / "summary.json", json.dumps(done.to_dict(), indent=1) + "\n")
-            for exam in exams:
+            for exam, summary in zip(exams, summaries, strict=True):
+                template = "--template, `sparse-rl list templates`" if exam.task.template is not None else None
+                lacking = cannot_answer(answers(exam, summary), Names("--max-new-tokens", template))
+                if lacking is not None and (exam.name, lacking[0]) not in told:
+                    told.add((exam.name, lacking[0]))
+                    say(f"{exam.name}, {cache.label}: {lacking[1]}")
                 if exam.task.last_error:
                     why = exam.task.last_error[:300]
                     say(f"grading failed in {exam.name} ({why}); such completions count as wrong, under ungraded.")
@@ -143,6 +161,12 @@ def _evaluated(
         tokens_per_second=sum(c["tokens"] for c in calls) / max(sum(c["seconds"] for c in calls), 1e-9),
         cache_bytes=max((c["cache_bytes"] for c in calls), default=0),
     )
+
+
+def answers(exam: Exam, summary: Summary) -> Answers:
+    """What the completions of a benchmark were like."""
+    count = summary.problems * summary.samples
+    return Answers(count, summary.accuracy, summary.truncated, summary.no_answer, exam.sampling.max_new_tokens)
 
 
 def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:

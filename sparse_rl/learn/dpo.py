@@ -64,7 +64,9 @@ class DPO:
 
     # ------------------------------------------------------------------------- as an objective (objective.py)
 
-    needs_reference = True
+    @property
+    def needs_reference(self) -> bool:
+        return True
 
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
         """Every row's derivative, from the margins of all pairs."""

@@ -23,7 +23,10 @@ ALGORITHMS = {
 
 
 class Objective(Protocol):
-    needs_reference: bool  # whether the log-probs of the starting model are needed
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probs of the starting model are needed."""
+        ...
 
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
         """The batch with what must be known of all rows before the first is learned from, and metrics.

@@ -10,14 +10,17 @@ model happens inside one call (`Sharded.forward`), and every process makes as ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..errors import SparseRLError
 from .score import decoder_layers
 
 if TYPE_CHECKING:
@@ -86,31 +89,65 @@ def put(whole: Tensor, into: Tensor) -> None:
     into.copy_(whole)
 
 
-def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Every process writes its own part. All processes do it together."""
-    from torch.distributed.checkpoint.state_dict_saver import save
+def save_shards(tensors: dict[str, DTensor], folder: Path) -> None:
+    """Every process writes its own part: the pieces that it has of each tensor, and in the header where they belong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = {name: tensor.to_local().detach().contiguous().cpu() for name, tensor in tensors.items()}
+    layout = {name: {"shape": list(tensor.shape), "offset": _region(tensor)[0]} for name, tensor in tensors.items()}
+    rank = torch.distributed.get_rank()
+    save_file(pieces, folder / f"process-{rank:05d}.safetensors", {"layout": json.dumps(layout)})
 
-    with readable_checkpoint_errors():
-        save(tensors, checkpoint_id=folder)
 
-
+@torch.no_grad()
 def load_shards(into: dict[str, Tensor], folder: Path) -> None:
-    """Read what any number of processes wrote, into tensors that are whole or divided in any other way."""
-    from torch.distributed.checkpoint.state_dict_loader import load
+    """Read what any number of processes wrote, into tensors that are whole or divided in any other way.
 
-    with readable_checkpoint_errors():
-        load(into, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
-
-
-@contextmanager
-def readable_checkpoint_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint raises a non-Exception on every process; raise the first underlying error
-    instead.
+    The files hold numbers and their places, nothing that could run; ValueError if they are not the whole of a tensor.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
+    if (folder / ".metadata").exists():
+        raise SparseRLError(
+            f"an earlier version wrote {folder} in a form that only running code from it can read; go on for one step "
+            "with that version and --model.shard false, which writes a checkpoint without shards, and then with this "
+            "one."
+        )
+    missing = {name: whole_or_part(tensor).numel() for name, tensor in into.items()}
+    for path in sorted(folder.glob("process-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            layout = json.loads(file.metadata()["layout"])
+            for name in layout.keys() & into.keys():
+                if layout[name]["shape"] != list(into[name].shape):
+                    raise ValueError(
+                        f"{name} has the shape {layout[name]['shape']} instead of {list(into[name].shape)}"
+                    )
+                piece, start = file.get_slice(name), layout[name]["offset"]
+                missing[name] -= _copy_overlap(piece, start, into[name])
+    if unread := [name for name, count in missing.items() if count]:
+        raise ValueError(f"{len(unread)} of {len(into)} tensors are not whole, such as {unread[0]}")
 
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (why, _) = min(error.failures.items())
-        raise OSError(f"process {rank}: {why}") from error
+
+def _copy_overlap(piece: Any, start: list[int], into: Tensor) -> int:
+    """Copy what a piece that begins at `start` and a tensor have in common; returns how many numbers that is."""
+    target, begin = whole_or_part(into), _region(into)[0]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(start, piece.get_shape(), begin, target.shape, strict=True)]
+    low = [max(a, b) for a, b in zip(start, begin)]
+    if any(a >= b for a, b in zip(low, ends)):
+        return 0
+    common = target[tuple(slice(a - b, e - b) for a, e, b in zip(low, ends, begin))]
+    common.copy_(piece[tuple(slice(a - s, e - s) for a, e, s in zip(low, ends, start))])
+    return common.numel()
+
+
+def whole_or_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be divided."""
+    return tensor.to_local() if is_divided(tensor) else tensor
+
+
+def _region(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """Where this process's part of a tensor begins, and its shape."""
+    if not is_divided(tensor):
+        return [0] * tensor.dim(), list(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert all(placement.is_shard() for placement in tensor.placements), "a piece must be in one file only"
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(offset), list(shape)

@@ -119,7 +119,13 @@ def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logit
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:
     """The folder or hub id that transformers reads, and its options for a GGUF file."""
-    return (str(Path(name).parent), {"gguf_file": Path(name).name}) if name.endswith(".gguf") else (name, {})
+    if not name.endswith(".gguf"):
+        return name, {}
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise SparseRLError(f"{name} is a GGUF file, which needs gguf: pip install 'sparse-rl[gguf]'.") from error
+    return str(Path(name).parent), {"gguf_file": Path(name).name}
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:

@@ -14,7 +14,8 @@ math-verify alone would accept a tuple in any order, `-2` for `-2,-2`, 52 in bas
 4.6e-24; these are checked here. A reference with a base agrees with an answer without one, because its question asks
 for the base, but not vice versa.
 
-Not checked: answers longer than 1,000 characters, which are wrong; which unit it is; the case of letters (`R` is `r`).
+Not checked: answers longer than 1,000 characters or with more than 25 brackets inside each other, which are wrong;
+which unit it is; the case of letters (`R` is `r`).
 Numbers must agree to 6 decimals, small ones also to 3 digits.
 """
 
@@ -30,6 +31,7 @@ from ..errors import SparseRLError
 from .notation import TEXT, WORD_STYLE, legible, tidy, without_unit
 
 LONGEST = 1000  # characters of an answer that is read; the longest reference in common data has about 200
+DEEPEST = 25  # brackets inside each other; references in common data have at most 4
 SMALL = 0.01  # below this, 6 decimals are too coarse
 
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*)")
@@ -58,7 +60,7 @@ def last_boxed(text: str) -> str | None:
 
 def verdict(gold: str, answer: str) -> str:
     """right, wrong, or bad gold."""
-    if len(answer) > max(LONGEST, 2 * len(gold)):
+    if len(answer) > max(LONGEST, 2 * len(gold)) or depth(answer) > max(DEEPEST, 2 * depth(gold)):
         return "wrong"
     expected, given = tidy(gold), tidy(answer)
     if _bare(expected) == _bare(given):
@@ -73,6 +75,11 @@ def verdict(gold: str, answer: str) -> str:
     if not readings(expected):
         return "bad gold"
     return "right" if _same(expected, given) else "wrong"
+
+
+def depth(expression: str) -> int:
+    """How many brackets are open at most."""
+    return max(accumulate((c in "([{") - (c in ")]}") for c in expression), default=0)
 
 
 def how_graded(gold: str) -> str:

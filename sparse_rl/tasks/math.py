@@ -73,6 +73,7 @@ class Split:
 class Math(Task):
     name = "math"
     isolated = True
+    keeps_spare = True
     grading_limits = Limits(memory=4.0)  # 10^{10^{10}} must not take all memory before its deadline
 
     def __init__(

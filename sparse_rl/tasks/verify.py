@@ -2,11 +2,14 @@
 
     parent                               child (worker.py)
     name, options, limits       ->       makes its own copy of the task; "ready"            once
-    prompt, text                ->       reward, verdict, message                           for every completion
+    prompt, text, CPU seconds   ->       reward, verdict, named rewards, message            for every completion
 
 One loop serves all children. A child that misses the deadline is killed, and its completion is graded "timeout"; if a
-child dies, its completion is graded "error"; both are replaced. Children ignore Ctrl-C, and end when their stdin closes
-or when they overstay, so nothing remains even if the parent is killed.
+child dies, its completion is graded "error"; both are replaced. After n timeouts, the next completions of a call may
+take deadline / (n + 1) seconds of CPU time, but at least QUICK: a thousand answers that never end cost minutes and not
+hours. Only tasks that keep a spare process (`Task.keeps_spare`) heed this, and replace a child within milliseconds.
+Children ignore Ctrl-C, and end when their stdin closes or when they overstay, so nothing remains even if the parent is
+killed.
 
 This guards against accidents, not malice: a reward may still read files, use the network, or manipulate its process.
 """
@@ -33,13 +36,14 @@ from ..errors import SparseRLError, require_int
 
 START = 120.0  # seconds that a child may take to import and make its task
 GRACE = 2.0  # seconds after its deadline when a child ends itself, in case the parent is gone
+QUICK = 0.25  # CPU seconds that every completion may take, whatever was met before; most need a hundredth of it
 FAILED_STARTS = 3  # after so many children that died before they were ready, no more are started
 HEADER = struct.Struct(">Q")  # the length of the message that follows
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from sparse_rl.tasks.worker import main; main()"
 _LATE, _DEAD = object(), object()
 _POOLS: weakref.WeakValueDictionary[bytes, Pool] = weakref.WeakValueDictionary()
 
-Outcome = tuple[float, str, "str | None"]  # reward, verdict, message of an error
+Outcome = tuple[float, str, dict[str, float], "str | None"]  # reward, verdict, named rewards, message of an error
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,13 @@ class Child:
         code = self.process.wait()
         self.stdin.close()
         self.stdout.close()
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"
+        return how_ended(code)
+
+
+def how_ended(code: int) -> str:
+    """The end of a process in words; a negative code is that of a signal."""
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"
 
 
 class Pool:
@@ -144,7 +153,7 @@ class Pool:
         _end_all(self._children)
 
     def _grade(self, items: Sequence[tuple[Any, str]]) -> list[Outcome]:
-        waiting, found = deque(range(len(items))), {}
+        waiting, found, timeouts = deque(range(len(items))), {}, 0
         self._failed_starts = []
         for child in self._children:
             if not child.ready:
@@ -154,8 +163,10 @@ class Pool:
             for child in self._children:
                 if waiting and not child.busy:
                     child.item = waiting.popleft()
-                    prompt, _ = items[child.item]
-                    child.send(_packed(items[child.item], f"the answer of prompt {prompt.index}"), self.limits.deadline)
+                    prompt, text = items[child.item]
+                    patience = max(min(QUICK, self.limits.deadline), self.limits.deadline / (timeouts + 1))
+                    message = _packed((prompt, text, patience), f"the answer of prompt {prompt.index}")
+                    child.send(message, self.limits.deadline)
             for child, reply in self._replies():
                 if reply is _LATE or reply is _DEAD:
                     late = time.monotonic() >= child.until  # or it ended itself because it was late
@@ -164,14 +175,16 @@ class Pool:
                     if not child.ready:
                         self._failed_starts.append(f"was not ready after {START:g} s" if late else ending)
                     else:
-                        error = (0.0, "error", f"the grading process {ending}")
-                        found[child.item] = (0.0, "timeout", None) if late else error
+                        error = (0.0, "error", {}, f"the grading process {ending}")
+                        found[child.item] = (0.0, "timeout", {}, None) if late else error
+                        timeouts += late
                 elif not child.ready:
                     child.ready = reply == "ready"
                     if not child.ready:
                         raise SparseRLError(f"completions of the task {self.name} cannot be graded: {reply}")
                 else:
                     found[child.item], child.item = reply, None
+                    timeouts += reply[1] == "timeout"
         return [found[i] for i in range(len(items))]
 
     def _hire(self, needed: int) -> None:

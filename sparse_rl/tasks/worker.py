@@ -1,22 +1,29 @@
 """The other end of verify.py: a process that grades completions of one task until its stdin closes.
 
 Messages use copies of stdin and stdout; the reward itself gets an empty stdin, and what it prints goes to stderr.
+
+A task that keeps a spare is graded by a copy of this process (a fork, made once the task is prepared). An answer that
+takes more CPU time than it may ends the copy, and the next copy is there within milliseconds, where a new process would
+import for seconds.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import pickle
 import select
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from typing import BinaryIO
 
 from ..errors import SparseRLError
 from .base import Task, judged, make
-from .verify import GRACE, HEADER, START, frame
+from .verify import GRACE, HEADER, START, Outcome, frame, how_ended
 
 
 def main() -> None:
@@ -61,19 +68,64 @@ def serve() -> None:
         return
     outbox.write(frame(pickle.dumps("ready")))
     faulthandler.cancel_dump_traceback_later()
-    while (message := _receive(inbox, parent)) is not None:
-        overstay(limits["deadline"])
-        outbox.write(frame(pickle.dumps(outcome(task, message))))
-        faulthandler.cancel_dump_traceback_later()
+    spare = task.keeps_spare and threading.active_count() == 1  # threads do not survive in a copy
+    busy = mmap.mmap(-1, 1)  # shared with the copies: 1 while a completion is graded
+
+    def grade_all(parent: int) -> None:
+        while (message := _receive(inbox, parent)) is not None:
+            busy[0] = 1
+            overstay(limits["deadline"])
+            found = outcome(task, message, limited=spare)
+            busy[0] = 0
+            outbox.write(frame(pickle.dumps(found)))
+            faulthandler.cancel_dump_traceback_later()
+
+    if not spare:
+        grade_all(parent)
+        return
+    while (code := run_copy(grade_all, parent)) != 0:
+        if not busy[0]:
+            os._exit(1)  # it died idle; the parent starts another process
+        busy[0] = 0
+        late = code == -signal.SIGPROF
+        error: Outcome = (0.0, "error", {}, f"the grading process {how_ended(code)}")
+        outbox.write(frame(pickle.dumps((0.0, "timeout", {}, None) if late else error)))
 
 
-def outcome(task: Task, message: bytes) -> tuple[float, str, str | None]:
+def run_copy(work: Callable[[int], None], parent: int) -> int:
+    """Run `work` in a copy of this process until it ends, or until the parent is gone; returns its exit code."""
+    alive, held = os.pipe()  # the copy alone holds one end
+    pid = os.fork()
+    if pid == 0:
+        os.close(alive)
+        try:
+            work(os.getppid())
+            os._exit(0)
+        except BrokenPipeError:
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(held)
+    while not select.select([alive], [], [], 5.0)[0]:
+        if os.getppid() != parent:
+            os.kill(pid, signal.SIGKILL)
+            break
+    os.close(alive)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def outcome(task: Task, message: bytes, limited: bool) -> Outcome:
     try:
-        prompt, text = pickle.loads(message)
+        prompt, text, seconds = pickle.loads(message)
     except Exception as error:
-        return 0.0, "error", f"the prompt could not be read in the grading process ({type(error).__name__}: {error})"
+        problem = f"the prompt could not be read in the grading process ({type(error).__name__}: {error})"
+        return 0.0, "error", {}, problem
+    if limited:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time: SIGPROF ends the process, even inside C code
     grade, problem = judged(task, prompt, text)
-    return grade.reward, grade.verdict, problem
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return grade.reward, grade.verdict, dict(grade.parts), problem
 
 
 def limit_memory(gibibytes: float | None) -> None:

@@ -14,9 +14,10 @@ import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..beacon import beacon_of, save_beacon, without_beacon
 from ..distributed.world import World
@@ -25,7 +26,11 @@ from ..files import BEST, STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
 from ..models import no_progress_bar, record_base
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _SHARDS = "shards"
+_PARTIAL, _REPLACED = ".step-{:06d}.partial", ".step-{:06d}.replaced"  # while a checkpoint is written
 
 
 def save_checkpoint(
@@ -43,7 +48,7 @@ def save_checkpoint(
 
     The first process writes it, and every process writes its shards of the learner's state.
     """
-    path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
+    path, partial, replaced = (folder / name.format(step) for name in ("step-{:06d}", _PARTIAL, _REPLACED))
     world = world or World()
     state, shards = without_shards(state)
 
@@ -66,9 +71,10 @@ def save_checkpoint(
             for file in partial.rglob("*"):
                 flush(file)
             if path.exists():
-                shutil.rmtree(path)
+                os.rename(path, replaced)
             os.rename(partial, path)
             flush(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         keep_best(folder, best, keep)
 
     try:
@@ -80,6 +86,21 @@ def save_checkpoint(
         if world.first:
             shutil.rmtree(partial, ignore_errors=True)
     return path
+
+
+def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first, after removing what a kill left of others.
+
+    One that was about to be replaced is brought back.
+    """
+    for replaced in folder.glob(".step-*.replaced"):
+        whole = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not whole.exists():
+            os.rename(replaced, whole)
+    left = [*folder.glob(".step-*.*"), *(p for p in folder.glob("step-*") if p.is_dir() and not (p / STATE).exists())]
+    for unfinished in left:
+        shutil.rmtree(unfinished)
+    return find_checkpoints(folder)
 
 
 def keep_best(folder: Path, best: int | None, keep: int) -> None:
@@ -97,10 +118,12 @@ def keep_best(folder: Path, best: int | None, keep: int) -> None:
             flush(folder)
     for step, old in found[:-keep]:
         if step != best:
-            shutil.rmtree(old)
+            removed = folder / f".{old.name}.removed"
+            os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
+            shutil.rmtree(removed)
 
 
-def without_shards(state: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
     """The state with None for every tensor that is divided among processes, and these tensors by name."""
     shards = {}
 
@@ -173,7 +196,9 @@ def load_state(path: Path, like: dict | None = None) -> dict:
         return state
     try:
         return with_shards(state, like or {}, path / _SHARDS)
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError, SafetensorError) as error:
+        if isinstance(error, SparseRLError):
+            raise
         raise SparseRLError(
             f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
         ) from error

@@ -95,7 +95,7 @@ def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sha
     method = recipe.learn.resolve_method()
     return Learner(
         model,
-        recipe.optimizer,
+        recipe.scheduled_optimizer(),
         recipe.objective(loss),
         micro_batch_tokens=recipe.learn.micro_batch_tokens,
         temperature=recipe.rollout.temperature,
@@ -111,7 +111,7 @@ def make_students(recipe: Recipe, teacher: nn.Module, world: World) -> Students:
     return Students(
         teacher,
         recipe.student,
-        recipe.optimizer,
+        recipe.scheduled_optimizer(),
         recipe.learn.micro_batch_tokens,
         recipe.rollout.temperature,
         recipe.run.seed,

@@ -16,7 +16,7 @@ from ..models import Record, set_record
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
 from .best import Measured, best_of
-from .checkpoint import keep_best, load_state, save_checkpoint
+from .checkpoint import cleaned_checkpoints, keep_best, load_state, save_checkpoint
 from .log import Log
 from .parts import make_rollout_record
 
@@ -30,6 +30,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
     if progress.saved == progress.steps:
         return
     with uninterrupted():
+        check_finite(trainer)
         if learner.sharded is not None:
             trainer.source.wait_idle()
             trainer.publish_weights()
@@ -87,6 +88,22 @@ def record_of_student(record: Record, student: Student) -> Record:
     return replace(record, compressor=own, options={}, budget=None, interval=None, method="student", view=None)
 
 
+def check_finite(trainer: Trainer) -> None:
+    """Refuse to save weights that are not finite: the checkpoints before them are good."""
+    learners = [trainer.learner, *trainer.students.members]
+    finite = all(one.optimizer.is_finite() for one in learners)
+    if trainer.learner.sharded is not None:
+        finite = all(trainer.world.run_on_all(lambda: finite))
+    if finite:
+        return
+    found = find_checkpoints(trainer.folder / "checkpoints")
+    good = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint had been written before"
+    raise SparseRLError(
+        f"the weights are not finite after step {trainer.progress.steps}, so they were not saved; {good}. Lower "
+        f"optimizer.lr (now {trainer.recipe.optimizer.lr}) and go on with --resume."
+    )
+
+
 def save_after(trainer: Trainer, error: BaseException) -> None:
     """Save before an error ends the run, unless the weights may be between two steps or differ, or writing has failed.
 
@@ -112,7 +129,7 @@ def resume(trainer: Trainer) -> None:
     """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
     world, learner = trainer.world, trainer.learner
     where = trainer.folder / "checkpoints"
-    saved = world.run_on_first(lambda: {step: path.name for step, path in find_checkpoints(where)})
+    saved = world.run_on_first(lambda: {step: path.name for step, path in cleaned_checkpoints(where)})
     if saved:
         state = load_state(where / saved[max(saved)], {"learner": learner.state_dict()})
         learner.load_state_dict(state["learner"])
@@ -137,6 +154,4 @@ def forget_what_came_after(step: int, folder: Path, log: Log) -> list[dict]:
         number = samples.name.removeprefix("step-")
         if number.isdigit() and int(number) > step:
             shutil.rmtree(samples)
-    for unfinished in (folder / "checkpoints").glob(".*.partial"):
-        shutil.rmtree(unfinished)
     return [line for line in read_lines(log.files["metrics"]) if "eval/dense/accuracy" in line]

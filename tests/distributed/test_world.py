@@ -149,7 +149,7 @@ def test_another_number_of_processes_goes_on_with_a_run(alone, tmp_path, stages)
     """It is divided between two; then whole on one; then whole on three, one of which has a prompt less."""
     given, folder = write_recipe(tmp_path, eval={"every": 3}), tmp_path / "run"
     run("train", given, "--out", folder, "--num-processes", 2, "--run.steps", 2, "--model.shard", "true")
-    assert len(list((folder / "checkpoints" / "step-000002" / "shards").glob("__*"))) == 2
+    assert len(list((folder / "checkpoints" / "step-000002" / "shards").glob("process-*.safetensors"))) == 2
     assert load_model(str(folder / "checkpoints" / "step-000002"))[0] is not None  # an ordinary folder
     for steps, processes in stages:
         more = ["--num-processes", processes] if processes > 1 else []

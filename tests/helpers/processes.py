@@ -296,7 +296,7 @@ def check_shards(world, folder):
     try:
         save_shards({"x": learner.optimizer.masters[0].detach()}, path / "training.pt" / "shards")
     except OSError as error:
-        assert "process 0" in str(error)  # on every process
+        assert "Not a directory" in str(error)
     else:
         raise AssertionError("a file is not a folder")
 
@@ -312,7 +312,7 @@ def read_shards_alone(folder):
         assert master.detach().equal(value)
     for moment, value in zip(optimizer.state_dict()["exp_avg"], expected["moments"], strict=True):
         assert moment.equal(value)
-    next((path / "shards").glob("__1*")).unlink()
+    (path / "shards" / "process-00001.safetensors").unlink()
     for _ in range(2):  # a file of them is gone; all are
         try:
             load_state(path, {"learner": {"optimizer": optimizer.state_dict()}})

@@ -22,6 +22,7 @@ from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import tiny_tokenizer
 from sparse_rl.train.run import train
 from tests.helpers.models import prompts_of, tiny
+from tests.helpers.processes import recorded
 from tests.helpers.runs import recipe, weights
 
 STEADY = OptimizerSettings(lr=1e-3)
@@ -139,16 +140,12 @@ def test_a_step_has_the_gradient_of_the_pairs_in_fp64(case, view):
     (loss / total).backward()
 
     learner = Learner(now, STEADY, dpo, micro_batch_tokens=64)
-    found, step = [], learner.optimizer.step
-    learner.optimizer.step = lambda *args: (
-        found.extend(g.clone() for g in learner.optimizer.gradients()),
-        step(*args),
-    )[1]
+    found = recorded(learner)
     metrics = learner.step(batch).metrics
     assert metrics["update/loss"] == pytest.approx((loss / total).item(), rel=1e-4)
     size = math.sqrt(sum(p.grad.square().sum().item() for p in double.parameters()))
     assert size > 1e-3
-    for mine, p in zip(found, double.parameters(), strict=True):
+    for mine, p in zip(found[0], double.parameters(), strict=True):
         torch.testing.assert_close(mine.double(), p.grad, rtol=2e-3, atol=2e-4 * size)
 
 

@@ -1,8 +1,15 @@
 r"""Near misses: answers that are almost the reference are wrong, other forms of it are right, and nothing hangs."""
 
-from sparse_rl.tasks import TASKS, Grade, Prompt, make
+import threading
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from sparse_rl.tasks import TASKS, Grade, Prompt, equality, make, verify
 from sparse_rl.tasks.benchmarks import BENCHMARKS
 from tests.helpers.benchmark_files import STRING_ONLY, files
+from tests.helpers.bombs import bombs
 
 R, W, N, B = Grade(1.0, "right"), Grade(0.0, "wrong"), Grade(0.0, "no answer"), Grade(0.0, "bad gold")
 
@@ -443,3 +450,68 @@ def test_no_answer_stops_the_grading(tmp_path):
     }
     assert task.grade([Prompt("", "9", 0)], [box("9.0")]) == [R]
     task.close()
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The messages to grading processes; `cpu` replaces the CPU seconds in them."""
+    packed, messages = verify._packed, SimpleNamespace(all=[], cpu=None)
+
+    def keep(thing, what):
+        if what.startswith("the answer of prompt"):
+            thing = (*thing[:2], messages.cpu or thing[2])
+            messages.all.append(thing)
+        return packed(thing, what)
+
+    monkeypatch.setattr(verify, "_packed", keep)
+    return messages
+
+
+def test_bombs_cost_no_process_and_honest_answers_count(tmp_path, sent):
+    """What takes too much CPU time ends a copy of a process; the process stays."""
+    task = make("math500", folder=files(tmp_path), deadline=100, workers=2)
+    task.grade([Prompt("", "7", 0)] * 2, [box("14/2"), box("7.0")])
+    before = [child.process.pid for child in task._pool._children]
+    sent.cpu = 0.2
+    texts = [text for k, bomb in enumerate(bombs(10), 1) for text in (box(bomb), box(rf"\frac{{{7 * k}}}{{{k}}}"))]
+    assert len(set(texts)) == 20
+    grades = task.grade([Prompt("", "7", i) for i in range(20)], texts)
+    assert grades[1::2] == [R] * 10 and {grade.reward for grade in grades[::2]} == {0.0}
+    assert Grade(0.0, "timeout") in grades and {grade.verdict for grade in grades[::2]} <= {"timeout", "wrong", "error"}
+    assert [child.process.pid for child in task._pool._children] == before
+    task.close()
+
+
+def test_patience_shrinks_with_timeouts_and_returns_with_the_next_call(tmp_path, sent):
+    task = make("math500", folder=files(tmp_path), deadline=0.6, workers=1)
+    prompts = [Prompt("", "7", i) for i in range(4)]
+    task.grade(prompts, [box(f"{9 + i}^{{9^{{9^{{9}}}}}}") for i in range(3)] + [box("14/2")])
+    assert [round(seconds, 2) for _, _, seconds in sent.all] == [0.6, 0.3, 0.25, 0.25]
+    sent.all.clear()
+    assert task.grade(prompts[:1], [box("14/2")]) == [R] and [seconds for _, _, seconds in sent.all] == [0.6]
+    task.close()
+
+
+def test_a_copy_that_is_killed_costs_one_completion_and_leaves_no_process(tmp_path):
+    task = make("math500", folder=files(tmp_path), deadline=20, workers=1)
+    assert task.grade([Prompt("", "7", 0)], [box("14/2")]) == [R]
+    spare = psutil.Process(task._pool._children[0].process.pid)
+    (copy,) = spare.children()
+    threading.Timer(0.5, copy.kill).start()
+    grades = task.grade([Prompt("", "7", i) for i in range(2)], [box("9^{9^{9^{9}}}"), box("21/3")])
+    assert grades == [Grade(0.0, "error"), R] and "was ended by SIGKILL" in task.last_error
+    (other,) = spare.children()
+    task.close()
+    _, left = psutil.wait_procs([spare, copy, other], timeout=20)
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("deep", [r"\frac{1}{" * 60 + "2" + "}" * 60, "(" * 300 + "7" + ")" * 300])
+def test_deep_nesting_is_not_parsed(deep, monkeypatch):
+    monkeypatch.setattr(equality, "readings", lambda *_: pytest.fail("it was parsed"))
+    assert equality.verdict("7", deep) == "wrong"
+
+
+def test_a_reference_may_be_deep():
+    gold = r"\sqrt{1+" * 30 + "2" + "}" * 30
+    assert equality.verdict(gold, gold) == "right"
