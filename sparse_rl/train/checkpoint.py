@@ -104,11 +104,14 @@ def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def keep_best(folder: Path, best: int | None, keep: int) -> None:
-    """Let `best` point to the checkpoint of that step, then remove all but it and the newest `keep`."""
+    """Let the link point to the checkpoint of step `best`, then remove all but it and the newest `keep`."""
     found = find_checkpoints(folder)
     link = folder / f".{BEST}.link"
     link.unlink(missing_ok=True)
-    if best is not None and (target := dict(found).get(best)) is not None:
+    target = None if best is None else dict(found).get(best)
+    if target is None:
+        (folder / BEST).unlink(missing_ok=True)
+    else:
         with writing(folder / BEST):
             link.symlink_to(target.name)
             os.replace(link, folder / BEST)

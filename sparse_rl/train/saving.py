@@ -71,7 +71,7 @@ def save_if_best(trainer: Trainer, found: Measured) -> None:
 def link_best(trainer: Trainer) -> None:
     best, keep = trainer.progress.best, trainer.recipe.run.keep
     where = trainer.folder / "checkpoints"
-    trainer.world.run_on_first(lambda: keep_best(where, best.step, keep) if best else None)
+    trainer.world.run_on_first(lambda: keep_best(where, best.step if best else None, keep))
 
 
 def record_of_run(trainer: Trainer) -> Record:

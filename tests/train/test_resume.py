@@ -43,6 +43,7 @@ def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path):
     resume(trainer)
     assert trainer.steps_done == 2 and read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
     assert [p.name for p in (tmp_path / "run" / "samples").iterdir()] == ["step-000001"]
+    assert not (tmp_path / "run" / "checkpoints" / "best").is_symlink()
 
 
 def test_remedies_can_be_applied_on_resume(tmp_path, capsys):
