@@ -88,8 +88,8 @@ def serve() -> None:
             os._exit(1)  # it died idle; the parent starts another process
         busy[0] = 0
         late = code == -signal.SIGPROF
-        error: Outcome = (0.0, "error", {}, f"the grading process {how_ended(code)}")
-        outbox.write(frame(pickle.dumps((0.0, "timeout", {}, None) if late else error)))
+        died: Outcome = (0.0, "error", {}, f"the grading process {how_ended(code)}")
+        outbox.write(frame(pickle.dumps((0.0, "timeout", {}, None) if late else died)))
 
 
 def run_copy(work: Callable[[int], None], parent: int) -> int:

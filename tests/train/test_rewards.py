@@ -50,7 +50,7 @@ def test_named_rewards_are_logged_and_add_up(graded):
 
 def test_the_schedule_is_logged_and_resumed_to_the_byte(graded, tmp_path, capsys):
     folder, settings = graded
-    shutil.copytree(folder, tmp_path / "run")
+    shutil.copytree(folder, tmp_path / "run", symlinks=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
     train(settings, tmp_path / "run", resume=True, show=False)
     whole = (folder / "metrics.jsonl").read_bytes()
