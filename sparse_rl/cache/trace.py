@@ -26,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import SparseRLError
+from ..files import replace_file
 
 NEVER = 65535  # `evicted_at` of a token that stayed, in uint16
 _PLAIN, _EVENTS = "sparse_rl.trace.1", "sparse_rl.trace.2"  # a file's two forms
@@ -81,14 +82,11 @@ class Trace:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the smaller of the two forms, atomically: the file is whole or absent."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         crc = str(_crc(self.evicted_at))
         forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN, "crc32": crc})]
         if (events := _events(self.evicted_at)) is not None:
             forms.append(save(events, metadata={"format": _EVENTS, "crc32": crc}))
-        partial.write_bytes(_in_order(min(forms, key=len)))
-        os.replace(partial, path)
+        replace_file(Path(path), _in_order(min(forms, key=len)))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:

@@ -10,9 +10,10 @@ A checkpoint is written under another name, flushed to disk, and renamed. Any nu
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,13 +186,14 @@ def load_state(path: Path, like: dict | None = None) -> dict:
 
     `like`: the current state, for its shapes; needed where processes wrote shards.
     """
-    try:
+    with restoring(path):
+        with zipfile.ZipFile(path / STATE) as file:  # torch writes checksums, but does not look at them
+            if (torn := file.testzip()) is not None:
+                raise ValueError(f"the checksum of {torn} is wrong")
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise SparseRLError(
-            f"{path / STATE} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
-        ) from error
-    torch.set_rng_state(state.pop("torch_rng"))
+        if path.name != f"step-{state['step']:06d}":
+            raise ValueError(f"it is of step {state['step']}")
+        torch.set_rng_state(state.pop("torch_rng"))
     if not state.pop("shards", (path / _SHARDS).is_dir()):
         return state
     try:
@@ -201,6 +203,20 @@ def load_state(path: Path, like: dict | None = None) -> dict:
             raise
         raise SparseRLError(
             f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
+        ) from error
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """A checkpoint whose state cannot be read, or does not fit the run, is named in one sentence."""
+    try:
+        yield
+    except (SparseRLError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # damaged bytes lead to errors of any type
+        why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)[:300]
+        raise SparseRLError(
+            f"{path / STATE} is damaged ({why}); remove {path} to go on from the checkpoint before it."
         ) from error
 
 
