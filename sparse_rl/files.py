@@ -34,14 +34,35 @@ def writing(path: Path) -> Iterator[None]:
             "PytorchStreamWriter|inline_container|No space|unexpected pos", str(error)
         ):
             raise  # torch reports failed writes as RuntimeError, but many other failures as well
-        there = next(folder for folder in path.parents if folder.exists())
-        free = shutil.disk_usage(there).free / 2**20
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        why = "the disk is full" if full else first_line(error)
+        why, remedy = why_not(error, path)
         raise CannotWrite(
-            f"{path} could not be written ({why}; {free:,.0f} MiB free); nothing half-written was left there. "
-            "Free some space or choose another place, and repeat the command; a run continues with --resume."
+            f"{path} could not be written ({why}); nothing half-written was left there. {remedy}, and repeat the "
+            "command; a run continues with --resume."
         ) from error
+
+
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def why_not(error: Exception, path: Path) -> tuple[str, str]:
+    """Why a file could not be written, and what to do about it."""
+    found = re.search(r"\(os error (\d+)\)", str(error))  # safetensors tells the number in its text
+    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    if number in _FORBIDDEN:
+        read_only = "the file system is read-only" if number == errno.EROFS else "you may not write there"
+        return read_only, "Choose a folder in which you may write"
+    if number == errno.ENAMETOOLONG:
+        return "its name is too long", "Choose a shorter one"
+    if number in _FULL or "No space left" in str(error):
+        return f"the disk is full: {_free(path)}", "Free some space or choose another place"
+    said = getattr(error, "strerror", None) or first_line(error)
+    return f"{said}; {_free(path)}", "Choose another place, or repair this one"
+
+
+def _free(path: Path) -> str:
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    return f"{shutil.disk_usage(there).free / 2**20:,.0f} MiB free"
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -68,6 +89,15 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8; JSON and YAML can name halves of surrogate pairs, which cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def append_line(path: Path, values: Mapping) -> None:
     """Append one line of JSON."""
     with writing(path), path.open("a", encoding="utf-8") as file:
@@ -78,14 +108,19 @@ def read_lines(path: Path) -> list[dict]:
     """The complete lines of a file of JSON lines; an empty list if there is no file."""
     if not path.exists():
         return []
-    with path.open(encoding="utf-8") as lines:
-        whole = [line for line in lines if line.endswith("\n")]
-    try:
-        return [json.loads(line) for line in whole]
-    except json.JSONDecodeError as error:
-        raise SparseRLError(
-            f"{path} holds a line that is not JSON ({error}); remove the line, or the file, and go on."
-        ) from error
+    found = []
+    with path.open("rb") as lines:
+        for number, line in enumerate((line for line in lines if line.endswith(b"\n")), 1):
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also: not UTF-8, or a number of thousands of digits
+                raise SparseRLError(
+                    f"{path}, line {number} is not JSON ({first_line(error)}); remove the line, or the file, and go on."
+                ) from error
+            if not isinstance(values, dict):
+                raise SparseRLError(f"{path}, line {number} is not an object; remove the line, or the file, and go on.")
+            found.append(values)
+    return found
 
 
 def line_of(values: Mapping) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .cache import Trace
 from .errors import SparseRLError
+from .files import writing
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class TrajectoryWriter:
     def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None, **more) -> None:
         """`prompt`, `text` and `more` are for human readers; the record is complete without them."""
         if self._file is None:
-            (self.folder / "traces").mkdir(parents=True, exist_ok=True)
-            self._file = self.lines.open("a", encoding="utf-8")
+            with writing(self.lines):
+                (self.folder / "traces").mkdir(parents=True, exist_ok=True)
+                self._file = self.lines.open("a", encoding="utf-8")
         trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
         trajectory.trace.save(self.folder / trace)
         beacons = {}
@@ -115,12 +117,14 @@ class TrajectoryWriter:
             "trace": trace,
             **beacons,
         }
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with writing(self.lines):
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with writing(self.lines):
+                self._file.close()
 
     def __enter__(self) -> TrajectoryWriter:
         return self

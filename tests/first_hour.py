@@ -21,8 +21,7 @@ from sparse_rl.cli.main import app
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-STEP = ["--rollout.prompts=2", "--rollout.group_size=2", "--rollout.rows=4", "--learn.minibatches=1"]
-STEP += ["--eval.prompts=2"]
+STEP = ["--rollout.prompts", 2, "--rollout.group_size", 2, "--learn.minibatches", 1, "--eval.prompts", 2]
 
 RECIPE = r"""
 model: {name: my-model, lora_rank: 4}
@@ -107,11 +106,11 @@ def has(command: str) -> bool:
     return any((c.name or c.callback.__name__) == command for c in app.registered_commands if c.callback)
 
 
-def test_look_around(sparse_rl, clone):
-    assert str(clone) in subprocess.run(
-        [sys.executable, "-c", "import sparse_rl; print(sparse_rl.__file__)"],
-        env={**os.environ, "PYTHONPATH": str(clone)}, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+def test_look_around(sparse_rl, clone, home):
+    where = [sys.executable, "-c", "import sparse_rl; print(sparse_rl.__file__)"]
+    environment = {**os.environ, "PYTHONPATH": str(clone)}
+    found = subprocess.run(where, cwd=home, env=environment, capture_output=True, text=True).stdout
+    assert found.startswith(str(clone))
     assert "sparse-rl" in sparse_rl("--version") and "train" in sparse_rl("--help")
     for what in ("recipes", "tasks", "compressors", "presets", "templates", "keys"):
         sparse_rl("list", what)

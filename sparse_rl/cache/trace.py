@@ -13,6 +13,7 @@ eviction.
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import SparseRLError
+from ..files import replace_file
 
 NEVER = 65535  # `evicted_at` of a token that stayed, in uint16
 _PLAIN, _EVENTS = "sparse_rl.trace.1", "sparse_rl.trace.2"  # a file's two forms
@@ -80,14 +82,11 @@ class Trace:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the smaller of the two forms, atomically: the file is whole or absent."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         crc = str(_crc(self.evicted_at))
         forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN, "crc32": crc})]
         if (events := _events(self.evicted_at)) is not None:
             forms.append(save(events, metadata={"format": _EVENTS, "crc32": crc}))
-        partial.write_bytes(min(forms, key=len))
-        os.replace(partial, path)
+        replace_file(Path(path), _in_order(min(forms, key=len)))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -169,3 +168,13 @@ def visible(evicted_at: Tensor) -> Tensor:
     index = torch.arange(evicted_at.shape[-1], device=evicted_at.device, dtype=torch.int32)
     causal = index[None, :] <= index[:, None]
     return causal & (index[:, None] < evicted_at.to(torch.int32)[..., None, :])
+
+
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file with its header in alphabetical order: safetensors shuffles metadata, and the same trace must
+    make the same file.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    assert len(header) <= size
+    return content[:8] + header.ljust(size) + content[8 + size :]

@@ -5,6 +5,7 @@ A command's file parses options, calls the package and prints. torch is imported
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -12,10 +13,12 @@ import typer
 
 from .. import __version__
 from ..errors import SparseRLError
+from ..files import is_text
 from .bench import bench
 from .data import data
 from .demo import demo
 from .eval import eval_
+from .export import export
 from .list import list_
 from .plan import plan
 from .report import report
@@ -53,6 +56,7 @@ app.command(context_settings=WITH_OVERRIDES)(warmup)
 app.command()(data)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
+app.command()(export)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
 app.command()(report)
@@ -62,9 +66,14 @@ app.command()(demo)
 def main() -> None:
     """Run a command; a mistake of the user becomes one sentence on stderr, without a traceback."""
     try:
+        check_arguments(sys.argv)
         code = app(standalone_mode=False)  # a number if the command asked to exit, else what it returned
     except SparseRLError as error:
         sys.exit(f"sparse-rl: {error}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"sparse-rl: {os.fsdecode(error.filename)} cannot be used: {error.strerror}.")
     except Exception as error:
         show, exit_code = getattr(error, "show", None), getattr(error, "exit_code", None)
         if show is None or exit_code is None:
@@ -72,3 +81,10 @@ def main() -> None:
         show()  # a usage mistake, in click's own words
         sys.exit(exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Refuse arguments that are not UTF-8: neither JSON nor YAML could repeat such a path."""
+    for argument in arguments:
+        if not is_text(argument):
+            raise SparseRLError(f"{os.fsencode(argument)!r} is not UTF-8 text; rename it, or use another.")

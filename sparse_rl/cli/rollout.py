@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from ..errors import RolloutInterrupted, SparseRLError
+from ..files import first_line, is_text
+from ..signals import stoppable
 from .options import Dtype, InheritedBudget, InheritedInterval, ModelName, Trust, overrides
 
 NEW_TOKENS = 256  # unless training or the user says
@@ -76,6 +78,7 @@ def rollout(
     length = max_new_tokens or taken.get("max_new_tokens", NEW_TOKENS)
     sampling = Sampling(length, temperature, top_k, top_p, tuple(stop_id or ()))
     lines = read_prompts(prompts, field)
+    writer = TrajectoryWriter(out)  # refuses a folder that is in use
     lm, tokenizer = load_model(trained.model, dtype, seed=seed)
     sampling = sampling if stop_id else replace(sampling, stop_ids=stop_ids(lm, tokenizer))
     if chat and tokenizer.chat_template is None:
@@ -85,7 +88,7 @@ def rollout(
     encoded = iter([encode(tokenizer, text) for text in texts])
     ids = [line["tokens"] if "tokens" in line else next(encoded) for line in lines]
     engine = Engine(lm, make(cache.compressor, **cache.options), cache.budget, cache.interval, rows)
-    with TrajectoryWriter(out) as writer:
+    with writer, stoppable():
 
         def save(trajectory: Trajectory) -> None:
             prompt = tokenizer.decode(trajectory.prompt_tokens)
@@ -147,16 +150,18 @@ def parse_prompt(text: str, field: str, where: str) -> dict:
     """One line of a file of prompts."""
     try:
         line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SparseRLError(f"{where} is not JSON ({error}).") from error
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        raise SparseRLError(f"{where} is not JSON ({first_line(error)}).") from error
     if not isinstance(line, dict):
         raise SparseRLError(f"{where} is not an object but {type(line).__name__}; give one object per line.")
     tokens = line.get("tokens")
     if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
         return {"tokens": tokens}
     if isinstance(line.get(field), str):
+        if not is_text(line[field]):
+            raise SparseRLError(f"{where}: {field!r} holds half of a surrogate pair, which is not text; repair it.")
         return {"text": line[field]}
     raise SparseRLError(
-        f"{where} has no text {field!r} and no list of token ids `tokens` (it has: {', '.join(line)}); "
+        f"{where} has no text {field!r} and no list of token ids `tokens` (it has: {', '.join(line)[:300]}); "
         "name its field with --field."
     )

@@ -229,7 +229,7 @@ class Learner:
 
     def load_state_dict(self, state: dict) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self.version, self.skipped = state["version"], state["skipped"]
+        self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
 @contextmanager

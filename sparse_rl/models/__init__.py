@@ -1,5 +1,6 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
+from .adapters import base_of, is_adapter, record_base, set_base
 from .folder import no_progress_bar
 from .load import (
     check_folder,
@@ -10,7 +11,7 @@ from .load import (
     with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits
-from .record import Record, find_model, read_record, record_of, set_record, write_record
+from .record import Record, find_model, read_record, record_of, set_record
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
@@ -20,6 +21,7 @@ __all__ = [
     "Float32Head",
     "ModelShape",
     "Record",
+    "base_of",
     "check_folder",
     "check_logits",
     "check_model",
@@ -31,12 +33,15 @@ __all__ = [
     "evaluating",
     "find_model",
     "head_chunk",
+    "is_adapter",
     "load_config",
     "load_model",
     "no_progress_bar",
     "own_stop_ids",
     "read_record",
+    "record_base",
     "record_of",
+    "set_base",
     "set_logits",
     "set_record",
     "shape_config",
@@ -44,5 +49,4 @@ __all__ = [
     "tiny_tokenizer",
     "weight_bytes",
     "with_lora",
-    "write_record",
 ]

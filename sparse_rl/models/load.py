@@ -14,6 +14,7 @@ from torch import nn
 
 from ..beacon import beacon_of, load_beacon
 from ..errors import SparseRLError, nearest
+from .adapters import base_of, is_adapter
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
 from .record import Record, find_model, read_record, set_record
@@ -80,6 +81,8 @@ def load_model(
     with reading(name):
         check_layers(source)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        if is_adapter(source):
+            return _load_adapters(source, tokenizer, dtype, device, logits)
         if not options:
             check_size(source)
         if options and hasattr(transformers, "GgufConfig"):  # a transformers without it always unpacks the weights
@@ -101,6 +104,17 @@ def load_model(
     repair(model, tokenizer)
     whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
     return set_logits(whole.to(device).eval(), logits or (record or Record()).logits), tokenizer
+
+
+def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logits: str | None):
+    """The base with adapters in its layers, and their tokenizer."""
+    name, seed = base_of(folder)
+    record = read_record(folder) or Record()
+    base, _ = load_model(name, dtype, device, seed, logits or record.logits)
+    check_tensors(folder, vars(cast("PreTrainedModel", base).load_adapter(folder)))
+    set_record(base, record)
+    repair(base, tokenizer)
+    return base.eval(), tokenizer
 
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:

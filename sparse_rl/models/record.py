@@ -36,6 +36,7 @@ class Record:
     """None: not known, or the training did not have it."""
 
     start: str | None = None  # the model that training began with, as its recipe names it
+    start_seed: int | None = None  # of its weights, if they were random
     method: str | None = None
     view: str | None = None
     step: int | None = None
@@ -99,18 +100,20 @@ def read_record(source: str) -> Record | None:
         path = _find(source, name)
         if path is None or not path.is_file():
             continue
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise SparseRLError(f"{path} is not JSON ({error}); copy it again from where it was trained.") from error
+        values = read_object(path)
         return Record.from_dict(values, str(path)) if name == FILE else _from_config(values, str(path))
     return None
 
 
-def write_record(folder: Path, model) -> None:
-    """Write the record of an adapter's model beside it."""
-    record = record_of(model) or Record()
-    (folder / FILE).write_text(json.dumps(record.to_dict(), indent=1) + "\n", encoding="utf-8")
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, which may be a stranger's."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
+        raise SparseRLError(f"{path} is not JSON ({error}); copy it again from where the model comes.") from error
+    if not isinstance(values, dict):
+        raise SparseRLError(f"{path} holds {type(values).__name__}, not an object with keys; copy it again.")
+    return values
 
 
 def find_model(name: str) -> str:

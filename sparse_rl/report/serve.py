@@ -19,6 +19,8 @@ from .page import page
 
 LOOPBACK = "127.0.0.1"
 EVERY = 2.0  # seconds between two requests of the page
+PATIENCE = 10.0  # seconds that a connection may be silent, in either direction
+MOST = 32  # connections at a time; the next is closed at once
 _FILES = ("metrics.jsonl", "timing.jsonl", "recipe.yaml", "samples")
 
 
@@ -27,6 +29,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, paths: Sequence[Path], port: int = 0):
         self.paths, self.lock = list(paths), threading.Lock()
+        self.places = threading.BoundedSemaphore(MOST)
         self.made: tuple[tuple, dict, bytes] | None = None  # (status of the files, the document, its JSON)
         if not 0 <= port < 65536:
             raise SparseRLError(f"--port is {port}; it must be between 0 (any free port) and 65535.")
@@ -36,6 +39,22 @@ class Server(ThreadingHTTPServer):
             raise SparseRLError(
                 f"port {port} cannot be used ({error.strerror}); choose another with --port, or 0 for any free one."
             ) from error
+
+    def process_request(self, request, client_address) -> None:
+        if not self.places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started, which would have given the place back
+            self.places.release()
+            raise
+
+    def process_request_thread(self, request, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
 
     def handle_error(self, request, client_address) -> None:
         """Say nothing about a reader who leaves in the middle of an answer; report everything else."""
@@ -59,6 +78,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]  # typeshed has the base class here
     protocol_version = "HTTP/1.1"
+    timeout = PATIENCE
 
     def do_GET(self) -> None:
         port = self.server.server_port

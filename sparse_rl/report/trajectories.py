@@ -240,7 +240,7 @@ class Texts:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(found[-1][1], local_files_only=True)
+            return AutoTokenizer.from_pretrained(found[-1][1], local_files_only=True, trust_remote_code=False)
         except Exception as error:  # a damaged folder may fail in any way
             why = " ".join(str(error).split())[:200]
             self.notes.append(f"the tokenizer of {found[-1][1].name} cannot be loaded ({why}): token ids are shown")

@@ -10,9 +10,10 @@ A checkpoint is written under another name, flushed to disk, and renamed. Any nu
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import BEST, STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import no_progress_bar, write_record
+from ..models import no_progress_bar, record_base
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -104,11 +105,14 @@ def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def keep_best(folder: Path, best: int | None, keep: int) -> None:
-    """Let `best` point to the checkpoint of that step, then remove all but it and the newest `keep`."""
+    """Let the link point to the checkpoint of step `best`, then remove all but it and the newest `keep`."""
     found = find_checkpoints(folder)
     link = folder / f".{BEST}.link"
     link.unlink(missing_ok=True)
-    if best is not None and (target := dict(found).get(best)) is not None:
+    target = None if best is None else dict(found).get(best)
+    if target is None:
+        (folder / BEST).unlink(missing_ok=True)
+    else:
         with writing(folder / BEST):
             link.symlink_to(target.name)
             os.replace(link, folder / BEST)
@@ -174,7 +178,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
-        write_record(folder, model)
+        record_base(folder, model)
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:
@@ -182,13 +186,14 @@ def load_state(path: Path, like: dict | None = None) -> dict:
 
     `like`: the current state, for its shapes; needed where processes wrote shards.
     """
-    try:
+    with restoring(path):
+        with zipfile.ZipFile(path / STATE) as file:  # torch writes checksums, but does not look at them
+            if (torn := file.testzip()) is not None:
+                raise ValueError(f"the checksum of {torn} is wrong")
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise SparseRLError(
-            f"{path / STATE} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
-        ) from error
-    torch.set_rng_state(state.pop("torch_rng"))
+        if path.name != f"step-{state['step']:06d}":
+            raise ValueError(f"it is of step {state['step']}")
+        torch.set_rng_state(state.pop("torch_rng"))
     if not state.pop("shards", (path / _SHARDS).is_dir()):
         return state
     try:
@@ -198,6 +203,20 @@ def load_state(path: Path, like: dict | None = None) -> dict:
             raise
         raise SparseRLError(
             f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
+        ) from error
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """A checkpoint whose state cannot be read, or does not fit the run, is named in one sentence."""
+    try:
+        yield
+    except (SparseRLError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # damaged bytes lead to errors of any type
+        why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)[:300]
+        raise SparseRLError(
+            f"{path / STATE} is damaged ({why}); remove {path} to go on from the checkpoint before it."
         ) from error
 
 

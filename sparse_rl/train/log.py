@@ -34,7 +34,10 @@ class Log:
     def cut(self, step: int) -> None:
         """Forget what came after a step: a resumed run writes it again."""
         for path in self.files.values():
-            kept = [line for line in read_lines(path) if line["step"] <= step]
+            lines = read_lines(path)
+            if not all(isinstance(line.get("step"), int) for line in lines):
+                raise SparseRLError(f"{path} holds a line without a whole `step`; remove the line, and go on.")
+            kept = [line for line in lines if line["step"] <= step]
             write_text(path, "".join(line_of(values) for values in kept))
 
     def close(self) -> None:

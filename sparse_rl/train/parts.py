@@ -39,6 +39,7 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
     """What every training records: start, task and ends."""
     return Record(
         start=recipe.model.name,
+        start_seed=recipe.run.seed,
         task=task.full_name or recipe.task.name,
         task_options={**recipe.task.options, **recipe.eval.options},
         template=task.template,

@@ -13,7 +13,7 @@ import dataclasses
 import fcntl
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
-from ..files import write_text
+from ..files import write_text, writing
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, make_training_plan
@@ -51,8 +51,10 @@ def train(
     with ExitStack() as held:
 
         def begin() -> list[str]:
-            folder.mkdir(parents=True, exist_ok=True)
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(folder_lock(folder))
+            held.enter_context(vanishing(folder) if not resume else nullcontext())
             require_space(folder, checkpoint_bytes(trainer))
             return check_folder(folder, recipe, resume)  # again: loading the model took time, in which others may come
 
@@ -120,7 +122,9 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; the lock ends with the process, however that ends."""
-    with (folder / ".lock").open("w") as file:
+    with writing(folder / ".lock"):
+        file = (folder / ".lock").open("w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -128,6 +132,20 @@ def folder_lock(folder: Path) -> Iterator[None]:
                 f"another process is training in {folder}; wait for it, or choose another folder with --out."
             ) from error
         yield
+
+
+@contextmanager
+def vanishing(folder: Path) -> Iterator[None]:
+    """A run that is refused before it wrote anything leaves a folder in which the next attempt can begin."""
+    try:
+        yield
+    except SparseRLError:
+        if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+            with suppress(OSError):  # the refusal is what the user must read
+                (folder / "recipe.yaml").unlink(missing_ok=True)
+                (folder / ".lock").unlink(missing_ok=True)
+                folder.rmdir()
+        raise
 
 
 def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> TrainingPlan:

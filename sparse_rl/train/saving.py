@@ -16,7 +16,7 @@ from ..models import Record, set_record
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
 from .best import Measured, best_of
-from .checkpoint import cleaned_checkpoints, keep_best, load_state, save_checkpoint
+from .checkpoint import cleaned_checkpoints, keep_best, load_state, restoring, save_checkpoint
 from .log import Log
 from .parts import make_rollout_record
 
@@ -71,7 +71,7 @@ def save_if_best(trainer: Trainer, found: Measured) -> None:
 def link_best(trainer: Trainer) -> None:
     best, keep = trainer.progress.best, trainer.recipe.run.keep
     where = trainer.folder / "checkpoints"
-    trainer.world.run_on_first(lambda: keep_best(where, best.step, keep) if best else None)
+    trainer.world.run_on_first(lambda: keep_best(where, best.step if best else None, keep))
 
 
 def record_of_run(trainer: Trainer) -> Record:
@@ -131,14 +131,16 @@ def resume(trainer: Trainer) -> None:
     where = trainer.folder / "checkpoints"
     saved = world.run_on_first(lambda: {step: path.name for step, path in cleaned_checkpoints(where)})
     if saved:
-        state = load_state(where / saved[max(saved)], {"learner": learner.state_dict()})
-        learner.load_state_dict(state["learner"])
-        learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
-        trainer.sampler.budget.load_state_dict(state.get("budget"))
-        trainer.publish_weights()
-        trainer.students.load_state_dict(state.get("students", {}))
-        trainer.sampler.lengths.load_state_dict(state.get("lengths"))
-        trainer.progress.resume(state["step"], trainer.versions)
+        newest = where / saved[max(saved)]
+        state = load_state(newest, {"learner": learner.state_dict()})
+        with restoring(newest):
+            learner.load_state_dict(state["learner"])
+            learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
+            trainer.sampler.budget.load_state_dict(state.get("budget"))
+            trainer.publish_weights()
+            trainer.students.load_state_dict(state.get("students", {}))
+            trainer.sampler.lengths.load_state_dict(state.get("lengths"))
+            trainer.progress.resume(state["step"], trainer.versions)
     progress = trainer.progress
     lines = world.run_on_first(lambda: forget_what_came_after(progress.steps, trainer.folder, trainer.log))
     progress.evaluated = max((line["step"] for line in lines), default=-1)

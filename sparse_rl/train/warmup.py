@@ -278,7 +278,7 @@ class Warmup:
 
     @property
     def way_on(self) -> str:
-        trust = " --trust" if names_python_file(self.recipe.task.name) else ""
+        trust = " --trust" if any(map(names_python_file, self.recipe.may_name_files().values())) else ""
         go_on = f"go on with: sparse-rl warmup {self.folder} --resume{trust}"
         if not self.saved:
             return go_on

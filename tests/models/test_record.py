@@ -46,8 +46,9 @@ def test_a_run_records_what_it_did(tmp_path):
     record = read_record(find_model(str(tmp_path / "run")))
     equals = trainer.tokenizer.convert_tokens_to_ids("=")
     assert record == Record(
-        start="tiny-sums", method="shadow", view="shadow", step=1, compressor="rkv", options={"protect_prompt": True},
-        budget=42, interval=4, task="sums", task_options={"count": 5}, stop_ids=[equals, 1], max_new_tokens=64,
+        start="tiny-sums", start_seed=0, method="shadow", view="shadow", step=1, compressor="rkv",
+        options={"protect_prompt": True}, budget=42, interval=4, task="sums", task_options={"count": 5},
+        stop_ids=[equals, 1], max_new_tokens=64,
         temperature=0.7, logits="model",
     )  # fmt: skip
     model, tokenizer = load_model(str(tmp_path / "run"))  # the newest checkpoint

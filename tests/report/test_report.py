@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +20,7 @@ from sparse_rl.cli.main import app
 from sparse_rl.config import load_recipe
 from sparse_rl.files import read_lines
 from sparse_rl.report import write
-from sparse_rl.report.serve import Server
+from sparse_rl.report.serve import MOST, Handler, Server
 from sparse_rl.train.run import train
 
 
@@ -229,6 +231,34 @@ def test_head_is_get_without_the_body(served, path, status):
         assert answer.status == status and bool(answer.read()) == (method == "GET")
         heads.append({name: value for name, value in answer.getheaders() if name != "Date"})
     assert heads[0] == heads[1] == heads[2] and int(heads[0]["Content-Length"]) > 0
+
+
+def test_connections_are_bounded_and_the_silent_ones_end(served, monkeypatch):
+    ask, _, server = served
+    address = ("127.0.0.1", server.server_port)
+    silent = [socket.create_connection(address, timeout=20) for _ in range(MOST)]
+    for _ in range(3):
+        with socket.create_connection(address, timeout=20) as refused:
+            assert refused.recv(1) == b""  # closed at once
+    for connection in silent:
+        connection.close()
+    while ask_or_nothing(ask) != 200:  # their threads notice it
+        time.sleep(0.01)
+    monkeypatch.setattr(Handler, "timeout", 0.1)
+    with socket.create_connection(address, timeout=20) as connection:
+        connection.sendall(b"GET / HT")
+        assert connection.recv(1) == b""  # it was silent for too long
+    with socket.create_connection(address, timeout=20) as connection:
+        connection.sendall(b"GET /data.json HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % server.server_port)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    assert ask("/data.json")[0] == 200
+
+
+def ask_or_nothing(ask) -> int | None:
+    try:
+        return ask("/data.json")[0]
+    except (OSError, http.client.HTTPException):
+        return None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

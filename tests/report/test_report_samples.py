@@ -79,7 +79,7 @@ def test_damaged_samples_become_notes(tmp_path, change, note):
     json.loads(dumped(document([run])))
 
 
-def test_damaged_tokenizers_show_ids(tmp_path, real):
+def test_damaged_tokenizers_show_ids(tmp_path, real, monkeypatch):
     copy = tmp_path / "run"
     shutil.copytree(real, copy)
     for file in copy.glob("samples/*/trajectories.jsonl"):  # as an older run wrote them
@@ -93,6 +93,13 @@ def test_damaged_tokenizers_show_ids(tmp_path, real):
     tokens = json.loads((copy / "samples/step-000004/trajectories.jsonl").read_text().splitlines()[0])["tokens"]
     assert shown[0]["pieces"] == [f"⟨{token}⟩" for token in tokens] != whole[0]["pieces"]
     assert any("tokenizer of step-000004 cannot be loaded" in note for note in notes)
+    for folder in copy.glob("checkpoints/*"):  # one that brings code along: nobody is asked, and nothing runs
+        own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(own))
+        (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    read_samples(copy)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_newest_samples_come_first_and_what_is_omitted_is_told(tmp_path):
