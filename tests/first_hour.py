@@ -182,4 +182,5 @@ def test_compare_budgets(sparse_rl):
 def test_look_at_the_runs(sparse_rl, home):
     sparse_rl("report", "runs/mine", "runs/newest", "-o", "report.html")
     assert "<html" in (home / "report.html").read_text()[:2000].lower()
-    assert "mine" in sparse_rl("report", "runs/mine", "--format", "md")
+    sparse_rl("report", "runs/mine", "--format", "md", "-o", "report.md")
+    assert "mine" in (home / "report.md").read_text()
