@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,6 +16,7 @@ from ..compressors import Compressor
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
+from ..files import names_python_file
 from ..learn.learner import Learner
 from ..learn.loss import Loss
 from ..learn.shards import Sharded
@@ -59,11 +61,19 @@ def make_rollout_record(
         method=recipe.learn.method,
         view=recipe.learn.resolve_method().view,
         step=step,
-        compressor=recipe.rollout.compressor,
+        compressor=found_anywhere(recipe.rollout.compressor),
         options=recipe.rollout.compressor_options,
         budget=compressor.budget if compressor.has_budget else None,
         interval=compressor.interval if compressor.evicts_response else None,
     )
+
+
+def found_anywhere(name: str) -> str:
+    """The name of a compressor; of a user's file (FILE.py or FILE.py:CLASS) with its full path."""
+    if not names_python_file(name):
+        return name
+    file, end, cls = name.partition(".py")
+    return f"{Path(file).expanduser().resolve()}{end}{cls}"
 
 
 def make_loss(recipe: Recipe) -> Loss:

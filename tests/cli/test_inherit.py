@@ -158,3 +158,22 @@ def test_generate_inherits(folder, caplog):
     ]
     options = {"protect_prompt": True}
     assert own == generate(model, tokenizer, texts, "rkv", 40, 4, max_new_tokens=64, compressor_options=options)
+
+
+def test_a_users_own_compressor_is_found_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from sparse_rl.compressors import ScoreCompressor\n"
+        "class Mine(ScoreCompressor):\n"
+        "    def score(self, view):\n"
+        "        return view.feed.float()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    small = {"prompts": 2, "group_size": 2, "max_new_tokens": 8, "compressor": "mine.py:Mine"}
+    train(recipe(run={"steps": 1}, eval={"every": 0}, rollout=small), tmp_path / "run", show=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    words = ["eval", tmp_path / "run", "--limit", 2]
+    done = run(*words)
+    assert done.returncode == 1 and f"{tmp_path / 'mine.py'}:Mine" in done.stderr and "--trust" in done.stderr
+    done = run(*words, "--trust", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
