@@ -23,7 +23,9 @@ InheritedBudget = Annotated[
 InheritedInterval = Annotated[
     int | None, typer.Option(help="Tokens between evictions. Default: as in training, else 128.")
 ]
-CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`, or your own FILE.py[:CLASS].")]
+CompressorName = Annotated[
+    str, typer.Option(help="A name from `sparse-rl list compressors`, or your own FILE.py[:CLASS].")
+]
 RecipePath = Annotated[
     Path, typer.Argument(help="A YAML recipe, a run folder, or a name from `sparse-rl list recipes`.")
 ]
