@@ -170,7 +170,7 @@ def sample(args, folder: Path, options: dict):
     done = engine.generate(ids, args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
     texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
     grades = task.grade([prompts[t.prompt_index] for t in done], texts)
-    return done, [grade.reward >= 1 for grade in grades]
+    return done, [grade.right for grade in grades]
 
 
 def evaluate(args, folder: Path, options: dict) -> dict:

@@ -7,6 +7,8 @@ import math
 import statistics
 from pathlib import Path
 
+from sparse_rl.report.palette import colours
+
 DENSE = "dense"  # rollouts on a dense cache: a method and a setting
 
 
@@ -90,7 +92,8 @@ def plot(rows: list[dict], path: Path) -> None:
     }
     groups = grouped(rows)
     caches = [name for name in dict.fromkeys(setting for setting, _ in groups) if name != DENSE] or [DENSE]
-    colours = {method: f"C{i}" for i, method in enumerate(dict.fromkeys(method for _, method in groups))}
+    methods = list(dict.fromkeys(method for _, method in groups))
+    tints = dict(zip(methods, colours(methods)))
     size = (3.3 * len(panels), 2.6 * len(caches) + 0.5)
     figure, axes = pyplot.subplots(
         len(caches), len(panels), figsize=size, squeeze=False, sharex=True, constrained_layout=True
@@ -99,14 +102,14 @@ def plot(rows: list[dict], path: Path) -> None:
         axis = axes[row][column]
         for (setting, method), group in groups.items():
             if setting in (DENSE, cache):
-                draw(axis, group, curve, colours[method], method)
+                draw(axis, group, curve, tints[method], method)
         axis.set(
             ylim=(-0.02, 1.02), title=panels[curve] if row == 0 else "", xlabel="step" if row == len(caches) - 1 else ""
         )
         axis.set_ylabel(cache if column == 0 else "")
         axis.grid(alpha=0.3)
     shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(colours), frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(tints), frameon=False)
     figure.savefig(path, dpi=90)
     print(path)
 

@@ -7,6 +7,7 @@
     python benchmarks/smollm2.py evaluate --task countdown --seed 0 --budgets 64
     python benchmarks/smollm2.py report --task countdown --seed 0 --budgets 64
     python benchmarks/smollm2.py block --task countdown --seed 0 --budgets 64 --minutes 24 --keep kept    # all of it
+    python benchmarks/smollm2.py block --task gsm8k --seed 0 --budgets 96                   # after sparse-rl data gsm8k
 
 A block is one task and one seed: OUT/TASK-SEED holds its warm start, a run per method and budget (and one on a dense
 cache), their evaluations, table and pictures. With `--reject 0.1,0.34` instead of `--budgets` a block probes first, and
@@ -14,6 +15,10 @@ chooses budgets at which Sparse-RL rejects that much. Everything is `sparse-rl w
 of their own that share the device (under CUDA MPS where there is one), and what is finished is not done again. When
 time is short all runs are stopped at the same step, so that methods are compared after as many updates; `--keep`
 gathers what should be kept (no weights) in one file, again every minute.
+
+gsm8k differs from the generated tasks: its problems are files (--data), warm-up is one round of three epochs, dense is
+compared with sparse-rl-released and shadow, the prompt is not protected, all 1,319 test problems are asked, and the
+warm start is also asked greedily and eight times (avg@8, pass@8).
 """
 
 from __future__ import annotations
@@ -42,11 +47,16 @@ from smollm2_report import DENSE, Arm, mean_of, newest_checkpoint, probed, read_
 
 END_TOKEN = 2  # <|im_end|>
 METHODS = "dense,none,sparse-rl,sparse-rl-released,shadow"
+FILES = "gsm8k"  # the task whose problems are in files
 EVALUATION_SEED = 7  # of held-out problems other than those that runs look at while they train
 KEPT = 16 * 2**20 - 2**18  # bytes of the file of what is kept
 
 # budgets that `probe` tries where none are named; a story of up to 145 tokens is protected, so less is refused there
-PROBED = {"countdown": (32, 48, 64, 80, 96, 128, 192), "stories": (160, 168, 176, 192, 208, 224, 256)}
+PROBED = {
+    "countdown": (32, 48, 64, 80, 96, 128, 192),
+    "stories": (160, 168, 176, 192, 208, 224, 256),
+    FILES: (48, 64, 80, 96, 112, 128, 160),
+}
 
 
 @dataclass(frozen=True)
@@ -71,10 +81,11 @@ class Block:
     enough: float  # held-out accuracy at which warm-up ends
     too_much: float  # and above which the round before it is taken, if that was good enough to start from
     least: float
-    problems: int
+    problems: int | None  # None: all
     samples: int
     eval_rows: int
     every_cache: bool
+    data: Path
     reject: tuple[float, ...] = ()  # shares that sparse-rl should reject at the budgets, where none are named
     more: tuple[tuple[str, str], ...] = ()  # keys of the recipes, changed
 
@@ -85,6 +96,15 @@ class Block:
     @property
     def warm(self) -> Path:
         return self.folder / "warm"
+
+    @property
+    def train_file(self) -> Path:
+        return self.data / "train" / "gsm8k.jsonl"
+
+    def problems_of(self, seed: int) -> dict[str, object]:
+        """Keys of a recipe that say which problems are used. Those of a file keep the recipe's seed, because it also
+        says which of them are held out."""
+        return {"task.files": self.train_file} if self.task == FILES else {"task.seed": seed}
 
     def arms(self) -> list[Arm]:
         here = [Arm(DENSE, None)] if DENSE in self.methods else []
@@ -298,21 +318,29 @@ def warmup(block: Block, clock: Clock) -> None:
     if block.warm.exists():
         say(f"{block.warm} is there already")
         return
-    rounds, model = [], block.model
+    rounds, models, model = [], [], block.model
     for turn, steps in enumerate(block.warm_steps):
         folder = block.folder / f"warm-{turn}"
         found = warm_round(block, turn, steps, model, folder, clock)
-        if not folder.exists():
+        made = model_of(folder)
+        if made is None:
             break
-        model = str(folder)
+        models.append(made)
+        model = str(made)
         rounds.append({"round": turn, "steps": steps, "accuracy": found})
         write_json(block.folder / "warmup.json", rounds)
         if found is None or found >= block.enough or clock.left < 0:
             break
     if not rounds:
         sys.exit(f"smollm2: warm-up made no model; its log is in {block.folder / 'log'}.")
-    block.warm.symlink_to(f"warm-{chosen_round(block, [r['accuracy'] for r in rounds])}")
+    chosen = models[chosen_round(block, [r["accuracy"] for r in rounds])]
+    block.warm.symlink_to(chosen.relative_to(block.folder))
     say(f"the warm start is {block.warm.resolve()}: {rounds}")
+
+
+def model_of(warm: Path) -> Path | None:
+    """The model of a warm-up, or of the moment when it was stopped; None where there is neither."""
+    return warm if (warm / "config.json").exists() else newest_checkpoint(warm)[1]
 
 
 def chosen_round(block: Block, found: Sequence[float | None]) -> int:
@@ -325,16 +353,22 @@ def chosen_round(block: Block, found: Sequence[float | None]) -> int:
 
 
 def warm_round(block: Block, turn: int, steps: int, model: str, folder: Path, clock: Clock) -> float | None:
-    """Held-out accuracy after one round; None where time was over before it was known."""
-    made, accuracy = folder.exists(), block.folder / f"warm-{turn}.json"
-    if not made:
-        seed = 1000 * block.seed + turn
-        keys = block.keys({"model.name": model, "task.seed": seed, "run.seed": seed, "warmup.steps": steps})
-        job = start(f"warm-{turn}", ["warmup", f"smollm2-{block.task}-warmup", "--out", folder, *keys], block.folder)
-        wait([job], clock)
-        if told := re.findall(r"accuracy (\d[\d.]*)(%?)", job.tail()):
-            write_json(accuracy, float(told[-1][0]) / (100 if told[-1][1] else 1))
-    return json.loads(accuracy.read_text()) if accuracy.exists() else None
+    """Held-out accuracy after one round, which goes on if it was stopped; None where time was over before it ended."""
+    seed = 1000 * block.seed + turn
+    keys = {"model.name": model, **block.problems_of(seed), "run.seed": seed, "warmup.steps": steps}
+    arguments = ["warmup", f"smollm2-{block.task}-warmup", "--out", folder, *block.keys(keys)]
+    if (folder / "recipe.yaml").exists():
+        arguments = ["warmup", folder, "--resume"]
+    if accuracy_of(folder, steps) is None:
+        wait([start(f"warm-{turn}", arguments, block.folder)], clock)
+    return accuracy_of(folder, steps)
+
+
+def accuracy_of(warm: Path, steps: int) -> float | None:
+    """Held-out accuracy after the last step of a warm-up."""
+    name = "eval/dense/accuracy"
+    found = [line[name] for line in read_lines(warm / "metrics.jsonl") if line["step"] == steps and name in line]
+    return found[-1] if found else None
 
 
 def probe(block: Block, clock: Clock) -> None:
@@ -397,7 +431,7 @@ def train_keys(block: Block, budget: int | None, method: str) -> dict[str, objec
         "learn.micro_batch_tokens": block.micro_batch_tokens or (16384 if len(block.arms()) <= 5 else 8192),
         "optimizer.lr": block.lr,
         "run.seed": block.seed,
-        "task.seed": 100 + block.seed,
+        **block.problems_of(100 + block.seed),
         "run.steps": block.steps,
         "run.checkpoint_every": 100_000,  # the last step has one, and so has the step at which a run is stopped
         "run.keep": 1,
@@ -494,16 +528,23 @@ def last_step(metrics: Path) -> int:
 def evaluate(block: Block, clock: Clock) -> None:
     """Every model on the dense cache and on its own budget, or on all of the block's."""
     more = []
+
+    def ask(name: str, model: Path, budget: int | None, what: str, **options: object) -> None:
+        folder = block.folder / "evals" / name / what
+        if not (folder / "summary.json").exists():
+            arguments = eval_arguments(block, model, budget, folder, **options)
+            more.append(partial(start, f"eval-{name}-{what}", arguments, block.folder))
+
     for name, model, budgets in evaluated(block):
         for budget in (None, *budgets):
-            folder = block.folder / "evals" / name / f"{budget or DENSE}"
-            if not (folder / "summary.json").exists():
-                arguments = eval_arguments(block, model, budget, folder)
-                more.append(partial(start, f"eval-{name}-{budget or DENSE}", arguments, block.folder))
+            ask(name, model, budget, f"{budget or DENSE}")
+    if block.task == FILES:
+        ask("warm", block.warm.resolve(), None, "greedy", temperature=0, samples=1)
+        ask("warm", block.warm.resolve(), None, "avg8", samples=8)
     wait([], clock, more=more)
 
 
-def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path) -> list[str]:
+def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, **changed: object) -> list[str]:
     """Of `sparse-rl eval`; the compressor's options are those of training, said explicitly."""
     cache: dict[str, object] = {"compressor": DENSE}
     if budget is not None:
@@ -515,13 +556,15 @@ def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path) 
         "out": folder,
         "dtype": recipe_value(block, "model", "dtype"),
         "max-new-tokens": recipe_value(block, "rollout", "max_new_tokens"),
-        "limit": block.problems,
+        **({} if block.problems is None else {"limit": block.problems}),
         "samples": block.samples,
         "rows": block.eval_rows,
         "temperature": 1,
         "top-p": 1,
         "seed": block.seed,
+        **({"data": block.data} if block.task == FILES else {}),
         **{f"{block.task}.{name}": value for name, value in task_options(block).items()},
+        **changed,
     }
     return ["eval", str(model), *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
@@ -538,7 +581,9 @@ def evaluated(block: Block) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
 
 
 def task_options(block: Block) -> dict[str, object]:
-    """The options of the recipe's task, with problems of their own."""
+    """The options of the recipe's task, with problems of their own; those of a benchmark are its file's."""
+    if block.task == FILES:
+        return {}
     changed = {name.removeprefix("task."): value for name, value in block.more if name.startswith("task.")}
     options = {**recipe(block)["task"], **changed, "seed": EVALUATION_SEED}
     return {name: value for name, value in options.items() if name != "name"}
@@ -599,7 +644,16 @@ class Keeper(threading.Thread):
         self.gather()
 
 
-SMALL = ("*.json", "*.md", "*.png", "runs/*/*.jsonl", "runs/*/recipe.yaml", "probe/*/*.jsonl", "evals/*/*/*.json")
+SMALL = (
+    "*.json",
+    "*.md",
+    "*.png",
+    "warm-*/*.jsonl",
+    "runs/*/*.jsonl",
+    "runs/*/recipe.yaml",
+    "probe/*/*.jsonl",
+    "evals/*/*/*.json",
+)
 
 
 def gather(block: Block, to: Path) -> None:
@@ -674,7 +728,10 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--model", default="models/smollm2", help="what warm-up starts from")
         stage.add_argument("--budgets", type=numbers, default=(), help="with commas")
         stage.add_argument("--reject", type=shares, default=(), help="or choose them, such as 0.1,0.34: `probe` first")
-        stage.add_argument("--methods", "--arms", default=METHODS, help="dense and some of learn.method, with commas")
+        stage.add_argument("--methods", "--arms", help="dense and some of learn.method, with commas")
+        stage.add_argument(
+            "--data", type=Path, default=Path("data"), help="gsm8k: where `sparse-rl data` put its files"
+        )
         stage.add_argument("--steps", type=int, default=150)
         stage.add_argument("--prompts", type=int, default=64)
         stage.add_argument("--group-size", type=int, default=8)
@@ -685,11 +742,9 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--compressor", default="rkv")
         stage.add_argument("--interval", type=int, default=16)
         stage.add_argument("--evict-prompt", action="store_true", help="do not protect the prompt")
-        stage.add_argument(
-            "--warm-steps", type=numbers, default=(200, 100, 100, 100), help="steps of each round of warm-up"
-        )
+        stage.add_argument("--warm-steps", type=numbers, help="steps of each round of warm-up")
         stage.add_argument("--enough", type=float, default=0.3, help="held-out accuracy at which warm-up ends")
-        stage.add_argument("--problems", type=int, default=1000)
+        stage.add_argument("--problems", type=int, help="of an evaluation; default: 1000, or all of gsm8k")
         stage.add_argument("--samples", type=int, default=2)
         stage.add_argument("--eval-rows", type=int, default=512)
         stage.add_argument(
@@ -705,20 +760,30 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def block_of(args: argparse.Namespace) -> Block:
+    files = args.task == FILES
+    args.methods = args.methods or ("dense,sparse-rl-released,shadow" if files else METHODS)
+    args.warm_steps = args.warm_steps or ((350,) if files else (200, 100, 100, 100))
+    args.problems = args.problems or (None if files else 1000)
+    same = {field.name for field in fields(Block)} & set(vars(args)) - {"methods"}
+    return Block(
+        **{name: getattr(args, name) for name in same},
+        methods=tuple(part for part in args.methods.split(",") if part),
+        protect_prompt=not (args.evict_prompt or files),
+        too_much=0.6,
+        least=0.2,
+        more=tuple(map(tuple, args.set)),
+    )
+
+
 def main() -> None:
     args = parser().parse_args()
     if args.stage == "prepare":
         prepare(args.gguf, args.to)
         return
-    same = {field.name for field in fields(Block)} & set(vars(args)) - {"methods"}
-    block = Block(
-        **{name: getattr(args, name) for name in same},
-        methods=tuple(part for part in args.methods.split(",") if part),
-        protect_prompt=not args.evict_prompt,
-        too_much=0.6,
-        least=0.2,
-        more=tuple(map(tuple, args.set)),
-    )
+    block = block_of(args)
+    if block.task == FILES and args.stage != "report" and not block.train_file.is_file():
+        sys.exit(f"smollm2: there is no {block.train_file}; make it with: sparse-rl data gsm8k --to {block.data}")
     if args.stage in ("arms", "evaluate", "report"):
         block = choose(block)
     if args.stage not in ("warmup", "probe") and not (block.budgets or (args.stage == "block" and block.reject)):

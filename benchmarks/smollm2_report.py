@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparse_rl.report.palette import colours
+
 DENSE = "dense"  # rollouts on a dense cache
 
 PANELS = {
@@ -138,10 +140,23 @@ def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
         "Accuracy on held-out problems at temperature 1, 95 % intervals. Rejected, KL, clipped and tokens saved are",
     ]
     lines += ["means over the run; reward, entropy, length and loops over its last ten steps."]
+    lines += asked_again(folder)
     if paired:
         lines += ["", "Differences on the same problems, with bootstrapped 95 % intervals:", "", *paired]
     lines += ["", "Gain over the warm start for the tokens that were sampled:", "", *gains(folder, arms, caches)]
     return "\n".join(lines) + "\n"
+
+
+def asked_again(folder: Path) -> list[str]:
+    """The warm start on the dense cache asked greedily and eight times, where it was."""
+    found = []
+    for what, name in (("greedy", "greedy"), ("avg8", "avg@8")):
+        if text := accuracy(folder, "warm", what):
+            found.append(f"{name} {text}")
+    summary = folder / "evals" / "warm" / "avg8" / "summary.json"
+    if summary.exists():
+        found.append(f"pass@8 {json.loads(summary.read_text())['benches'][0]['pass_at']['8']:.1%}")
+    return ["", f"The warm start on the dense cache: {', '.join(found)}."] if found else []
 
 
 def label(arm: Arm) -> str:
@@ -226,6 +241,7 @@ def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    tints = colours(["dense" if arm.budget is None else arm.method for arm in arms])
     figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), sharex=True, constrained_layout=True)
     for axis, (name, heading) in zip(axes.flat, PANELS.items(), strict=True):
         for number, arm in enumerate(arms):
@@ -234,10 +250,10 @@ def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:
                 continue
             steps, values = zip(*points)
             if name.startswith("eval/"):  # few points, drawn as they are
-                axis.plot(steps, values, color=f"C{number}", linewidth=1.6, marker=".", label=arm.name)
+                axis.plot(steps, values, color=tints[number], linewidth=1.6, marker=".", label=arm.name)
                 continue
-            axis.plot(steps, values, color=f"C{number}", linewidth=0.5, alpha=0.35)
-            axis.plot(steps, smooth(values), color=f"C{number}", linewidth=1.6, label=arm.name)
+            axis.plot(steps, values, color=tints[number], linewidth=0.5, alpha=0.35)
+            axis.plot(steps, smooth(values), color=tints[number], linewidth=1.6, label=arm.name)
         axis.set(title=heading, xlabel="step")
         axis.grid(alpha=0.3)
     for name in ("gap/k3/mean", "gap/abs/mean"):
@@ -263,19 +279,20 @@ def headline(folder: Path, arms: Sequence[Arm], budget: int, path: Path) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    tints = colours(["dense" if arm.budget is None else arm.method for arm in arms])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
     for number, arm in enumerate(arms):
         points = curve(folder / "runs" / arm.name, "reward/mean")
         if points:
             steps, values = zip(*points)
             name = "dense rollouts" if arm.budget is None else arm.method
-            left.plot(steps, smooth(values), color=f"C{number}", linewidth=1.8, label=name)
+            left.plot(steps, smooth(values), color=tints[number], linewidth=1.8, label=name)
     left.set(title="reward of the rollouts", xlabel="step", ylim=(0, 1))
     left.legend(frameon=False, fontsize=8, ncols=2)
     names = ["warm", *(arm.name for arm in arms)]
     labels = ["warm start", *("dense rollouts" if arm.budget is None else arm.method for arm in arms)]
     for row, name in enumerate(names):
-        colour = "0.45" if row == 0 else f"C{row - 1}"
+        colour = "black" if row == 0 else tints[row - 1]
         for cache, marker, shift in ((DENSE, "o", -0.12), (str(budget), "s", 0.12)):
             summary = folder / "evals" / name / cache / "summary.json"
             if summary.exists():

@@ -2,10 +2,13 @@
 
     python benchmarks/training_step.py --data simplerl_qwen_level3to5.jsonl --out runs/step --steps 1
     python benchmarks/training_step.py --data ... --out runs/step --steps 2 --resume
+    python benchmarks/training_step.py --recipe qwen2.5-1.5b-gsm8k-24gb --data data/train/gsm8k.jsonl --gpu-memory 24 \\
+        --characters 320 --steps 3
 
 The model has the recipe's shape and dtype; completions are as long as allowed; rewards are planted (planted_math.py),
 so that grading does its full work and the update is a full one. Everything else is the recipe's, except the keys given
-here.
+here. `--gpu-memory` lets the allocator have no more GiB than a smaller GPU has. A random model reads prompts by
+character, so `--characters` cuts them to the length that the recipe's own tokenizer would give.
 """
 
 import argparse
@@ -26,20 +29,31 @@ ROOT = Path(__file__).parent.parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "qwen2.5-1.5b-simplerl.yaml")
-    parser.add_argument("--model", default="random:qwen2.5-1.5b")
+    parser.add_argument("--recipe", type=Path, default=Path("qwen2.5-1.5b-simplerl"))
+    parser.add_argument("--model", help="default: the shape of the recipe's model, with random weights")
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/training-step"))
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--gpu-memory", type=float, help="GiB that the allocator may have")
+    parser.add_argument("--characters", type=int, help="of the longest prompt")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
     args = parser.parse_args()
+    if args.gpu_memory:
+        fraction = args.gpu_memory * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(fraction)
+    given = load_recipe(args.recipe)
+    shape = given.model.name.lower().split("/")[-1].removesuffix("-instruct")
     keys = [
-        ("model.name", args.model),
+        ("model.name", args.model or f"random:{shape}"),
         ("rollout.stop", "[]"),
         ("task.name", f"{ROOT}/benchmarks/planted_math.py:PlantedMath"),
     ]
     keys += [("task.files", args.data), ("run.steps", str(args.steps)), ("eval.every", "0"), ("run.keep", "1")]
+    if given.task.options.get("template"):
+        keys.append(("task.template", "plain"))  # the random model's tokenizer has no chat template
+    if args.characters:
+        keys.append(("task.characters", str(args.characters)))
     recipe = load_recipe(args.recipe, [*keys, *map(tuple, args.set)])
     train(recipe, args.out, resume=args.resume)
     task, tokenizer = tasks.make(recipe.task.name, **recipe.task.options), tiny_tokenizer()
@@ -63,6 +77,8 @@ def main() -> None:
     for line in metrics:
         shown = ("step", "reward", "update", "gap", "reject", "grade", "cache")
         print(json.dumps({k: v for k, v in line.items() if k.split("/")[0] in shown}))
+    if args.gpu_memory:
+        print(f"the allocator had {args.gpu_memory:g} GiB and held {size(torch.cuda.max_memory_reserved())}")
     print(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", torch.__version__)
 
 

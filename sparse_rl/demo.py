@@ -2,9 +2,8 @@
 
     sparse-rl demo --out runs/demo          # about two minutes on one CPU core
 
-`naive` uses the sampler's log-probs as if they were the learner's, `none` recomputes them and corrects nothing, and
-`sparse-rl` rejects and reweights. The row of the dense cache was measured once with the same settings;
-`python -m sparse_rl.demo` measures it again.
+The row of rollouts on a dense cache was measured once with the same settings; `python -m sparse_rl.demo` measures it
+again.
 """
 
 from __future__ import annotations
@@ -24,9 +23,15 @@ from .errors import SparseRLError
 from .files import read_lines
 from .planning.memory import size
 from .report import write
+from .report.palette import colour
 from .train.run import train
 
-METHODS = ("naive", "none", "sparse-rl")
+METHODS = {  # what each does about the mismatch between the sampler's small cache and the learner
+    "naive": "ignores the mismatch: it takes the sampler's log-probs for the learner's own",
+    "sparse-rl": "corrects it: it rejects and reweights, and learns as if the cache were dense",
+    "shadow": "removes it: the learner sees what the small cache held, and learns for that cache",
+}
+DENSE = "dense*"  # the reference
 REFERENCE = Path(__file__).parent / "assets" / "demo-dense.json"
 
 
@@ -53,13 +58,8 @@ def run(out: Path) -> None:
         shutil.rmtree(out / method, ignore_errors=True)
         train(recipe(method), out / method)
         rows[method] = summary(out / method)
-    rows["dense*"] = json.loads(REFERENCE.read_text())
-    console.print(table(rows))
-    console.print(
-        "dense, sparse: share of 128 held-out sums that are right, sampled on the whole cache and on 38 + 4 slots; "
-        "after: the mean of the last two evaluations. KV cache, rejected, tokens per s: of the training rollouts.\n"
-        f"* rollouts on a dense cache, as reference; measured once ({rows['dense*']['measured']})."
-    )
+    rows[DENSE] = json.loads(REFERENCE.read_text())
+    tell(console, rows)
     try:
         picture = draw(rows, out / "demo.png")
         console.print(f"\nCurves: {picture}")
@@ -68,6 +68,18 @@ def run(out: Path) -> None:
     page = write([out / method for method in METHODS], out / "report.html")
     console.print(f"Report, with every sampled token and what each head still saw: {page}")
     console.print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def tell(console: Console, rows: dict[str, dict]) -> None:
+    """Print the table, what its columns are, and what the curves do."""
+    console.print(table(rows))
+    console.print(
+        "dense, sparse: share of 128 held-out sums that are right, sampled on the whole cache and on 38 + 4 slots; "
+        "after: the mean of the last two evaluations. KV cache, rejected, tokens per s: of the training rollouts.\n"
+        f"* rollouts on a dense cache, as reference; measured once ({rows[DENSE]['measured']}).\n"
+    )
+    for line in reading(rows):
+        console.print(line, highlight=False)
 
 
 def summary(folder: Path) -> dict:
@@ -89,6 +101,26 @@ def summary(folder: Path) -> dict:
     }
 
 
+def before_and_after(curve: list[tuple[int, float]]) -> tuple[float | None, float]:
+    """The first evaluation, None if there is only one, and the mean of the last two."""
+    return (curve[0][1] if len(curve) > 1 else None), statistics.mean(value for _, value in curve[-2:])
+
+
+def reading(rows: dict[str, dict]) -> list[str]:
+    """What the curves of every method do, in words."""
+    lines = []
+    for method, idea in METHODS.items():
+        moves = []
+        for view, cache in (("dense", "the dense cache"), ("sparse", "38 + 4 slots")):
+            before, after = before_and_after(rows[method]["curves"][view])
+            assert before is not None
+            change = after - before
+            word = "stays near" if abs(change) < 0.05 else "rises to" if change > 0 else "falls to"
+            moves.append(f"{word} {after:.2f} on {cache}")
+        lines.append(f"{method} {idea}. Accuracy {' and '.join(moves)}.")
+    return lines
+
+
 def table(rows: dict[str, dict]) -> Table:
     """One row per method: accuracy before and after, on both caches, and what the rollouts took."""
     result = Table()
@@ -98,9 +130,8 @@ def table(rows: dict[str, dict]) -> Table:
     for name, row in rows.items():
         cells = []
         for view in ("dense", "sparse"):
-            curve = row["curves"][view]
-            start = f"{curve[0][1]:.2f}" if len(curve) > 1 else ""
-            cells += [start, f"{statistics.mean(v for _, v in curve[-2:]):.2f}"]
+            before, after = before_and_after(row["curves"][view])
+            cells += ["" if before is None else f"{before:.2f}", f"{after:.2f}"]
         # the reference was measured at another time, perhaps on another machine: its speed is not comparable
         speed = "" if "measured" in row else f"{row['tokens_per_s']:,.0f}"
         result.add_row(name, *cells, size(row["kv_bytes"]), f"{row['rejected']:.0%}", speed)
@@ -116,9 +147,8 @@ def draw(rows: dict[str, dict], path: Path) -> Path:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), sharex=True, layout="constrained")
     titles = ("held-out accuracy, dense cache", "held-out accuracy, 38 + 4 slots", "reward of the training rollouts")
-    colours = {"naive": "tab:red", "none": "tab:orange", "sparse-rl": "tab:blue", "dense*": "0.45"}
     for name, row in rows.items():
-        style = {"color": colours[name], "label": name, "linestyle": "--" if name == "dense*" else "-"}
+        style = {"color": colour(name.rstrip("*")), "label": name, "linestyle": "--" if name == DENSE else "-"}
         for axis, curve in zip(axes, (*row["curves"].values(), row["reward"])):
             if curve:
                 axis.plot(*zip(*curve), marker="o" if len(curve) < 15 else None, markersize=3, **style)

@@ -7,9 +7,18 @@ import difflib
 from collections.abc import Iterable
 from numbers import Integral
 
+LONGEST_MESSAGE = 6000  # characters
+
 
 class SparseRLError(ValueError):
-    """A mistake that the user can fix; the message says how."""
+    """A mistake that the user can fix; the message says how. Its middle is cut if it is too long to read."""
+
+    def __init__(self, message: str = ""):
+        half = LONGEST_MESSAGE // 2
+        if len(message) > LONGEST_MESSAGE:
+            cut = len(message) - LONGEST_MESSAGE
+            message = f"{message[:half]} ... ({cut:,} characters are not shown) ... {message[-half:]}"
+        super().__init__(message)
 
 
 class NonFiniteLogits(SparseRLError):
@@ -46,7 +55,16 @@ def require_int(at_least: int = 1, **numbers: int) -> None:
     """Check that the named settings are whole numbers of at least `at_least`."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-            raise SparseRLError(f"{name} is {value!r}; it must be a whole number of at least {at_least}.")
+            raise SparseRLError(f"{name} is {shown(value)}; it must be a whole number of at least {at_least}.")
+
+
+def shown(value: object, longest: int = 300) -> str:
+    """A value as an error message repeats it: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "a number too long to show"
+    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text):,} characters)"
 
 
 def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
@@ -56,7 +74,7 @@ def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
     """
     known = list(known)
     compared = {full.rpartition(".")[2] if by_last else full: full for full in reversed(known)}
-    close = difflib.get_close_matches(name, compared, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name[:100], compared, n=1, cutoff=0.4)
     hint = f"did you mean {compared[close[0]]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import importlib.util
 import json
 import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from safetensors import SafetensorError
 
 from .errors import CannotWrite, SparseRLError
 
 STATE = "training.pt"  # beside a checkpoint's model: the state that --resume loads
+BEST = "best"  # beside a run's checkpoints: a link to the best one
 
 
 @contextmanager
@@ -127,6 +132,38 @@ def line_of(values: Mapping) -> str:
 def names_python_file(name: str) -> bool:
     """Whether the name of a task or a compressor is `FILE.py` or `FILE.py:CLASS`."""
     return re.search(r"\.py(:|$)", name) is not None
+
+
+def split_python_file(name: str) -> tuple[Path, str]:
+    """`FILE.py:CLASS` as the whole path of the file and the name in it, which is empty for `FILE.py`."""
+    file, _, inside = name.rpartition(":") if ".py:" in name else (name, "", "")
+    return Path(file).expanduser().resolve(), inside
+
+
+def python_module(path: Path, what: str) -> ModuleType:
+    """A user's file as a module. Its name is the same in every process, because data may be of its classes.
+
+    what: the file holds, such as a task, for the message if there is no such file
+    """
+    if not path.is_file():
+        raise SparseRLError(f"there is no file {path}; name your own {what} by the path of its file.")
+    version = hashlib.sha256(f"{path}|{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]  # new if the file changes
+    name = f"sparse_rl_file_{path.stem}_{version}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # so that it can import its neighbours
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception):
+            raise SparseRLError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise
+    return module
 
 
 def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> None:

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "learn": "attention beacon cache models records",
     "rollout": "attention beacon cache compressors kernels models planning records",
     "config": "learn models",
+    "export": "models",
     "evaluation": "compressors learn models planning records rollout tasks",
     "integrations": "cache compressors config learn models records rollout",
     "report": "cache config planning",

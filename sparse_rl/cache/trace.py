@@ -13,6 +13,7 @@ eviction.
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class Trace:
         forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN, "crc32": crc})]
         if (events := _events(self.evicted_at)) is not None:
             forms.append(save(events, metadata={"format": _EVENTS, "crc32": crc}))
-        replace_file(Path(path), min(forms, key=len))
+        replace_file(Path(path), _in_order(min(forms, key=len)))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -167,3 +168,13 @@ def visible(evicted_at: Tensor) -> Tensor:
     index = torch.arange(evicted_at.shape[-1], device=evicted_at.device, dtype=torch.int32)
     causal = index[None, :] <= index[:, None]
     return causal & (index[:, None] < evicted_at.to(torch.int32)[..., None, :])
+
+
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file with its header in alphabetical order: safetensors shuffles metadata, and the same trace must
+    make the same file.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    assert len(header) <= size
+    return content[:8] + header.ljust(size) + content[8 + size :]

@@ -1,4 +1,4 @@
-"""`sparse-rl demo`: train a tiny model with and without correction."""
+"""`sparse-rl demo`: train a tiny model on a compressed cache with three methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs and the picture.")] = Path("runs/demo"),
 ) -> None:
-    """Train a tiny model on a compressed cache with and without correction, side by side, in about two minutes."""
+    """Train a tiny model on a compressed cache with three methods side by side, in about two minutes."""
     from ..demo import run
 
     run(out)

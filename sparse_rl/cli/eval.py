@@ -14,7 +14,7 @@ import typer
 
 from ..errors import SparseRLError, nearest
 from ..signals import stoppable
-from .options import Budget, Dtype, Interval, options_given, overrides
+from .options import Dtype, InheritedBudget, InheritedInterval, Trust, options_given, overrides
 
 if TYPE_CHECKING:
     from ..evaluation.cache import Cache
@@ -25,14 +25,15 @@ def eval_(
     context: typer.Context,
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL", help="Hub id, folder or .gguf file; with --compare one or more."),
+        typer.Argument(metavar="MODEL", help="Hub id, folder, run folder or .gguf file; with --compare one or more."),
     ],
     bench: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Benchmarks and tasks, separated by commas: gsm8k,math500. Options of a task are --NAME.KEY VALUE."
+            help="Benchmarks and tasks, separated by commas: gsm8k,math500. Options of a task are --NAME.KEY VALUE. "
+            "Default: the task of training."
         ),
-    ],
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="The folder with the benchmarks' files. Default: $SPARSE_RL_DATA.")
     ] = None,
@@ -40,22 +41,33 @@ def eval_(
         str | None, typer.Option(help="A name from `sparse-rl list templates`. Default: as in training.")
     ] = None,
     compressor: Annotated[
-        str, typer.Option(help="A name from `sparse-rl list compressors`; its options are --compressor.KEY VALUE.")
-    ] = "dense",
+        str | None,
+        typer.Option(
+            help="A name from `sparse-rl list compressors`; its options are --compressor.KEY VALUE. Default: as in "
+            "training, else dense."
+        ),
+    ] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per beacon of the compressor `beacon`.")] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Nats at which a chunk of the compressor `beacon` ends early.")
     ] = None,
-    budget: Budget = 512,
-    interval: Interval = 128,
+    budget: InheritedBudget = None,
+    interval: InheritedInterval = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Evaluate all models on all caches, with paired tests, a picture and a page."),
     ] = False,
     compressors: Annotated[
-        str, typer.Option(help="With --compare: names, separated by commas; dense must be one.")
-    ] = "dense,rkv",
-    budgets: Annotated[str, typer.Option(help="With --compare: numbers, separated by commas.")] = "512",
+        str | None,
+        typer.Option(
+            help="With --compare: names, separated by commas; dense must be one. Default: dense and those of training, "
+            "else dense,rkv."
+        ),
+    ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="With --compare: numbers, separated by commas. Default: those of training, else 512."),
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Completions per problem. Default: as published, 1 for tasks.")
     ] = None,
@@ -63,10 +75,10 @@ def eval_(
         int | None, typer.Option(help="Problems per benchmark. Default: all, 256 of an endless task.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="The longest response. Default: as published, 256 for tasks.")
+        int | None, typer.Option(help="The longest response. Default: as published; tasks as in training, else 256.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. Default: 0.8 for benchmarks, 1 for tasks.")
+        float | None, typer.Option(help="0 is greedy. Default: 0.8 for benchmarks; tasks as in training, else 1.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="1 is off. Default: 0.95 for benchmarks, 1 for tasks.")] = None,
     rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
@@ -76,47 +88,67 @@ def eval_(
         typer.Option(help="Folder for the results, where an interrupted evaluation continues. Default: in evals/."),
     ] = None,
     dtype: Dtype = None,
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="The numbers, for programs.")] = False,
 ) -> None:
     """Measure how good a model is on a given cache, item by item; or compare models and caches."""
-    from ..evaluation.cache import Cache, caches
+    from ..evaluation.cache import Cache
     from ..evaluation.run import Asked
+    from .inherit import Trained, always, cache_of, caches_of, line_about, of_their_task, tasks_of
 
-    benches = names(bench, "--bench")
-    models, options, own = split_arguments(arguments, context, benches)
+    named, rest = split_arguments(arguments, context)
+    check_options(context, named, compare)
+    trained = [Trained.of(name) for name in named]
+    models, notes = [t.model for t in trained], {}
+    benches = tasks_of(trained, bench, trust)
+    notes |= {"task": benches[0]} if bench is None else {}
+    options, own = parse_options(rest, context, benches)
+    ways, said = {}, {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    instead = {"template", "chat", "suffix"} if template is not None else set()  # options that --template replaces
+    for name in benches:
+        brought, ways[name] = of_their_task(trained, name, instead | set(options[name]), said)
+        options[name] = {**brought, **options[name]}
+        notes |= brought | ways[name]
     asked = Asked(
-        benches, options, data, template, samples, limit, max_new_tokens, temperature, top_p, seed, rows, dtype
+        benches, options, data, template, samples, limit, max_new_tokens, temperature, top_p, seed, rows, dtype, ways
     )
     if compare:
-        chosen = caches(names(compressors, "--compressors"), whole_numbers(budgets, "--budgets"), interval, own)
+        several = None if compressors is None else names(compressors, "--compressors")
+        numbers = None if budgets is None else whole_numbers(budgets, "--budgets")
+        chosen, taken = caches_of(trained, several, numbers, interval, own, trust)
     else:
-        chosen = [Cache.of(compressor, budget, interval, compressor_options(compressor, own, chunk, threshold))]
-    check_options(context, models, compare)
+        given = {"compressor": compressor, "budget": budget, "interval": interval}
+        settings, taken = cache_of(trained[0], given, own, "dense", trust)
+        found = compressor_options(settings.compressor, settings.options, chunk, threshold)
+        chosen = [Cache.of(settings.compressor, settings.budget, settings.interval, found)]
+    if line := line_about(models, {**taken, **notes, **always(trained, template)}.items()):
+        say(line)
     root = out or Path("evals") / "-against-".join(map(slug, models))[:200]
     if compare:
         found = evaluate_all(models, chosen, asked, root, lambda model, cache: root / slug(model) / cache.folder, brief)
-        about = f"{', '.join(asked.benches)}; seed {seed}; interval {interval}; `sparse-rl {' '.join(sys.argv[1:])}`"
+        intervals = ", ".join(dict.fromkeys(str(c.interval) for c in chosen if c.interval is not None)) or "none"
+        about = f"{', '.join(asked.benches)}; seed {seed}; interval {intervals}; `sparse-rl {' '.join(sys.argv[1:])}`"
         print_comparison(found, root, about, as_json)
     else:
         show = (lambda done: typer.echo(json.dumps(done.to_dict()))) if as_json else print_table
         evaluate_all(models, chosen, asked, root, lambda _, cache: root if out else root / cache.folder, show)
 
 
-def split_arguments(
-    arguments: list[str], context: typer.Context, benches: list[str]
-) -> tuple[list[str], dict[str, dict], dict]:
-    """(models, options of every benchmark, options of the compressor).
-
-    Keys may stand among the models; their values are written as in a recipe.
-    """
-    from ..config import parse_value
-
+def split_arguments(arguments: list[str], context: typer.Context) -> tuple[list[str], list[str]]:
+    """(models, keys with their values): keys may stand among the models."""
     models, rest = [], []
     for i, argument in enumerate(arguments):
         value_of_key = i > 0 and arguments[i - 1].startswith("--") and "=" not in arguments[i - 1]
         (rest if argument.startswith("--") or value_of_key else models).append(argument)
+    return models, [*rest, *context.args]
+
+
+def parse_options(rest: list[str], context: typer.Context, benches: list[str]) -> tuple[dict[str, dict], dict]:
+    """(options of every benchmark, options of the compressor); their values are written as in a recipe."""
+    from ..config import parse_value
+
     options, own = {name: {} for name in benches}, {}
-    for name, value in overrides([*rest, *context.args], "--countdown.count 3"):
+    for name, value in overrides(rest, "--countdown.count 3"):
         owner, _, key = name.rpartition(".")
         if owner == "compressor":
             own[key] = parse_value(value)
@@ -127,7 +159,7 @@ def split_arguments(
             known = nearest(name, [p.opts[0].removeprefix("--") for p in parameters])
             keys = ", ".join(f"--{owner}.KEY VALUE" for owner in [*benches, "compressor"])
             raise SparseRLError(f"eval has no --{name} (options of benchmarks and compressors: {keys}); {known}")
-    return models, options, own
+    return options, own
 
 
 def compressor_options(compressor: str, own: dict, chunk: int | None, threshold: float | None) -> dict:
@@ -196,7 +228,8 @@ def say(text: str) -> None:
 
 def brief(done: Evaluated) -> None:
     """One line about a cell of a comparison."""
-    say(f"{done.model}, {done.cache.label}: {done.accuracy:.1%}, {done.tokens_per_second:,.0f} tokens/s")
+    reward = f", mean reward {done.reward:.3f}" if any(s.graded_rewards for s in done.summaries) else ""
+    say(f"{done.model}, {done.cache.label}: {done.accuracy:.1%}{reward}, {done.tokens_per_second:,.0f} tokens/s")
 
 
 def print_table(done: Evaluated) -> None:

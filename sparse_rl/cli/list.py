@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Annotated
 
 import typer
@@ -51,8 +53,13 @@ def algorithms() -> list[tuple[str, ...]]:
 def recipes() -> list[tuple[str, ...]]:
     from ..config import RECIPES
 
-    files = sorted(RECIPES.glob("*.yaml"))
-    return [(file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")) for file in files]
+    return [(file.stem, first_sentence(file.read_text(encoding="utf-8"))) for file in sorted(RECIPES.glob("*.yaml"))]
+
+
+def first_sentence(recipe: str) -> str:
+    """What a recipe's comment says first, however many lines it takes; commands in it are further indented."""
+    comment = itertools.takewhile(lambda line: line.startswith("# ") and line[2] != " ", recipe.splitlines())
+    return re.split(r"(?<=\.)\s", " ".join(line[2:] for line in comment))[0]
 
 
 def keys() -> list[tuple[str, ...]]:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..errors import SparseRLError
 from ..files import is_text
 from .bench import bench
+from .data import data
 from .demo import demo
 from .eval import eval_
+from .export import export
 from .list import list_
 from .plan import plan
 from .report import report
@@ -30,11 +34,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(rollout)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparse-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
+app.command(context_settings=WITH_OVERRIDES)(rollout)
 app.command(context_settings=WITH_OVERRIDES)(train)
 app.command(context_settings=WITH_OVERRIDES)(warmup)
+app.command()(data)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
+app.command()(export)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
 app.command()(report)

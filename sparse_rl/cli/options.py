@@ -10,16 +10,30 @@ import typer
 from ..errors import SparseRLError
 
 ModelName = Annotated[
-    str, typer.Argument(help="Hub id, folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size).")
+    str,
+    typer.Argument(
+        help="Hub id, folder, run folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size)."
+    ),
 ]
 Budget = Annotated[int, typer.Option(help="Slots that a row keeps at an eviction.")]
 Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
-CompressorName = Annotated[str, typer.Option(help="A name from `sparse-rl list compressors`.")]
+InheritedBudget = Annotated[
+    int | None, typer.Option(help="Slots that a row keeps at an eviction. Default: as in training, else 512.")
+]
+InheritedInterval = Annotated[
+    int | None, typer.Option(help="Tokens between evictions. Default: as in training, else 128.")
+]
+CompressorName = Annotated[
+    str, typer.Option(help="A name from `sparse-rl list compressors`, or your own FILE.py[:CLASS].")
+]
 RecipePath = Annotated[
     Path, typer.Argument(help="A YAML recipe, a run folder, or a name from `sparse-rl list recipes`.")
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the Python file that the folder names (its task). Read the file before.")
+    bool,
+    typer.Option(
+        "--trust", help="Run the Python files that the folder names (task, compressor, estimator). Read them before."
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")]
 

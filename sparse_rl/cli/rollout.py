@@ -13,26 +13,41 @@ import typer
 from ..errors import RolloutInterrupted, SparseRLError
 from ..files import first_line, is_text
 from ..signals import stoppable
-from .options import Budget, CompressorName, Dtype, Interval, ModelName
+from .options import Dtype, InheritedBudget, InheritedInterval, ModelName, Trust, overrides
+
+NEW_TOKENS = 256  # unless training or the user says
 
 
 def rollout(
+    context: typer.Context,
     model: ModelName,
     prompts: Annotated[
         Path, typer.Option(help="JSONL file; each line has a prompt as `prompt` (text) or `tokens` (ids).")
     ],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and traces/.")] = Path("rollouts"),
-    compressor: CompressorName = "rkv",
-    budget: Budget = 512,
-    interval: Interval = 128,
+    compressor: Annotated[
+        str | None,
+        typer.Option(
+            help="A name from `sparse-rl list compressors`; its options are --compressor.KEY VALUE. Default: as in "
+            "training, else rkv."
+        ),
+    ] = None,
+    budget: InheritedBudget = None,
+    interval: InheritedInterval = None,
     rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 8,
     group_size: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest response.")] = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="The longest response. Default: as in training, else 256.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     stop_id: Annotated[
         list[int] | None, typer.Option(help="A token id that ends a response; repeatable. Default: the model's own.")
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(help="A name from `sparse-rl list templates`, put around each text. Default: as in training."),
     ] = None,
     field: Annotated[str, typer.Option(help="The field of a line that holds the prompt's text.")] = "prompt",
     chat: Annotated[
@@ -40,23 +55,39 @@ def rollout(
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of sampling and of random weights.")] = 0,
     dtype: Dtype = None,
+    trust: Trust = False,
 ) -> None:
     """Sample completions on a compressed cache; write text, log-probs and traces."""
+    from ..compressors import make
     from ..models import encode, load_model, stop_ids
     from ..records import Trajectory, TrajectoryWriter, kv_tokens_saved
     from ..rollout import Engine, Sampling
+    from .inherit import Trained, always, cache_of, line_about
 
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(stop_id or ()))
+    if chat and template is not None:
+        raise SparseRLError(f"--chat and --template {template} both say what surrounds a text; give one of them.")
+    trained = Trained.of(model)
+    given = {"compressor": compressor, "budget": budget, "interval": interval}
+    cache, taken = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
+    if max_new_tokens is None and trained.record.max_new_tokens is not None:
+        taken["max_new_tokens"] = trained.record.max_new_tokens
+    own = always([trained], "chat" if chat else template)
+    own = {name: value for name, value in own.items() if not (name == "stop_ids" and stop_id)}
+    if line := line_about([trained.model], {**taken, **own}.items()):
+        typer.echo(f"sparse-rl: {line}", err=True)
+    length = max_new_tokens or taken.get("max_new_tokens", NEW_TOKENS)
+    sampling = Sampling(length, temperature, top_k, top_p, tuple(stop_id or ()))
     lines = read_prompts(prompts, field)
     writer = TrajectoryWriter(out)  # refuses a folder that is in use
-    lm, tokenizer = load_model(model, dtype, seed=seed)
+    lm, tokenizer = load_model(trained.model, dtype, seed=seed)
     sampling = sampling if stop_id else replace(sampling, stop_ids=stop_ids(lm, tokenizer))
     if chat and tokenizer.chat_template is None:
         raise SparseRLError("this tokenizer has no chat template; omit --chat.")
-    texts = [[{"role": "user", "content": line["text"]}] if chat else line["text"] for line in lines if "text" in line]
+    around = None if chat else template or trained.record.template
+    texts = [surrounded(line["text"], chat, around) for line in lines if "text" in line]
     encoded = iter([encode(tokenizer, text) for text in texts])
     ids = [line["tokens"] if "tokens" in line else next(encoded) for line in lines]
-    engine = Engine(lm, compressor=compressor, budget=budget, interval=interval, rows=rows)
+    engine = Engine(lm, make(cache.compressor, **cache.options), cache.budget, cache.interval, rows)
     with writer, stoppable():
 
         def save(trajectory: Trajectory) -> None:
@@ -77,6 +108,28 @@ def rollout(
         f"{len(done)} trajectories, {tokens:,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
         f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
     )
+
+
+def compressor_options(arguments: list[str]) -> dict:
+    """The options of the compressor, whose values are written as in a recipe."""
+    from ..config import parse_value
+
+    found = {}
+    for name, value in overrides(arguments, "--compressor.protect_prompt true"):
+        owner, _, key = name.rpartition(".")
+        if owner != "compressor":
+            raise SparseRLError(f"rollout has no --{name}; its options are in `sparse-rl rollout --help`.")
+        found[key] = parse_value(value)
+    return found
+
+
+def surrounded(text: str, chat: bool, template: str | None) -> str | list[dict]:
+    """A text as the model sees it: as a user's turn, inside a template unless it is inside one already, or as it is."""
+    from ..tasks.templates import dress, template_of
+
+    if chat:
+        return [{"role": "user", "content": text}]
+    return text if template is None or template_of(text) is not None else dress(text, template)
 
 
 def read_prompts(path: Path, field: str) -> list[dict]:

@@ -24,7 +24,9 @@ def train(
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
     settings = load_recipe_to_run(recipe, overrides(context.args), trust)
-    go_on = f"sparse-rl train {folder} --resume" + (" --trust" if names_python_file(settings.task.name) else "")
+    go_on = f"sparse-rl train {folder} --resume" + (
+        " --trust" if any(map(names_python_file, settings.may_name_files().values())) else ""
+    )
     if num_processes != 1:
         from ..distributed.launch import launch
 
@@ -53,4 +55,7 @@ def train(
         leave_world(world, failed=not done)
     if world.first:
         model = f"{folder}/checkpoints/step-{trainer.steps_done:06d}"
-        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}, curves in {folder}/metrics.jsonl")
+        best, kept = trainer.progress.best, ""
+        if best is not None and best.step != trainer.steps_done:
+            kept = f" (the best on held-out prompts, of step {best.step}, in {folder}/checkpoints/best)"
+        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}{kept}, curves in {folder}/metrics.jsonl")

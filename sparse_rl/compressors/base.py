@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SparseRLError, nearest, require_int
+from ..files import names_python_file
 from ..kernels import twins
 
 
@@ -188,11 +189,7 @@ def register(cls: _Class) -> _Class:
     """Class decorator: make a compressor usable by its `name`."""
     if not cls.name:
         raise SparseRLError(f"{cls.__name__} needs a `name` to be registered under.")
-    if not cls.evicts and (cls.has_budget or cls.evicts_response):
-        raise SparseRLError(
-            f"{cls.__name__} has evicts = False, so it keeps every token; has_budget and evicts_response must be False "
-            "too."
-        )
+    check_flags(cls)
     known = COMPRESSORS.get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:
         raise SparseRLError(
@@ -202,16 +199,31 @@ def register(cls: _Class) -> _Class:
     return cls
 
 
+def check_flags(cls: type[Compressor]) -> None:
+    if not cls.evicts and (cls.has_budget or cls.evicts_response):
+        raise SparseRLError(
+            f"{cls.__name__} has evicts = False, so it keeps every token; has_budget and evicts_response must be False "
+            "too."
+        )
+
+
 def find(written: str) -> tuple[type[Compressor], str | None]:
-    """The class that a name such as `rkv` or `kvpress:X` belongs to, and what follows the colon (None: no colon)."""
+    """The class that a name such as `rkv` or `kvpress:X` belongs to, and what follows the colon (None: no colon).
+
+    `FILE.py` and `FILE.py:CLASS` run the file; nothing follows them.
+    """
     name, colon, argument = written.partition(":")
     if name not in COMPRESSORS:
+        if names_python_file(written):
+            from .user import load
+
+            return load(written), None
         raise SparseRLError(f"there is no compressor {written!r}; {nearest(written, COMPRESSORS)}")
     return COMPRESSORS[name], argument if colon else None
 
 
 def make(compressor: str | Compressor | type[Compressor], **options) -> Compressor:
-    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`) or class, or as given."""
+    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`, `FILE.py`) or class, or as given."""
     if isinstance(compressor, Compressor):
         return compressor
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
@@ -225,7 +237,8 @@ def make(compressor: str | Compressor | type[Compressor], **options) -> Compress
 def describe() -> list[tuple[str, str]]:
     """The names that `make` takes, and what is behind them; those that need an argument last."""
     rows = [(cls.usage or name, _idea(cls)) for name, cls in COMPRESSORS.items()]
-    return sorted(rows, key=lambda row: ":" in row[0])
+    own = ("FILE.py[:CLASS]", "your own: a file with a subclass of ScoreCompressor that has a `score`")
+    return [*sorted(rows, key=lambda row: ":" in row[0]), own]
 
 
 def _idea(cls: type[Compressor]) -> str:

@@ -3,6 +3,7 @@
 from .budget import METRICS, Adaptive, Target
 from .migrate import migrate, missing_keys
 from .parse import load_recipe, load_recipe_to_run, make_recipe, parse_value, table_of_keys
+from .read import read_yaml, read_yaml_file
 from .recipe import (
     RECIPES,
     SECTIONS,
@@ -36,5 +37,7 @@ __all__ = [
     "migrate",
     "missing_keys",
     "parse_value",
+    "read_yaml",
+    "read_yaml_file",
     "table_of_keys",
 ]

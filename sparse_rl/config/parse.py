@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SparseRLError, nearest
+from ..errors import SparseRLError, nearest, shown
 from ..files import refuse_foreign_code
 from .migrate import REMOVED_KEYS, RENAMED_KEYS, migrate, refuse_old_names
+from .read import read_yaml, read_yaml_file
 from .recipe import RECIPES, SECTIONS, Recipe
 from .values import names_of, plain, settings_of, types_of
 
@@ -24,13 +25,8 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
 
     `overrides` are pairs of a dotted key and its value as text.
     """
-    import yaml
-
     path = recipe_file(path)
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SparseRLError(f"{path} is not YAML ({' '.join(str(error).split())}).") from error
+    data = read_yaml_file(path)
     if _in_run_folder(path) and isinstance(data, Mapping):
         data, _ = migrate(data)  # train/run.py says what was translated
     return make_recipe(data or {}, overrides, where=str(path))
@@ -44,8 +40,9 @@ def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], t
     """
     recipe = load_recipe(path, overrides)
     own_words = [_find(dotted) for dotted, _ in overrides]
-    if (Path(path).is_dir() or _in_run_folder(recipe_file(path))) and ("task", ["name"]) not in own_words:
-        refuse_foreign_code(Path(path), {"--task.name": recipe.task.name}, trust)
+    if Path(path).is_dir() or _in_run_folder(recipe_file(path)):
+        named = {key: name for key, name in recipe.may_name_files().items() if _find(key) not in own_words}
+        refuse_foreign_code(Path(path), {f"--{key}": name for key, name in named.items()}, trust)
     return recipe
 
 
@@ -78,10 +75,12 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
     sections: dict[str, dict] = {}
     for name, content in data.items():
         if name not in SECTIONS:
-            raise SparseRLError(f"{where} has a section {name!r}; {nearest(str(name), SECTIONS)}")
+            raise SparseRLError(f"{where} has a section {shown(name)}; {nearest(str(name), SECTIONS)}")
         if not isinstance(content, Mapping):
             example = f"{{{names_of(SECTIONS[name])[0]}: ...}}"
-            raise SparseRLError(f"{where}: section {name!r} holds {content!r}; it must hold keys, such as {example}.")
+            raise SparseRLError(
+                f"{where}: section {name!r} holds {shown(content)}; it must hold keys, such as {example}."
+            )
         sections[name] = dict(content)
     for dotted, value in overrides:
         section, path = _find(dotted)
@@ -134,12 +133,7 @@ def _find(dotted: str) -> tuple[str, list[str]]:
 
 def parse_value(text: str) -> Any:
     """A value on the command line, read as YAML."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SparseRLError(f"the value {text!r} is not YAML ({' '.join(str(error).split())}).") from error
+    return read_yaml(text, f"the value {shown(text)}")
 
 
 def table_of_keys() -> list[tuple[str, str, str]]:

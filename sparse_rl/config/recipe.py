@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, nearest, require_int
+from ..files import names_python_file
 from ..keys import key
 from ..learn.advantage import ESTIMATORS
 from ..learn.correct import Correction, changed, only_rejection
@@ -67,7 +68,9 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    compressor: str = key("a name from `sparse-rl list compressors`, or prompt-only:NAME", "rkv")
+    compressor: str = key(
+        "a name from `sparse-rl list compressors`, prompt-only:NAME, `file.py` or `file.py:Class`", "rkv"
+    )
     budget: int | Adaptive = key(
         "slots that a row keeps at an eviction; {min: 32, max: 64, target: {alpha_5: 0.9}}: moves between steps", 512
     )
@@ -126,7 +129,7 @@ class LearnSettings:
         f"the factor (lambda) of the distillation loss; null: the method's ({DISTILL_WEIGHT})", None
     )
     correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
-    advantage: str = key("grpo, dr-grpo or rloo", "grpo")
+    advantage: str = key("grpo, dr-grpo, rloo, or your own: `file.py` or `file.py:function`", "grpo")
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
     rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
@@ -140,7 +143,7 @@ class LearnSettings:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.algorithm not in ALGORITHMS:
             raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
-        if self.advantage not in ESTIMATORS:
+        if self.advantage not in ESTIMATORS and not names_python_file(self.advantage):  # which runs only in a run
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
             raise SparseRLError(
@@ -239,6 +242,7 @@ class Recipe:
         self._check_rejection()
         self._check_beacons()
         self._check_students()
+        self.scheduled_optimizer()
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(
@@ -310,6 +314,19 @@ class Recipe:
                 "adapters."
             )
 
+    def scheduled_optimizer(self) -> OptimizerSettings:
+        """The optimizer's settings, with the length of a schedule filled in."""
+        given, steps = self.optimizer, self.run.steps * self.learn.minibatches
+        if given.schedule == "constant" or given.decay_steps is not None:
+            return given
+        if steps <= given.warmup_steps:
+            raise SparseRLError(
+                f"optimizer.schedule is {given.schedule}, but the run has {steps} optimizer steps (run.steps "
+                f"{self.run.steps} x learn.minibatches {self.learn.minibatches}) and the warm-up alone takes "
+                f"{given.warmup_steps}; lower optimizer.warmup_steps, or set optimizer.decay_steps."
+            )
+        return dataclasses.replace(given, decay_steps=steps)
+
     @property
     def keeps_reference(self) -> bool:
         """Whether the log-probs of the starting model are needed."""
@@ -322,6 +339,14 @@ class Recipe:
     @property
     def _folds(self) -> bool:
         return self.rollout.compressor.partition(":")[0] == "beacon"
+
+    def may_name_files(self) -> dict[str, str]:
+        """The keys that may name a Python file, which a run executes, with their values."""
+        return {
+            "task.name": self.task.name,
+            "rollout.compressor": self.rollout.compressor,
+            "learn.advantage": self.learn.advantage,
+        }
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, as a YAML recipe holds them."""

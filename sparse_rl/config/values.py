@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import SparseRLError, nearest
+from ..errors import SparseRLError, nearest, shown
 
 
 def settings_of(kind: type, content: Mapping, name: str):
@@ -17,7 +17,7 @@ def settings_of(kind: type, content: Mapping, name: str):
     known, hints = names_of(kind), types_of(kind)
     for k in content:
         if k not in known:
-            raise SparseRLError(f"there is no key {name}.{k}; {nearest(str(k), known)}")
+            raise SparseRLError(f"there is no key {name}.{k!s:.300}; {nearest(str(k), known)}")
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and content.get(field.name) is None:
@@ -50,13 +50,14 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         return value
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         number = _float(value)
-        if not math.isnan(number):
+        if math.isfinite(number) or (number == math.inf and where.startswith("learn.correction")):  # bounds may be open
             return number
     if kind is str and isinstance(value, str):
         return value
     if kind is dict and isinstance(value, Mapping):
         return dict(value)
-    raise SparseRLError(f"{where} is {value!r}; it must be {_expected(kind)}.")
+    expected = "a finite number" if kind is float and isinstance(value, float) else _expected(kind)
+    raise SparseRLError(f"{where} is {shown(value)}; it must be {expected}.")
 
 
 def _float(value: float | str) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..compressors import Compressor, make, parameters_of
 from ..errors import SparseRLError
+from ..files import names_python_file
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Cache:
 
     @property
     def label(self) -> str:
-        """dense, rkv 512, beacon:16, ..."""
+        """dense, rkv 512, beacon:16, mine.py:Oldest 512, ..."""
         options = [f"{key}={value}" for key, value in self.options.items()]
-        return " ".join([self.compressor, *([] if self.budget is None else [str(self.budget)]), *options])
+        return " ".join([short(self.compressor), *([] if self.budget is None else [str(self.budget)]), *options])
 
     @property
     def folder(self) -> str:
@@ -56,12 +57,24 @@ class Cache:
         }
 
 
+def short(compressor: str) -> str:
+    """A compressor's name without the folders of its file, and without spaces."""
+    before, _, file = compressor.rpartition("/") if names_python_file(compressor) else ("", "", compressor)
+    wrapped = "prompt-only:" if before.startswith("prompt-only:") else ""
+    return (wrapped + file).replace(" ", "_")
+
+
 def caches(
-    compressors: Sequence[str], budgets: Sequence[int], interval: int, options: Mapping[str, Any]
+    compressors: Sequence[str],
+    budgets: Sequence[int],
+    interval: int,
+    options: Mapping[str, Any],
+    inherited: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Cache]:
     """Every compressor at every budget, or once if it has no budget; dense comes first, as others are compared with it.
 
-    An option goes to the compressors that have it; if none has it, it is a mistake.
+    An option goes to the compressors that have it; if none has it, it is a mistake. inherited: options by compressor,
+    which `options` override.
     """
     if "dense" not in compressors:
         raise SparseRLError(f"--compressors {','.join(compressors)} has no dense cache to compare with; add dense.")
@@ -72,6 +85,9 @@ def caches(
             raise SparseRLError(
                 f"none of {', '.join(ordered)} has a parameter {key!r}; `sparse-rl list compressors` names them."
             )
-    known = {name: {key: value for key, value in options.items() if key in taken[name]} for name in ordered}
+    known = {
+        name: dict((inherited or {}).get(name, {})) | {k: v for k, v in options.items() if k in taken[name]}
+        for name in ordered
+    }
     found = [Cache.of(name, budget, interval, known[name]) for name, budget in itertools.product(ordered, budgets)]
     return [cache for i, cache in enumerate(found) if cache not in found[:i]]

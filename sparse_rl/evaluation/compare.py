@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .results import Item, shares, tokens_saved
+from .results import Item, mean_rewards, shares, tokens_saved
 from .run import Evaluated
 from .statistics import Difference, interval, paired
-from .summary import aligned
+from .summary import aligned, graded_rewards, reward_interval
 
 ALL = "all problems"
 
@@ -39,6 +39,12 @@ class Cell:
     length: float
     tokens_saved: float
     tokens_per_second: float
+    reward: float  # mean
+    reward_low: float  # 95 %
+    reward_high: float
+    reward_cost: Difference | None  # as `cost`; None also where rewards say no more than accuracy
+    reward_better: Difference | None  # as `better`; None likewise
+    graded_rewards: bool  # in this benchmark, rewards are not just 1 for what is right and 0 for the rest
 
 
 def cross(found: Sequence[Evaluated]) -> list[Cell]:
@@ -46,18 +52,22 @@ def cross(found: Sequence[Evaluated]) -> list[Cell]:
     benches = [summary.bench for summary in found[0].summaries]
     cells = []
     for bench in [*benches, *([ALL] if len(benches) > 1 else [])]:
+        graded = any(graded_rewards(items_on(bench, e)) for e in found)
         for label in dict.fromkeys(e.cache.label for e in found):
             here = [e for e in found if e.cache.label == label]
             for e in here:
                 (dense,) = (other for other in found if other.model == e.model and other.cache.compressor == "dense")
-                cells.append(cell(bench, e, dense if dense is not e else None, here[0] if here[0] is not e else None))
+                others = (dense if dense is not e else None, here[0] if here[0] is not e else None)
+                cells.append(cell(bench, e, *others, graded))
     return cells
 
 
-def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | None) -> Cell:
+def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | None, graded: bool) -> Cell:
+    """`graded`: rewards are tested, too."""
     items = items_on(bench, e)
     by_problem = list(shares(items).values())
     low, high = interval(by_problem, round(len(items) / len(by_problem)))
+    reward_low, reward_high = reward_interval(items) if graded else (low, high)
     verdicts, answers, in_common = agreement(items, items_on(bench, dense)) if dense else (None, None, None)
     return Cell(
         bench=bench,
@@ -75,6 +85,12 @@ def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | N
         length=statistics.fmean(item.tokens for item in items),
         tokens_saved=tokens_saved(items),
         tokens_per_second=e.tokens_per_second,
+        reward=statistics.fmean(item.reward for item in items),
+        reward_low=reward_low,
+        reward_high=reward_high,
+        reward_cost=difference(items_on(bench, dense), items, mean_rewards) if dense and graded else None,
+        reward_better=difference(items_on(bench, first), items, mean_rewards) if first and graded else None,
+        graded_rewards=graded,
     )
 
 
@@ -82,9 +98,9 @@ def items_on(bench: str, e: Evaluated) -> list[Item]:
     return [item for item in e.items if bench in (ALL, item.bench)]
 
 
-def difference(first: Sequence[Item], second: Sequence[Item]) -> Difference:
-    """Second - first, on the problems that both have."""
-    a, b = shares(first), shares(second)
+def difference(first: Sequence[Item], second: Sequence[Item], of: Callable = shares) -> Difference:
+    """Second - first, on the problems that both have. of: what is compared, shares of right ones or mean rewards"""
+    a, b = of(first), of(second)
     both = [problem for problem in a if problem in b]
     return paired([a[problem] for problem in both], [b[problem] for problem in both])
 
@@ -110,10 +126,16 @@ def repeated(text: str, other: str) -> float:
 
 def told(d: Difference | None) -> str:
     """+1.2 (-0.3 to +2.8), p = 0.12, in percentage points"""
-    if d is None:
-        return ""
-    p = "< 0.001" if d.p < 0.001 else f"= {d.p:.2g}"
-    return f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p {p}"
+    return "" if d is None else f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f}), p {probability(d.p)}"
+
+
+def told_reward(d: Difference | None) -> str:
+    """+0.012 (-0.003 to +0.028), p = 0.12"""
+    return "" if d is None else f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f}), p {probability(d.p)}"
+
+
+def probability(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"= {p:.2g}"
 
 
 def share(value: float | None) -> str:
@@ -130,6 +152,9 @@ def columns(cells: Sequence[Cell]) -> dict[str, Callable[[Cell], str]]:
         "accuracy (95 %)": lambda c: f"{c.accuracy:.1%} ({c.low:.1%} to {c.high:.1%})",
         "points against dense": lambda c: told(c.cost),
         **({f"points against {first}": lambda c: told(c.better)} if several else {}),
+        "reward (95 %)": lambda c: f"{c.reward:.3f} ({c.reward_low:.3f} to {c.reward_high:.3f})" * c.graded_rewards,
+        "reward against dense": lambda c: told_reward(c.reward_cost),
+        **({f"reward against {first}": lambda c: told_reward(c.reward_better)} if several else {}),
         "same verdict": lambda c: share(c.same_verdict),
         "same answer": lambda c: share(c.same_answer),
         "text in common": lambda c: share(c.in_common),

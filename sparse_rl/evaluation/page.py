@@ -25,8 +25,9 @@ p, li { max-width: 50rem }
 """
 
 READING = """
-<p>Differences are in percentage points, with a 95 % interval from problems drawn with replacement, and the p-value of
-a paired test on the same problems: McNemar's exact test with one completion per problem, random signs with more.
+<p>Differences of accuracy, the share of completions that are right, are in percentage points; those of mean rewards
+are in rewards. Both have a 95 % interval from problems drawn with replacement, and the p-value of a paired test on the
+same problems: McNemar's exact test if every problem has 0 or 1, as with one completion, and random signs otherwise.
 {tests} tests are shown, without a correction for their number: about {chance:.0f} of them would be below 0.05 if
 nothing differed.</p>
 <p>Same verdict: the share of completions with the verdict of the dense cache. Same answer: of the completions that give
@@ -37,7 +38,9 @@ saved: 1 - entries in use at the end / tokens. Tokens per second: the engine's s
 
 
 def draw(cells: Sequence[Cell]) -> bytes:
-    """Accuracy against budget, one panel per benchmark; below, the text in common with the dense cache. -> PNG"""
+    """Accuracy against budget, one panel per benchmark; below, mean rewards if they say more, and the text in common
+    with the dense cache. -> PNG
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,7 +49,11 @@ def draw(cells: Sequence[Cell]) -> bytes:
     benches = list(dict.fromkeys(c.bench for c in cells))
     across = min(3, len(benches))
     each = -(-len(benches) // across)  # rows of panels that one quantity takes
-    quantities = [of_accuracy, *([of_agreement] if any(c.in_common is not None for c in cells) else [])]
+    quantities = [
+        of_accuracy,
+        *([of_reward] if any(c.graded_rewards for c in cells) else []),
+        *([of_agreement] if any(c.in_common is not None for c in cells) else []),
+    ]
     down = each * len(quantities)
     figure, axes = pyplot.subplots(
         down, across, figsize=(1.5 + 4.2 * across, 3.2 * down), squeeze=False, constrained_layout=True
@@ -65,15 +72,24 @@ def draw(cells: Sequence[Cell]) -> bytes:
 
 
 def of_accuracy(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
-    """Caches with a budget at x; a cache without one as a line across the panel."""
     axis.set_ylabel("accuracy")
+    with_interval(axis, [(c.accuracy, c.low, c.high) for c in line], x, style)
+
+
+def of_reward(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
+    axis.set_ylabel("mean reward")
+    with_interval(axis, [(c.reward, c.reward_low, c.reward_high) for c in line], x, style)
+
+
+def with_interval(axis, points: list[tuple[float, float, float]], x: Sequence[float] | None, style: dict) -> None:
+    """(mean, low, high) of caches with a budget at x; a cache without one as a line across the panel."""
     if x is None:
-        (c,) = line
-        axis.axhline(c.accuracy, linewidth=1, **style)
-        axis.axhspan(c.low, c.high, color=style["color"], alpha=0.06)
+        ((mean, low, high),) = points
+        axis.axhline(mean, linewidth=1, **style)
+        axis.axhspan(low, high, color=style["color"], alpha=0.06)
     else:
-        error = [[c.accuracy - c.low for c in line], [c.high - c.accuracy for c in line]]
-        axis.errorbar(x, [c.accuracy for c in line], error, marker="o", capsize=2, **style)
+        error = [[max(0.0, mean - low) for mean, low, _ in points], [max(0.0, high - mean) for mean, _, high in points]]
+        axis.errorbar(x, [mean for mean, _, _ in points], error, marker="o", capsize=2, **style)
 
 
 def of_agreement(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
@@ -108,7 +124,8 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
         axis.minorticks_off()
     axis.set(title=legible(bench), xlabel="budget")
-    axis.set_ylim(bottom=0)
+    if quantity is not of_reward:  # which may be negative
+        axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
 
 
@@ -125,13 +142,13 @@ def legible(text: str) -> str:
 
 def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
     models = list(dict.fromkeys(c.model for c in cells))
-    tests = sum(d is not None for c in cells for d in (c.cost, c.better))
+    tests = sum(d is not None for c in cells for d in (c.cost, c.better, c.reward_cost, c.reward_better))
     encoded = base64.b64encode(picture).decode()
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{html.escape(' against '.join(models))}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(' against '.join(models))}, dense and sparse inference</h1><p>{html.escape(asked)}</p>",
-        f"<img alt='accuracy and text in common against budget' src='data:image/png;base64,{encoded}'>",
+        f"<img alt='accuracy, reward and text in common against budget' src='data:image/png;base64,{encoded}'>",
     ]
     benches = list(dict.fromkeys(c.bench for c in cells))
     for bench in [*([ALL] if ALL in benches else []), *(b for b in benches if b != ALL)]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ class Item(Completion):
     answer: str | None  # extracted from the text
     verdict: str
     reward: float
+    rewards: dict[str, float] = field(default_factory=dict)  # the named rewards that it is made of
 
     @property
     def right(self) -> bool:
-        return self.reward >= 1
+        return self.verdict == "right"
 
 
 class Results:
@@ -124,9 +126,14 @@ class Results:
         for key, grade in grades.items():
             fields = asdict(self.ungraded.pop(key))
             self.items[key] = Item(
-                **fields, gold=golds[key], answer=answers[key], verdict=grade.verdict, reward=grade.reward
+                **fields,
+                gold=golds[key],
+                answer=answers[key],
+                verdict=grade.verdict,
+                reward=grade.reward,
+                rewards=dict(grade.parts),
             )
-        lines = [json.dumps(asdict(self.items[key]), ensure_ascii=False) for key in sorted(self.items)]
+        lines = [json.dumps(written(self.items[key]), ensure_ascii=False) for key in sorted(self.items)]
         write_text(self.folder / "items.jsonl", "".join(line + "\n" for line in lines))
         if not self.ungraded:
             (self.folder / "completions.jsonl").unlink(missing_ok=True)
@@ -165,6 +172,11 @@ class Results:
         write_text(path, json.dumps(whole, indent=1) + "\n")
 
 
+def written(item: Item) -> dict[str, Any]:
+    """An item as a line of the file; without named rewards if it has none."""
+    return {name: value for name, value in asdict(item).items() if name != "rewards" or value}
+
+
 def read(kind: type[Completion], path: Path) -> list:
     try:
         return [kind(**line) for line in read_lines(path)]
@@ -187,6 +199,14 @@ def shares(items: Sequence[Item]) -> dict[tuple[str, int], float]:
     for item in items:
         right.setdefault((item.bench, item.index), []).append(item.right)
     return {problem: sum(found) / len(found) for problem, found in sorted(right.items())}
+
+
+def mean_rewards(items: Sequence[Item]) -> dict[tuple[str, int], float]:
+    """For every problem, the mean reward of its completions."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for item in items:
+        found.setdefault((item.bench, item.index), []).append(item.reward)
+    return {problem: statistics.fmean(rewards) for problem, rewards in sorted(found.items())}
 
 
 def tokens_saved(items: Sequence[Item]) -> float:

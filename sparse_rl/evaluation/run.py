@@ -13,8 +13,9 @@ from typing import Any
 from .. import tasks
 from ..errors import SparseRLError, check_count, require_int
 from ..files import write_text
-from ..models import encode, load_model, stop_ids
+from ..models import Record, encode, load_model, record_of, stop_ids
 from ..rollout import Engine, Sampling
+from ..tasks.answering import Answers, Names, cannot_answer
 from ..tasks.benchmarks import Benchmark
 from ..tasks.math import Math
 from ..tasks.templates import find
@@ -44,6 +45,7 @@ class Asked:
     seed: int = 0
     rows: int = 64
     dtype: str | None = None
+    trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # benchmark -> sampling as in training
 
     def __post_init__(self):
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
@@ -80,9 +82,20 @@ class Evaluated:
         """The mean over benchmarks."""
         return statistics.fmean(summary.accuracy for summary in self.summaries)
 
+    @property
+    def reward(self) -> float:
+        """The mean over benchmarks."""
+        return statistics.fmean(summary.reward for summary in self.summaries)
+
     def to_dict(self) -> dict[str, Any]:
         speed = {"tokens_per_second": self.tokens_per_second, "cache_bytes": self.cache_bytes}
-        about = {"model": self.model, "cache": self.cache.label, "rule": self.rule, "accuracy": self.accuracy}
+        about = {
+            "model": self.model,
+            "cache": self.cache.label,
+            "rule": self.rule,
+            "accuracy": self.accuracy,
+            "reward": self.reward,
+        }
         return {**about, **speed, "benches": [asdict(summary) for summary in self.summaries]}
 
 
@@ -100,7 +113,7 @@ def evaluate(
         for cache in caches:
             cache.make().bind(*cache.slots)  # likewise
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
-        trained = getattr(model.config, "sparse_rl_template", None)
+        trained = (record_of(model) or Record()).template
         exams = []
         for bench, (task, options) in found.items():
             if isinstance(task, Benchmark) and "template" not in options:
@@ -116,13 +129,19 @@ def evaluate(
             exams.append(make_exam(bench, task, options, asked, model, tokenizer, say))
         about = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
         settings = {"seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
+        told: set[tuple[str, str]] = set()  # benchmarks, and what their completions lack
         for cache in caches:
             engine = Engine(model, cache.make(), *cache.slots, asked.rows)
             results = stack.enter_context(Results(folder(cache), {**about, "cache": cache.to_dict(), **settings}))
             summaries = ask(engine, tokenizer, exams, asked.seed, results, progress)
             done = _evaluated(name, cache, engine, exams, results, summaries)
             write_text(results.folder / "summary.json", json.dumps(done.to_dict(), indent=1) + "\n")
-            for exam in exams:
+            for exam, summary in zip(exams, summaries, strict=True):
+                template = "--template, `sparse-rl list templates`" if exam.task.template is not None else None
+                lacking = cannot_answer(answers(exam, summary), Names("--max-new-tokens", template))
+                if lacking is not None and (exam.name, lacking[0]) not in told:
+                    told.add((exam.name, lacking[0]))
+                    say(f"{exam.name}, {cache.label}: {lacking[1]}")
                 if exam.task.last_error:
                     why = exam.task.last_error[:300]
                     say(f"grading failed in {exam.name} ({why}); such completions count as wrong, under ungraded.")
@@ -145,6 +164,12 @@ def _evaluated(
     )
 
 
+def answers(exam: Exam, summary: Summary) -> Answers:
+    """What the completions of a benchmark were like."""
+    count = summary.problems * summary.samples
+    return Answers(count, summary.accuracy, summary.truncated, summary.no_answer, exam.sampling.max_new_tokens)
+
+
 def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
     """(the problems that training does not see, the options of their task)"""
     options = dict(asked.options.get(bench, {}))
@@ -160,7 +185,7 @@ def make_exam(
     bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]
 ) -> Exam:
     """A benchmark with its prompts, sampled as asked, as published, or by default."""
-    protocol = dict(DEFAULTS)
+    protocol = DEFAULTS | dict(asked.trained.get(bench, {}))
     if isinstance(task, Benchmark):
         protocol |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
     protocol |= {key: value for key in protocol if (value := getattr(asked, key)) is not None}

@@ -61,16 +61,24 @@ class Difference:
 
 
 def paired(first: Sequence[float], second: Sequence[float], draws: int = 10_000, seed: int = 0) -> Difference:
-    """Whether two models differ, from each problem's share of right completions. [N]
+    """Whether two models differ, from each problem's share of right completions, or from its mean reward. [N]
 
-    With one completion per problem, McNemar's exact test; with more, a test that flips signs at random.
+    If all are 0 or 1, as with one completion per problem, McNemar's exact test; else a test that flips signs at random.
     """
     gaps = [b - a for a, b in zip(first, second, strict=True)]
-    count, mean, draw = len(gaps), statistics.fmean(gaps), random.Random(seed)
-    means = sorted(statistics.fmean(draw.choices(gaps, k=count)) for _ in range(draws)) if any(gaps) else [0.0] * draws
+    draw = random.Random(seed)
+    low, high = resampled(gaps, draws, draw)
     binary = all(share in (0.0, 1.0) for share in (*first, *second))
     p = mcnemar(gaps.count(1.0), gaps.count(-1.0)) if binary else _flipped(gaps, draws, draw)
-    return Difference(mean, means[int(0.025 * draws)], means[min(draws - 1, int(0.975 * draws))], p)
+    return Difference(statistics.fmean(gaps), low, high, p)
+
+
+def resampled(values: Sequence[float], draws: int, draw: random.Random) -> tuple[float, float]:
+    """The 95 % interval of a mean: problems are drawn with replacement."""
+    if not any(values):
+        return 0.0, 0.0
+    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[min(draws - 1, int(0.975 * draws))]
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -83,7 +91,8 @@ def mcnemar(gained: int, lost: int) -> float:
 def _flipped(gaps: list[float], draws: int, draw: random.Random) -> float:
     """Two-sided test with random signs. The gaps as they are count as one draw, so p is never 0."""
     moved, found = [abs(gap) for gap in gaps if gap], abs(sum(gaps))
+    rounding = 1e-12 * max(1.0, sum(moved))
     as_large = sum(
-        abs(sum(gap if draw.random() < 0.5 else -gap for gap in moved)) >= found - 1e-12 for _ in range(draws)
+        abs(sum(gap if draw.random() < 0.5 else -gap for gap in moved)) >= found - rounding for _ in range(draws)
     )
     return (as_large + 1) / (draws + 1)

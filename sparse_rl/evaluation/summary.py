@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..planning.memory import size
-from .results import Item, shares, tokens_saved
-from .statistics import interval, pass_at_k
+from .results import Item, mean_rewards, shares, tokens_saved
+from .statistics import interval, pass_at_k, resampled
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,11 @@ class Summary:
     low: float  # of the 95 % interval
     high: float
     pass_at: dict[int, float]  # k -> the chance that one of k completions is right
-    reward: float
+    reward: float  # mean
+    reward_low: float  # of its 95 % interval
+    reward_high: float
+    rewards: dict[str, float]  # the means of the named rewards that it is made of
+    graded_rewards: bool  # they say more than accuracy
     length: float  # tokens sampled
     truncated: float  # a share of the completions, as are the next two
     loops: float
@@ -47,6 +52,8 @@ def summarize(items: Sequence[Item], samples: int, bytes_per_entry: int) -> Summ
     low, high = interval(by_problem, samples)
     right = [round(share * samples) for share in by_problem]
     verdicts = [item.verdict for item in items]
+    reward_low, reward_high = reward_interval(items) if graded_rewards(items) else (low, high)
+    names = sorted({name for item in items for name in item.rewards})
 
     def mean(values) -> float:
         return statistics.fmean(map(float, values))
@@ -60,6 +67,10 @@ def summarize(items: Sequence[Item], samples: int, bytes_per_entry: int) -> Summ
         high=high,
         pass_at={k: pass_at_k(right, samples, k) for k in powers_up_to(samples)},
         reward=mean(item.reward for item in items),
+        reward_low=reward_low,
+        reward_high=reward_high,
+        rewards={name: mean(item.rewards.get(name, 0.0) for item in items) for name in names},
+        graded_rewards=graded_rewards(items),
         length=mean(item.tokens for item in items),
         truncated=mean(item.finish == "length" for item in items),
         loops=mean(item.loop for item in items),
@@ -80,10 +91,22 @@ def powers_up_to(samples: int) -> list[int]:
     return sorted({samples, *(2**i for i in range(samples.bit_length()))})
 
 
+def graded_rewards(items: Sequence[Item]) -> bool:
+    """Whether rewards say more than accuracy: they are not just 1 for what is right and 0 for the rest."""
+    return any(item.reward != float(item.right) or item.rewards for item in items)
+
+
+def reward_interval(items: Sequence[Item]) -> tuple[float, float]:
+    """The 95 % interval of the mean reward."""
+    return resampled(list(mean_rewards(items).values()), 2000, random.Random(0))
+
+
 COLUMNS: dict[str, Callable[[Summary], str]] = {  # heading -> its cell
     "benchmark": lambda s: s.bench,
     "problems": lambda s: f"{s.problems:,} x {s.samples}" if s.samples > 1 else f"{s.problems:,}",
     "accuracy (95 %)": lambda s: f"{s.accuracy:.1%} ({s.low:.1%} to {s.high:.1%})",
+    "reward (95 %)": lambda s: f"{s.reward:.3f} ({s.reward_low:.3f} to {s.reward_high:.3f})",
+    "rewards": lambda s: ", ".join(f"{name} {value:.3f}" for name, value in s.rewards.items()),
     "pass@k": lambda s: f"{s.pass_at[s.samples]:.1%}" if s.samples > 1 else "-",
     "length": lambda s: f"{s.length:,.0f}",
     "cut": lambda s: f"{s.truncated:.1%}",
@@ -97,12 +120,18 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {  # heading -> its cell
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """One line per benchmark, and their mean if there are several."""
-    rows = [list(COLUMNS), *([tell(s) for tell in COLUMNS.values()] for s in summaries)]
+    """One line per benchmark, and their mean if there are several. Rewards are there if they say more than accuracy."""
+    hidden = set() if any(s.graded_rewards for s in summaries) else {"reward (95 %)"}
+    hidden |= set() if any(s.rewards for s in summaries) else {"rewards"}
+    shown = {heading: tell for heading, tell in COLUMNS.items() if heading not in hidden}
+    rows = [list(shown), *([tell(s) for tell in shown.values()] for s in summaries)]
     if len(summaries) > 1:
-        rows.append(
-            ["mean", "", f"{statistics.fmean(s.accuracy for s in summaries):.1%}", *([""] * (len(COLUMNS) - 3))]
-        )
+        means = {
+            "benchmark": "mean",
+            "accuracy (95 %)": f"{statistics.fmean(s.accuracy for s in summaries):.1%}",
+            "reward (95 %)": f"{statistics.fmean(s.reward for s in summaries):.3f}",
+        }
+        rows.append([means.get(heading, "") for heading in shown])
     return aligned(rows)
 
 

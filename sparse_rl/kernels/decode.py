@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache import LayerSlots
+from . import device
 from .jit import jit
 
 
@@ -202,6 +203,16 @@ def splits_for(programs: int, capacity: int, processors: int) -> int:
     return max(1, min(triton.cdiv(2 * processors, programs), capacity // 128, 32))
 
 
+def stages_for(block: int, queries: int, width: int, shared: int) -> int:
+    """How many tiles of keys and values are read ahead, so that they fit into shared memory beside the queries.
+
+    width: bytes of a key; wide ones are not read ahead at all, which was measured.
+    """
+    if width > 1024:
+        return 1
+    return next((n for n in (3, 2) if (2 * (n - 1) * block + queries) * width + 4096 <= shared), 1)
+
+
 def store_and_attend(
     query: Tensor,
     key: Tensor,
@@ -218,13 +229,13 @@ def store_and_attend(
     splits: int | None = None,
     block: int = 32,
     num_warps: int = 2,
-    num_stages: int = 3,
+    num_stages: int | None = None,
 ) -> Tensor:
     keys, values, feed, ring = slots
     (rows, query_heads, dim), (heads, capacity) = query.shape, keys.shape[1:3]
     assert all(x.stride(-1) == 1 for x in (query, key, value)) and values.shape == keys.shape
     assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())
-    splits = splits or splits_for(rows * heads, capacity, _processors(query.device))
+    splits = splits or splits_for(rows * heads, capacity, device.processors(query.device))
     out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
     partial = out  # an address that is not read
     if splits > 1:
@@ -232,14 +243,15 @@ def store_and_attend(
     cos, sin = (query, query) if rope is None else rope  # likewise
     query_weight, key_weight, eps = (query, query, 0.0) if norms is None else norms
     group, dim_block = query_heads // heads, max(16, triton.next_power_of_2(dim))
-    if dim_block * query.element_size() > 1024:
-        num_stages = 1  # wide heads would not fit into shared memory
+    group_block = max(16, triton.next_power_of_2(group))
+    shared = device.shared_memory(query.device)
+    num_stages = num_stages or stages_for(block, group_block, dim_block * query.element_size(), shared)
     _store_and_attend[(rows, heads, splits)](
         query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
         cos, sin, query_weight, key_weight, out, partial,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         eps, scaling, softcap or 1.0, sliding_window or 0, capacity,
-        HEADS=heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        HEADS=heads, GROUP=group, GROUP_BLOCK=group_block,
         RING=0 if ring is None else ring.shape[2], DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block,
         NORM=norms is not None, ROPE=rope is not None, SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
@@ -250,7 +262,3 @@ def store_and_attend(
             partial, out, SPLITS=splits, SPLIT_BLOCK=split_block, DIM=dim, DIM_BLOCK=dim_block, num_warps=1
         )
     return out
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

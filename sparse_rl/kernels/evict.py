@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import device
 from .jit import jit
 
 _BLOCK = 64  # slots at a time, unless a kernel has its own number
@@ -149,14 +150,26 @@ def observed_logits(
     """queries [B, H * G, W, D], keys [B, H, S, D] -> fp32 [B, H, W, S]. All slots must be reachable."""
     (rows, query_heads, count, dim), (heads, used) = queries.shape, keys.shape[1:3]
     out = torch.empty(rows, heads, count, used, dtype=torch.float32, device=keys.device)
-    block = 32 if keys.dtype == torch.float32 else 128
-    _observed_logits[(rows * heads * triton.cdiv(used, block),)](
+    tiles = observed_tiles(count, dim, keys.dtype, device.shared_memory(keys.device))
+    _observed_logits[(rows * heads * triton.cdiv(used, tiles["BLOCK"]),)](
         queries.contiguous(), keys.contiguous(), out, used, float(scaling), query_heads // heads,
-        COUNT=count, COUNT_BLOCK=_padded(count), DIM=dim, DIM_BLOCK=_padded(dim), BLOCK=block, num_warps=4,
+        COUNT=count, COUNT_BLOCK=_padded(count), DIM=dim, DIM_BLOCK=_padded(dim), **tiles, num_warps=4,
     )  # fmt: skip
     if softcap is not None:  # increasing, so it may come after the maximum
         out.div_(softcap).tanh_().mul_(softcap)
     return out
+
+
+def observed_tiles(count: int, dim: int, dtype: torch.dtype, shared: int) -> dict[str, int]:
+    """Slots at a time, and stages: as many slots as shared memory holds beside two tiles of queries, of which one is
+    read while the other is multiplied; if not even few slots fit, beside one tile.
+    """
+    blocks = (32, 16) if dtype == torch.float32 else (128, 64, 32, 16)  # fp32: the operands live in registers
+    width = _padded(dim) * dtype.itemsize
+    choices = [(block, tiles) for tiles in (2, 1) for block in blocks]
+    fitting = ((block, tiles) for block, tiles in choices if (block + tiles * _padded(count)) * width <= shared)
+    block, tiles = next(fitting, (16, 0))
+    return {"BLOCK": block, "num_stages": tiles + 1}
 
 
 @jit

@@ -11,17 +11,21 @@ To add an estimator, decorate a function; `learn.advantage` then accepts its nam
     @estimator("sign")
     def sign(group: GroupRewards, eps: float) -> Tensor:
         return group.centred.sign()
+
+or name the file with the function: `learn.advantage: mine.py:sign`, or `mine.py` if the function is called advantage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..errors import SparseRLError, nearest
+from ..files import names_python_file, python_module, split_python_file
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ def rloo(group: GroupRewards, eps: float) -> Tensor:
     return group.centred * (group.count / (group.count - 1).clamp(min=1))
 
 
+def find_estimator(name: str) -> Estimator:
+    """The estimator of this name, or the function that `FILE.py` or `FILE.py:FUNCTION` names."""
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    if not names_python_file(name):
+        raise SparseRLError(f"there is no advantage estimator {name!r}; {nearest(name, ESTIMATORS)}")
+    path, inside = split_python_file(name)
+    found = getattr(python_module(path, "advantage estimator"), inside or "advantage", None)
+    if not callable(found):
+        raise SparseRLError(f"{path} has no function {inside or 'advantage'}(group, eps); define it, or name another.")
+    return cast(Estimator, found)
+
+
 def advantage(
     rewards: Tensor, group: Tensor, estimator: str = "grpo", members: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, dict[str, float]]:
@@ -74,8 +91,7 @@ def advantage(
     With `learn.rebaseline` the members are the accepted trajectories, and the advantage of every other one is 0. A
     group whose members all have the same reward teaches nothing: its advantages are 0.
     """
-    if estimator not in ESTIMATORS:
-        raise SparseRLError(f"there is no advantage estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
+    estimate = find_estimator(estimator)
     rewards = rewards.double()
     members = torch.ones_like(group, dtype=torch.bool) if members is None else members
     ids, group_of = group.unique(return_inverse=True)  # group_of [N]: 0 .. groups - 1
@@ -91,7 +107,15 @@ def advantage(
     variance = per_group(centred**2) / (count - 1).clamp(min=1)
     flat = per_group(centred.abs()) <= 1e-12 * count  # the group's members all have the same reward
     statistics = GroupRewards(rewards, centred, variance.sqrt()[group_of], count[group_of])
-    result = torch.where(flat[group_of] | ~members, 0.0, ESTIMATORS[estimator](statistics, eps))
+    found = estimate(statistics, eps)
+    if not isinstance(found, Tensor) or found.shape != rewards.shape:
+        given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise SparseRLError(
+            f"the advantage estimator {estimator} returned {given}; it must be a tensor [{len(rewards)}]."
+        )
+    result = torch.where(flat[group_of] | ~members, 0.0, found.double())
+    if not result.isfinite().all():
+        raise SparseRLError(f"the advantage estimator {estimator} returned advantages that are not finite.")
     metrics = {
         "advantage/groups_without_variance/frac": flat.double().mean().item(),
         "advantage/abs/mean": result.abs().mean().item(),

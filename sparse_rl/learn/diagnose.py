@@ -93,13 +93,15 @@ def gap_since_eviction(
     return found
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Tensor, loops: Tensor) -> dict[str, float]:
-    """rewards [N], loops bool [N]"""
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], rewards: Tensor, right: Tensor, loops: Tensor
+) -> dict[str, float]:
+    """rewards [N]; right, loops bool [N]"""
     lengths = torch.tensor([len(t.response_tokens) for t in trajectories], dtype=torch.float64)
     truncated = torch.tensor([t.finish_reason == "length" for t in trajectories])
     metrics = {
         "reward/mean": rewards.double().mean().item(),
-        "reward/right/frac": _share(rewards >= 1),
+        "reward/right/frac": _share(right),
         "rollout/trajectories/count": float(len(trajectories)),
         "rollout/length/mean": lengths.mean().item(),
         "rollout/length/max": lengths.max().item(),

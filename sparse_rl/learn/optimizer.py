@@ -15,15 +15,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import SparseRLError, require_int
+from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
-from .shards import full, put
+from .shards import full, put, whole_or_part
+
+SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1, to a factor of the learning rate
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    lr: float = key("learning rate, constant after the warm-up", 1e-6)
+    lr: float = key("learning rate after the warm-up", 1e-6)
     warmup_steps: int = key("optimizer steps over which the learning rate rises linearly", 0)
+    schedule: str = key("the learning rate after the warm-up: constant, or falling to 0: linear, cosine", "constant")
+    decay_steps: int | None = key(
+        "optimizer steps, those of the warm-up included, after which linear and cosine have reached 0; null: those of "
+        "the run, run.steps x learn.minibatches",
+        None,
+    )
     betas: tuple[float, float] = key("AdamW's decay rates", (0.9, 0.98))
     weight_decay: float = key("of matrices; biases and norms have none", 0.1)
     eps: float = key("AdamW's epsilon", 1e-8)
@@ -31,18 +43,40 @@ class OptimizerSettings:
 
     def __post_init__(self):
         require_int(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
-        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and self.eps > 0
-        decays = self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        if self.schedule not in SCHEDULES:
+            raise SparseRLError(f"optimizer.schedule is {self.schedule!r}; {nearest(self.schedule, SCHEDULES)}")
+        if self.decay_steps is not None:
+            require_int(**{"optimizer.decay_steps": self.decay_steps})
+            if self.schedule == "constant":
+                raise SparseRLError(
+                    f"optimizer.decay_steps is {self.decay_steps}, but optimizer.schedule is constant and decays "
+                    "nothing; use linear or cosine, or set it to null."
+                )
+            if self.decay_steps <= self.warmup_steps:
+                raise SparseRLError(
+                    f"optimizer.decay_steps is {self.decay_steps}, but the warm-up alone takes {self.warmup_steps} "
+                    "optimizer steps (optimizer.warmup_steps); it must be above that."
+                )
+        positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and 0 < self.eps < math.inf
+        decays = 0 <= self.weight_decay < math.inf and all(0 <= b < 1 for b in self.betas)
         if not (positive and decays):  # NaN fails every comparison
             raise SparseRLError(
                 f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm "
-                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative, betas "
+                f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative (and finite), betas "
                 f"{list(self.betas)} from 0 to below 1."
             )
 
     def lr_after(self, steps: int) -> float:
-        """The learning rate of the optimizer step that follows `steps` others: it rises linearly, then stays."""
-        return self.lr * min(1.0, (steps + 1) / max(self.warmup_steps, 1))
+        """The learning rate of the optimizer step that follows `steps` others: it rises linearly, then follows the
+        schedule. It depends on nothing else, so a resumed run goes on where it was.
+        """
+        if steps < self.warmup_steps:
+            return self.lr * ((steps + 1) / self.warmup_steps)
+        if self.schedule == "constant":
+            return self.lr
+        assert self.decay_steps is not None, "whoever knows the run's length fills it in"
+        progress = (steps - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        return self.lr * SCHEDULES[self.schedule](min(1.0, progress))
 
 
 class MasterAdamW:
@@ -88,6 +122,10 @@ class MasterAdamW:
             self._round_masters()
         self.clear()
         return norm, lr
+
+    def is_finite(self) -> bool:
+        """Whether all weights of this process are."""
+        return all(bool(whole_or_part(master).isfinite().all()) for master in self.masters)
 
     def clear(self) -> None:
         for tensor in (*self.parameters, *self.masters):

@@ -110,7 +110,7 @@ def load_shards(into: dict[str, Tensor], folder: Path) -> None:
             "with that version and --model.shard false, which writes a checkpoint without shards, and then with this "
             "one."
         )
-    missing = {name: _local(tensor).numel() for name, tensor in into.items()}
+    missing = {name: whole_or_part(tensor).numel() for name, tensor in into.items()}
     for path in sorted(folder.glob("process-*.safetensors")):
         with safe_open(path, "pt") as file:
             layout = json.loads(file.metadata()["layout"])
@@ -127,7 +127,7 @@ def load_shards(into: dict[str, Tensor], folder: Path) -> None:
 
 def _copy_overlap(piece: Any, start: list[int], into: Tensor) -> int:
     """Copy what a piece that begins at `start` and a tensor have in common; returns how many numbers that is."""
-    target, begin = _local(into), _region(into)[0]
+    target, begin = whole_or_part(into), _region(into)[0]
     ends = [min(a + n, b + m) for a, n, b, m in zip(start, piece.get_shape(), begin, target.shape, strict=True)]
     low = [max(a, b) for a, b in zip(start, begin)]
     if any(a >= b for a, b in zip(low, ends)):
@@ -137,7 +137,7 @@ def _copy_overlap(piece: Any, start: list[int], into: Tensor) -> int:
     return common.numel()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def whole_or_part(tensor: Tensor) -> Tensor:
     """This process's part of a tensor that may be divided."""
     return tensor.to_local() if is_divided(tensor) else tensor
 

@@ -1,8 +1,8 @@
-"""Models: their shape, what is refused and why, loading by name, logits, stop ids, and tiny character-level models."""
+"""Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
+from .adapters import base_of, is_adapter, record_base, set_base
 from .folder import no_progress_bar
 from .load import (
-    TEMPLATE_FILE,
     check_folder,
     encode,
     evaluating,
@@ -11,15 +11,17 @@ from .load import (
     with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits
+from .record import Record, find_model, read_record, record_of, set_record
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer
 
 __all__ = [
-    "TEMPLATE_FILE",
     "Float32Head",
     "ModelShape",
+    "Record",
+    "base_of",
     "check_folder",
     "check_logits",
     "check_model",
@@ -29,12 +31,19 @@ __all__ = [
     "end_token",
     "ends_of",
     "evaluating",
+    "find_model",
     "head_chunk",
+    "is_adapter",
     "load_config",
     "load_model",
     "no_progress_bar",
     "own_stop_ids",
+    "read_record",
+    "record_base",
+    "record_of",
+    "set_base",
     "set_logits",
+    "set_record",
     "shape_config",
     "stop_ids",
     "tiny_tokenizer",

@@ -4,7 +4,6 @@ of any size, or a public architecture with random weights. Also adapters, evalua
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,10 @@ from torch import nn
 
 from ..beacon import beacon_of, load_beacon
 from ..errors import SparseRLError, nearest
+from .adapters import base_of, is_adapter
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
+from .record import Record, find_model, read_record, set_record
 from .shape import SHAPES, dtype_of, shape_config
 from .stops import repair
 from .tiny import is_tiny, tiny_config, tiny_size, tiny_tokenizer
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUILT_IN = {"tiny-sums": Path(__file__).parent.parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
-TEMPLATE_FILE = "sparse_rl.json"  # names the template of training, beside adapters, which have no config that could
 
 
 def load_config(name: str):
@@ -34,7 +34,7 @@ def load_config(name: str):
 
     if is_tiny(name):
         return tiny_config(*tiny_size(name))
-    name = str(BUILT_IN[name]) if name in BUILT_IN else name.removeprefix("random:")
+    name = str(BUILT_IN[name]) if name in BUILT_IN else find_model(name.removeprefix("random:"))
     check_folder(name)
     known = name.lower().split("/")[-1].removesuffix("-instruct")
     if known in SHAPES and not Path(name).exists():  # a public model's shape is known without a download
@@ -45,20 +45,23 @@ def load_config(name: str):
         return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
-def load_model(name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str = "float32"):
+def load_model(
+    name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str | None = None
+):
     """(model in eval mode, tokenizer).
 
     `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;
     `tiny:4x256` has another size (layers x width); `random:SHAPE` is a public architecture with random weights and the
-    tiny tokenizer, to measure speed and memory. `logits`: `float32`, whatever the dtype of the weights, or
-    `model`, in that dtype.
+    tiny tokenizer, to measure speed and memory. Of a run folder it is the newest checkpoint. `logits`: `float32`,
+    whatever the dtype of the weights, or `model`, in that dtype; None: as in training, else `float32`.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = dtype_of(dtype)
-    check_logits(logits)
+    if logits is not None:
+        check_logits(logits)
     if is_tiny(name) or name.startswith("random:"):
         config = load_config(name.removeprefix("random:"))
         with torch.random.fork_rng(), torch.device(device):
@@ -67,17 +70,19 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         tokenizer = tiny_tokenizer()
         if model.generation_config.eos_token_id is not None:  # a shape's own default is an id of another tokenizer
             model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-        return set_logits(model.eval(), logits), tokenizer
+        return set_logits(model.eval(), logits or "float32"), tokenizer
     if name.lower() in SHAPES:
         raise SparseRLError(
             f"{name} names a shape without weights, for `sparse-rl plan`; give a hub id or a folder, or random:{name}."
         )
-    name = str(BUILT_IN[name]) if name in BUILT_IN else name
+    name = str(BUILT_IN[name]) if name in BUILT_IN else find_model(name)
     check_folder(name)
     source, options = source_of(name)
     with reading(name):
         check_layers(source)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        if is_adapter(source):
+            return _load_adapters(source, tokenizer, dtype, device, logits)
         if not options:
             check_size(source)
         if options and hasattr(transformers, "GgufConfig"):  # a transformers without it always unpacks the weights
@@ -92,18 +97,35 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None, s
         )
         model, info = loaded
         check_tensors(name, info)
-        if (about := Path(source) / TEMPLATE_FILE).is_file():
-            model.config.sparse_rl_template = json.loads(about.read_text())["template"]
     if options:
         _forget_quantisation(model)
+    if (record := read_record(source)) is not None:
+        set_record(model, record)
     repair(model, tokenizer)
     whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
-    return set_logits(whole.to(device).eval(), logits), tokenizer
+    return set_logits(whole.to(device).eval(), logits or (record or Record()).logits), tokenizer
+
+
+def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logits: str | None):
+    """The base with adapters in its layers, and their tokenizer."""
+    name, seed = base_of(folder)
+    record = read_record(folder) or Record()
+    base, _ = load_model(name, dtype, device, seed, logits or record.logits)
+    check_tensors(folder, vars(cast("PreTrainedModel", base).load_adapter(folder)))
+    set_record(base, record)
+    repair(base, tokenizer)
+    return base.eval(), tokenizer
 
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:
     """The folder or hub id that transformers reads, and its options for a GGUF file."""
-    return (str(Path(name).parent), {"gguf_file": Path(name).name}) if name.endswith(".gguf") else (name, {})
+    if not name.endswith(".gguf"):
+        return name, {}
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise SparseRLError(f"{name} is a GGUF file, which needs gguf: pip install 'sparse-rl[gguf]'.") from error
+    return str(Path(name).parent), {"gguf_file": Path(name).name}
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:

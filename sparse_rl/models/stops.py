@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 
 from ..errors import SparseRLError
+from .record import record_of
 
 _CONTENT = "Yes7yeS"  # an answer that no template contains
 _ECHO = "<eos-of-the-tokenizer>"  # rendered in place of the tokenizer's eos token
@@ -75,8 +76,9 @@ def ends_of(model, tokenizer) -> Ends:
 
 
 def stop_ids(model, tokenizer) -> tuple[int, ...]:
-    """The tokens that end a response of this model."""
-    return ends_of(model, tokenizer).stops()
+    """The tokens that end a response of this model: its own, and those that its training stopped at."""
+    record = record_of(model)
+    return tuple(sorted({*ends_of(model, tokenizer).stops(), *(record.stop_ids if record else ())}))
 
 
 def end_token(model, tokenizer) -> int:

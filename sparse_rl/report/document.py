@@ -9,6 +9,7 @@ from typing import Any
 
 from .bins import binned, points_for
 from .curves import is_evaluation
+from .palette import METHODS
 from .read import Run, bounded, read_runs
 from .recipe import command, differences, settings
 from .trajectories import SPACE, read_samples
@@ -27,6 +28,7 @@ def document(paths: Sequence[str | os.PathLike], live: float | None = None) -> d
         "version": VERSION,
         "live": None if live is None else {"every": live},
         "runs": shown,
+        "colours": METHODS,
         "differences": differences([run.recipe for run in runs]) if len(runs) > 1 else [],
         "notes": bounded(notes),
     }
@@ -43,6 +45,7 @@ def described(run: Run, most: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "method": run.method,
+        "arm": run.arm,
         "command": command(run.recipe, run.complete, run.name) if run.recipe else "",
         "steps": run.steps,
         "seconds": clock["high" if "high" in clock else "mean"][-1] if clock["step"] else 0.0,

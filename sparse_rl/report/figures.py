@@ -13,14 +13,15 @@ from ..errors import SparseRLError
 from ..planning.memory import size
 from .bins import binned, points_for
 from .curves import Curve, is_evaluation
+from .palette import colours
 from .read import Run, bounded
 from .recipe import command, differences
+from .trend import differ, rewards_say_more
 from .verdict import verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Colour = tuple[float, float, float, float]  # red, green, blue, alpha
 DENSE = "cache/bytes/dense"  # bytes that dense rows would take: not a metric, but computed from two
 LINES = {  # panel -> its curves and their styles
     "reward": {"reward/mean": "-"},
@@ -33,6 +34,7 @@ LINES = {  # panel -> its curves and their styles
     "KV bytes (dashed: dense)": {"cache/bytes/allocated": "-", DENSE: "--"},
     "tokens per second": {"rollout/tokens_per_s": "-"},
 }
+HELD_OUT_REWARD = {"held-out reward (dashed: small cache)": {"eval/dense/reward": "-", "eval/sparse/reward": "--"}}
 XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha_5 (dotted: 0.86)"
 STAGES = ("rollout", "grade", "score", "diagnose", "students", "update")
 COLUMNS = {  # heading -> its curve, and the format of its numbers
@@ -41,10 +43,15 @@ COLUMNS = {  # heading -> its curve, and the format of its numbers
     "sparse accuracy": ("eval/sparse/accuracy", "{:.3f}"),
     "rejected": ("reject/trajectories/frac", "{:.1%}"),
     "alpha_5": ("gap/alpha/p05", "{:.3f}"),
-    "KV saved": ("cache/bytes_saved/frac", "{:.1%}"),
+    "KV bytes saved": ("cache/bytes_saved/frac", "{:.1%}"),
     "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
 }
-WITH_BEST = ("reward", "dense accuracy", "sparse accuracy")
+REWARD_COLUMNS = {  # heading -> curve, format, and the curve that it repeats if rewards say no more than accuracy
+    "share right": ("reward/right/frac", "{:.3f}", "reward/mean"),
+    "dense reward": ("eval/dense/reward", "{:.3f}", "eval/dense/accuracy"),
+    "sparse reward": ("eval/sparse/reward", "{:.3f}", "eval/sparse/accuracy"),
+}
+WITH_BEST = ("reward", "dense accuracy", "sparse accuracy", *REWARD_COLUMNS)
 
 
 def dense_bytes(run: Run) -> Curve | None:
@@ -69,17 +76,18 @@ def png(runs: Sequence[Run]) -> bytes:
     from matplotlib.lines import Line2D
 
     figure, axes = pyplot.subplots(3, 4, figsize=(17, 10), layout="constrained")
-    most = points_for(sum(len(run.curves) for run in runs))
-    for axis, (title, lines) in zip(axes.flat, LINES.items()):
+    most, tints = points_for(sum(len(run.curves) for run in runs)), colours([run.arm for run in runs])
+    shown = {**LINES, **(HELD_OUT_REWARD if any(rewards_say_more(run.curves) for run in runs) else {})}
+    for axis, (title, lines) in zip(axes.flat, shown.items()):
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
         for number, run in enumerate(runs):
             known = run.curves if (dense := dense_bytes(run)) is None else {**run.curves, DENSE: dense}
             for name, style in lines.items():
                 if name in known:
-                    draw(axis, name, known[name], most, colour(number), style)
+                    draw(axis, name, known[name], most, tints[number], style)
             if title == XI:
-                shade(axis, run, most, colour(number))
+                shade(axis, run, most, tints[number])
         if title == ALPHA:
             axis.axhline(0.86, color="0.4", linestyle=":")
         if DENSE in lines:
@@ -88,11 +96,11 @@ def png(runs: Sequence[Run]) -> bytes:
         axis.set_xlabel("step")
         if not any(name in run.curves for run in runs for name in lines):
             axis.text(0.5, 0.5, "not in these runs", ha="center", va="center", transform=axis.transAxes, color="0.4")
-    split_of_time(axes.flat[len(LINES)], runs)
-    for axis in axes.flat[len(LINES) + 1 :]:
+    split_of_time(axes.flat[len(shown)], runs)
+    for axis in axes.flat[len(shown) + 1 :]:
         axis.axis("off")
-    handles = [Line2D([], [], color=colour(number)) for number in range(len(runs))]
-    names = axes.flat[len(LINES) + 1].legend(
+    handles = [Line2D([], [], color=tint) for tint in tints]
+    names = axes.flat[len(shown) + 1].legend(
         handles,
         [label(run) for run in runs],
         frameon=False,
@@ -107,7 +115,7 @@ def png(runs: Sequence[Run]) -> bytes:
     return file.getvalue()
 
 
-def draw(axis: Axes, name: str, curve: Curve, most: int, color: Colour, style: str) -> None:
+def draw(axis: Axes, name: str, curve: Curve, most: int, color: str, style: str) -> None:
     """Draw a curve, with its extremes shaded; gaps stay open."""
     points = binned(curve, most, regular=not is_evaluation(name))
     mean = numbers(points["mean"])
@@ -118,7 +126,7 @@ def draw(axis: Axes, name: str, curve: Curve, most: int, color: Colour, style: s
         axis.fill_between(points["step"], low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def shade(axis: Axes, run: Run, most: int, color: Colour) -> None:
+def shade(axis: Axes, run: Run, most: int, color: str) -> None:
     """Shade from the 5th to the 95th percentile of xi."""
     if "gap/xi/p05" in run.curves and "gap/xi/p95" in run.curves:
         low, high = (binned(run.curves[f"gap/xi/{name}"], most) for name in ("p05", "p95"))
@@ -140,13 +148,6 @@ def split_of_time(axis: Axes, runs: Sequence[Run]) -> None:
     axis.invert_yaxis()
     if left.any():
         axis.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-
-
-def colour(number: int) -> Colour:
-    """One of twenty different colours, strong ones first."""
-    import matplotlib
-
-    return matplotlib.colormaps["tab20"]((2 * number + number // 10) % 20)
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray:
@@ -188,7 +189,10 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
 
 def table_of_runs(runs: Sequence[Run]) -> str:
     """The last value of each column, and of some the best in brackets."""
-    rows = []
+    rows, columns = [], dict(COLUMNS)
+    for heading, (name, form, other) in REWARD_COLUMNS.items():
+        if any(differ(run.curves, name, other) for run in runs):
+            columns[heading] = (name, form)
     for run in runs:
         clock = run.clock()
         cells = [
@@ -197,12 +201,12 @@ def table_of_runs(runs: Sequence[Run]) -> str:
             f"{run.steps:,}",
             f"{clock.value[-1]:,.0f} s" if len(clock.value) else "",
         ]
-        for heading, (name, form) in COLUMNS.items():
+        for heading, (name, form) in columns.items():
             values = run.curves[name].finite.tolist() if name in run.curves else []
             best = f" ({form.format(max(values))})" if heading in WITH_BEST and len(values) else ""
             cells.append(form.format(values[-1]) + best if len(values) else "")
         rows.append(cells)
-    headings = [f"{heading}, last (best)" if heading in WITH_BEST else heading for heading in COLUMNS]
+    headings = [f"{heading}, last (best)" if heading in WITH_BEST else heading for heading in columns]
     return table(["run", "method", "steps", "time", *headings], rows)
 
 

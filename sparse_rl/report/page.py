@@ -7,6 +7,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from . import palette
 from .document import dumped
 
 ASSETS = Path(__file__).parent / "assets"
@@ -16,7 +17,7 @@ SCRIPTS = ("text", "curves", "figures", "runs", "trajectories", "map", "report")
 def page(document: dict) -> str:
     """The page of a document. Text of the document cannot end the script that holds it, and only our script may run."""
     script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    style = (ASSETS / "report.css").read_text(encoding="utf-8")
+    style = (ASSETS / "report.css").read_text(encoding="utf-8").replace("{{runs}}", palette.css())
     parts = {
         "policy": policy(script, style, live=document["live"] is not None),
         "style": style,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import make_recipe, migrate
+from ..config import make_recipe, migrate, read_yaml
 from ..errors import SparseRLError
 from .curves import EXPECTED, Curve, damage, lies_in, read_curves
 from .lines import contents, json_object
@@ -37,6 +37,11 @@ class Run:
     @property
     def method(self) -> str:
         return str(self.recipe.get("learn", {}).get("method", "unknown"))
+
+    @property
+    def arm(self) -> str:
+        """What a run stands for in a comparison: its method, or `dense` if its rollouts were on a dense cache."""
+        return "dense" if self.recipe.get("rollout", {}).get("compressor") == "dense" else self.method
 
     @property
     def steps(self) -> int:
@@ -134,14 +139,12 @@ def read_run(folder: str | os.PathLike) -> Run:
 
 def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]], bool]:
     """The sections of a recipe, with defaults if this version can read it; and whether it can."""
-    import yaml
-
     try:
-        data = yaml.safe_load(contents(path).decode("utf-8"))
+        data = read_yaml(contents(path).decode("utf-8"), "the file")
     except FileNotFoundError:
         notes.append("there is no recipe.yaml: settings are unknown")
         return {}, False
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         notes.append(f"recipe.yaml cannot be read ({_first(error)}): settings are unknown")
         return {}, False
     damaged = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)

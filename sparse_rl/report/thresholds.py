@@ -27,6 +27,7 @@ THRESHOLDS = {  # rule -> (warn, fail); if fail < warn, lower is worse. "Now" an
     "reward": (2.0, -2.0),  # change of reward from start to now, in standard errors
     "gap": (0.05, 0.15),  # growth of (dense - sparse) held-out accuracy
     "held_out": (0.03, 0.10),  # fall of dense held-out accuracy
+    "held_out_reward": (0.10, 0.30),  # fall of the dense held-out reward, as a share of it
     "memory": (0.20, 0.0),  # share of KV bytes saved against dense rows now
     "rollout": (0.80, 0.95),  # share of a step's time that rollouts take now
     "ungraded": (0.0, 0.05),  # share of completions on which the grader failed

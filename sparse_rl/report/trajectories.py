@@ -149,6 +149,7 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
         "prompt_index": _whole(line.get("prompt_index")),
         "sample_index": _whole(line.get("sample_index")),
         "reward": _number(line.get("reward")),
+        "rewards": _named(line.get("rewards")),
         "verdict": _text(line.get("verdict")),
         "accepted": line["accepted"] if isinstance(line.get("accepted"), bool) else None,
         "advantage": _number(line.get("advantage")),
@@ -170,6 +171,12 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         return None
     return round(float(value), 5) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+def _named(value: Any) -> dict[str, float | None]:
+    """The named rewards that a reward is made of; none if the line has none."""
+    known = value.items() if isinstance(value, dict) else ()
+    return {name[:40]: _number(number) for name, number in list(known)[:20]}
 
 
 def _whole(value: Any) -> int | None:

@@ -49,3 +49,16 @@ def thirds(values: np.ndarray) -> tuple[float, float]:
     """The means of the first and of the last third: for evaluations, which are few."""
     count = max(1, len(values) // 3)
     return float(values[:count].mean()), float(values[-count:].mean())
+
+
+def differ(curves: Curves, one: str, other: str) -> bool:
+    """Whether two curves differ where both have a number."""
+    if one not in curves or other not in curves:
+        return False
+    _, a, b = np.intersect1d(curves[one].step, curves[other].step, return_indices=True)
+    return bool((np.abs(curves[one].value[a] - curves[other].value[b]) > 1e-9).any())  # gaps compare as False
+
+
+def rewards_say_more(curves: Curves) -> bool:
+    """Whether held-out rewards are not just 1 for what is right and 0 for the rest, which accuracy says already."""
+    return any(differ(curves, f"eval/{cache}/reward", f"eval/{cache}/accuracy") for cache in ("dense", "sparse"))

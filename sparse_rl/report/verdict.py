@@ -16,7 +16,7 @@ import numpy as np
 from ..planning.memory import size
 from .bins import significant
 from .thresholds import BLIND, FEW_REWARDED, LEVELS, NATS, Level, level
-from .trend import Curves, first_fifth, last_fifth, now, numbers, start_and_now, thirds, total
+from .trend import Curves, first_fifth, last_fifth, now, numbers, rewards_say_more, start_and_now, thirds, total
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Sentence:
 
 
 Rule = Callable[[Curves], list[Sentence]]
+
+CARRY = "lower optimizer.lr, or correct the mismatch (learn.method: sparse-rl)"
+HARDER = "everything is right, so use harder problems"
+CANNOT = "warm the model up on worked solutions (`sparse-rl warmup`), or use easier problems"
 
 
 def verdict(curves: Curves) -> list[dict[str, Any]]:
@@ -57,6 +61,11 @@ def reward(curves: Curves) -> list[Sentence]:
     early, late = first_fifth(curves, figure), last_fifth(curves, figure)
     if len(early) < 3:  # too few for a standard error
         return []
+    values = numbers(curves, figure)
+    if values.min() == values.max():
+        solved = (now(curves, "reward/right/frac") or 0.0) >= 0.9
+        text = f"Reward is {values[0]:.3f} in every step, so nothing was learned; {HARDER if solved else CANNOT}."
+        return [Sentence("warn", text, figure, float(values[0]))]
     change = float(late.mean() - early.mean())
     error = math.sqrt(early.var(ddof=1) / len(early) + late.var(ddof=1) / len(late))
     said = f"from {early.mean():.3f} to {late.mean():.3f} ({change:+.3f}, standard error about {error:.3f})"
@@ -72,27 +81,63 @@ def reward(curves: Curves) -> list[Sentence]:
 
 
 def held_out(curves: Curves) -> list[Sentence]:
+    """Whether what is learned carries over to other prompts."""
+    figure = "eval/dense/accuracy"
+    values = numbers(curves, figure)
+    if len(values) < 2:
+        return []
+    if not values.any():
+        return [Sentence("warn", f"Nothing is right in any of the {len(values)} evaluations; {CANNOT}.", figure, 0.0)]
+    first, last = thirds(values)
+    said = f"Held-out accuracy on the dense cache {went(first, last)}"
+    text = f"{said}: what is learned does not carry over; {CARRY}."
+    return judged("held_out", last, figure, f"{said}.", text, judge=first - last)
+
+
+def held_out_reward(curves: Curves) -> list[Sentence]:
+    """The same for rewards, if they say more than accuracy. They have no scale, so their fall is judged as a share."""
+    figure = "eval/dense/reward"
+    values = numbers(curves, figure)
+    if len(values) < 2 or not rewards_say_more(curves):
+        return []
+    first, last = thirds(values)
+    said = f"Held-out reward on the dense cache {went(first, last)}"
+    text = f"{said}: what is learned does not carry over; {CARRY}."
+    fall = (first - last) / (max(abs(first), abs(last)) or 1.0)
+    return judged("held_out_reward", last, figure, f"{said}.", text, judge=fall)
+
+
+def cache_gap(curves: Curves) -> list[Sentence]:
+    """How much worse the model is on the small cache, and whether that grows."""
     dense, sparse = curves.get("eval/dense/accuracy"), curves.get("eval/sparse/accuracy")
-    found = []
-    if dense is not None and len(dense.finite) >= 2:
-        first, last = thirds(dense.finite)
-        said = f"Held-out accuracy on the dense cache went from {first:.3f} to {last:.3f}"
-        remedy = "lower optimizer.lr, or correct the mismatch (learn.method: sparse-rl)"
-        text = f"{said}: what is learned does not carry over; {remedy}."
-        found += judged("held_out", last, "eval/dense/accuracy", f"{said}.", text, judge=first - last)
-    if dense is not None and sparse is not None:
-        _, one, other = np.intersect1d(dense.step, sparse.step, return_indices=True)
-        apart = dense.value[one] - sparse.value[other]
-        apart = apart[np.isfinite(apart)]
-        if len(apart) >= 2:
-            first, last = thirds(apart)
-            said = f"Held-out accuracy, dense minus small cache, is {last:+.3f} ({first:+.3f} at the start)"
-            remedy = "to deploy on the small cache use learn.method: shadow, to deploy dense raise rollout.budget"
-            fell = any(sentence.level != "good" for sentence in found)  # then a narrow gap is not good news
-            good = "" if fell else f"{said}."
-            text = f"{said}: the gap widens; {remedy}."
-            found += judged("gap", last, "eval/sparse/accuracy", good, text, judge=last - first)
-    return found
+    if dense is None or sparse is None or not (dense.finite.any() or sparse.finite.any()):
+        return []
+    _, one, other = np.intersect1d(dense.step, sparse.step, return_indices=True)
+    apart = dense.value[one] - sparse.value[other]
+    apart = apart[np.isfinite(apart)]
+    if len(apart) < 2:
+        return []
+    first, last = thirds(apart)
+    early, (late, than) = beside(first)[0], beside(last)
+    said = f"On the small cache held-out accuracy is {late} {than} on the dense cache (at the start {early})"
+    remedy = "to deploy on the small cache use learn.method: shadow, to deploy dense raise rollout.budget"
+    fell = any(sentence.level != "good" for sentence in held_out(curves))  # then a narrow gap is not good news
+    text = f"{said}: the gap widens; {remedy}."
+    return judged("gap", last, "eval/sparse/accuracy", "" if fell else f"{said}.", text, judge=last - first)
+
+
+def went(first: float, last: float) -> str:
+    """went from 0.500 to 0.600, or stayed at 0.500"""
+    one, other = f"{first:.3f}", f"{last:.3f}"
+    return f"stayed at {last:.3f}" if one == other else f"went from {one} to {other}"
+
+
+def beside(difference: float) -> tuple[str, str]:
+    """How the second of two numbers lies to the first, from first - second: ("0.055 lower", "than")"""
+    amount = f"{abs(difference):.3f}"
+    if amount == "0.000":
+        return "the same", "as"
+    return f"{amount} {'lower' if difference > 0 else 'higher'}", "than"
 
 
 def reject(curves: Curves) -> list[Sentence]:
@@ -160,9 +205,19 @@ def xi(curves: Curves) -> list[Sentence]:
         )
         found += judged("xi_high", high, "gap/xi/p95", good="", warn=text)
     if low is not None and high is not None and not found:
-        text = f"xi of nine tokens in ten lies between {low:.2f} and {high:.2f}, near 1."
+        text = f"xi of nine tokens in ten {near_one(low, high)}."
         found.append(Sentence("good", text, "gap/xi/p05", low))
     return found
+
+
+def near_one(low: float, high: float) -> str:
+    """lies between 0.97 and 1.02, near 1; or is 1 to within 0.001"""
+    furthest = max(abs(low - 1), abs(high - 1))
+    if furthest < 1e-6:
+        return "is 1: the learner agrees with the sampler"
+    if f"{low:.2f}" == f"{high:.2f}":
+        return f"is 1 to within {furthest:.1g}"
+    return f"lies between {low:.2f} and {high:.2f}, near 1"
 
 
 def share_rule(rule: str, figure: str, said: str, remedy: str, quiet: bool = False) -> Rule:
@@ -197,7 +252,7 @@ def entropy(curves: Curves) -> list[Sentence]:
     if (found := start_and_now(curves, figure)) is None:
         return []
     first, last = found
-    said = f"Entropy went from {first:.3f} to {last:.3f} nats"
+    said = f"Entropy {went(first, last)} nats"
     if last < first:
         warn = f"{said}: the model is growing certain, and explores less."
         remedy = "lower optimizer.lr, raise loss.clip_high, or add loss.beta"
@@ -288,6 +343,8 @@ def students(curves: Curves) -> list[Sentence]:
 RULES: tuple[Rule, ...] = (
     reward,
     held_out,
+    held_out_reward,
+    cache_gap,
     reject,
     rewarded,
     alpha,

@@ -10,6 +10,7 @@ model, so that a second call allocates and captures nothing anew, and are freed 
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,9 +22,12 @@ from torch import nn
 
 from ..compressors import Compressor, default_compressor, make
 from ..errors import OutOfMemory, SparseRLError, require_int
-from ..models import ModelShape, check_model, encode, stop_ids
+from ..files import names_python_file
+from ..models import ModelShape, Record, check_model, encode, record_of, stop_ids
 from . import Engine, Sampling
 
+_LOG = logging.getLogger("sparse_rl")
+_BUDGET, _INTERVAL = 512, 128  # of models without a record
 _KEPT = 4  # engines of a model
 _MOST_ROWS = 32  # unless told otherwise
 _TOP_K = 50  # what transformers uses when neither the call nor the model says
@@ -37,8 +41,8 @@ def generate(
     tokenizer,
     messages: str | Sequence,
     compressor: str | Compressor | None = None,
-    budget: int = 512,
-    interval: int = 128,
+    budget: int | None = None,
+    interval: int | None = None,
     *,
     max_new_tokens: int = 512,
     temperature: float | None = None,
@@ -55,9 +59,12 @@ def generate(
     template; or a list of such prompts, whose answers come as a list. On a CPU they are what each prompt alone would
     get (a prompt given twice gets two samples); `rows` of them run at a time, by default up to 32.
 
-    `compressor` is `rkv` unless the model has a beacon. Then it is the one that the beacon was made for, and must be
-    named if the beacon was made for several chunks or for any. Under a beacon, and under `dense`, budget and interval
-    have no meaning. `compressor_options` are the parameters of the compressor.
+    A model that was trained here brings its compressor, options, budget, interval and stop ids along
+    (models/record.py); a line in the log says so, and arguments come first. If the compressor is named, its options are
+    those that are given. For other models `compressor` is `rkv`, budget 512, interval 128; with a beacon it is the one
+    that the beacon was made for, and must be named if the beacon was made for several chunks or for any. Under a
+    beacon, and under `dense`, budget and interval have no meaning. `compressor_options` are the parameters of the
+    compressor.
 
     Where the call does not say how to sample, `model.generation_config` does, as in `model.generate`: greedily,
     unless it has `do_sample`. Without `do_sample`, a temperature alone samples from the whole distribution;
@@ -78,8 +85,8 @@ def generate(
         )
     check_model(model)
     sampling = replace(_sampling(model, max_new_tokens, temperature, top_k, top_p), stop_ids=stop_ids(model, tokenizer))
-    compressor = default_compressor(model) if compressor is None else compressor
     options = dict(compressor_options or {})
+    compressor, budget, interval, options, note = _cache(model, compressor, budget, interval, options)
     if options and isinstance(compressor, Compressor):
         raise SparseRLError(
             f"compressor_options {options} cannot change a {compressor.name} that exists already; make it with them."
@@ -92,6 +99,8 @@ def generate(
     kept = _kept_with(model)
 
     def engine() -> Engine:
+        if note:
+            _LOG.warning(note)
         return Engine(model, made, budget, interval, rows)
 
     def texts(engine: Engine) -> Generator[list[str], None, None]:
@@ -111,6 +120,28 @@ def generate(
         return kept.run(settings, engine, pieces)
     (answers,) = kept.run(settings, engine, texts)
     return answers[0] if single else answers
+
+
+def _cache(
+    model: nn.Module, compressor: str | Compressor | None, budget: int | None, interval: int | None, options: dict
+) -> tuple[str | Compressor, int, int, dict, str | None]:
+    """Compressor, budget, interval and options: as given, else as in the model's training, else the usual ones; and a
+    line if the compressor is that of training.
+    """
+    record = record_of(model) or Record()
+    budget = next(value for value in (budget, record.budget, _BUDGET) if value is not None)
+    interval = next(value for value in (interval, record.interval, _INTERVAL) if value is not None)
+    if compressor is not None or record.compressor is None:
+        return default_compressor(model) if compressor is None else compressor, budget, interval, options, None
+    if names_python_file(record.compressor):
+        raise SparseRLError(
+            f"this model was trained with the compressor {record.compressor!r:.300}, a Python file that would run with "
+            "your rights; read that file, then name it yourself: compressor='FILE.py'."
+        )
+    options = {**record.options, **options}
+    slots = f"{record.compressor}, budget {budget}, interval {interval}"
+    more = "".join(f", {key} {value}" for key, value in options.items())
+    return record.compressor, budget, interval, options, f"the cache of the model's training is used: {slots}{more}"
 
 
 def _prompts(messages: str | Sequence) -> tuple[list, bool]:

@@ -1,5 +1,18 @@
 from . import benchmarks, countdown, linsys, math, recall, stargraph, stories, sums  # noqa: F401  (they register themselves)
-from .base import TASKS, UNGRADED, GeneratedTask, Grade, Prompt, Task, describe, final_answer, make, notices, register
+from .base import (
+    TASKS,
+    UNGRADED,
+    GeneratedTask,
+    Grade,
+    Prompt,
+    Task,
+    describe,
+    final_answer,
+    make,
+    mean_parts,
+    notices,
+    register,
+)
 
 __all__ = [
     "TASKS",
@@ -11,6 +24,7 @@ __all__ = [
     "describe",
     "final_answer",
     "make",
+    "mean_parts",
     "notices",
     "register",
 ]

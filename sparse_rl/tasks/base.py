@@ -4,6 +4,9 @@
         def __getitem__(self, i: int) -> Prompt: ...             # the i-th prompt, the same every time
         def reward(self, prompt: Prompt, text: str) -> float: ...
 
+A reward is any finite number, or several named ones such as {"correct": 1, "brief": 0.5}, which are weighted and added.
+A completion is right, which is what accuracy counts, if its reward is at least 1, or as the task's `right` says.
+
 Generated tasks make prompt i from (seed, split, i) alone: nothing is stored, a run can resume at any position, and
 held-out prompts come from a split of their own. Finite tasks (those with `__len__`) are visited in a new random order
 every epoch.
@@ -21,7 +24,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
@@ -52,6 +55,11 @@ class Grade:
 
     reward: float
     verdict: str
+    parts: Mapping[str, float] = field(default_factory=dict)  # the named rewards that it is made of, before weights
+
+    @property
+    def right(self) -> bool:
+        return self.verdict == "right"
 
 
 class Task:
@@ -63,6 +71,7 @@ class Task:
     skipped: Mapping[str, int] = MappingProxyType({})  # reason -> rows of the data that could not be used
     skipped_rows: Sequence[str] = ()  # the first few of them
     duplicates: int = 0  # rows of the data that repeat an earlier prompt; they are kept
+    reward_weights: Mapping[str, float] = MappingProxyType({})  # of named rewards; one that is not here weighs 1
     template: str | None = None  # the prompts' template, a name in TEMPLATES; None: prompts have a form of their own
     last_error: str | None = None  # the first error in a reward, for the caller to show once
 
@@ -73,12 +82,17 @@ class Task:
     def __getitem__(self, i: int) -> Prompt:
         raise NotImplementedError
 
-    def reward(self, prompt: Prompt, text: str) -> float:
+    def reward(self, prompt: Prompt, text: str) -> float | Mapping[str, float]:
+        """What a completion is worth: a number, or named numbers, which are weighted and added."""
         raise NotImplementedError
+
+    def right(self, reward: float, parts: Mapping[str, float]) -> bool:
+        """Whether a completion counts as right. parts: the named rewards, before weights; empty if there are none."""
+        return reward >= 1
 
     def judge(self, prompt: Prompt, text: str) -> Grade:
         """Reward and verdict. Override it if the verdict does not follow from the reward."""
-        return verdict_of(self.reward(prompt, text))
+        return graded(self, self.reward(prompt, text))
 
     def extracted(self, text: str) -> str | None:
         """The answer that a completion gives, to be shown; None if it gives none."""
@@ -95,6 +109,11 @@ class Task:
         count = len(self)
         kept = max(1, count // 10) if count > 1 else 0
         return (count - kept, kept) if self._held_out else (0, count - kept)
+
+    @property
+    def full_name(self) -> str:
+        """The name from which `make` makes it anywhere: of a file its full path."""
+        return self._made[0] if self._made else self.name
 
     @property
     def num_prompts(self) -> int | None:
@@ -146,7 +165,7 @@ class Task:
             raise SparseRLError(f"the task {name} is graded in processes of its own; create it with make(name, ...).")
         else:
             outcomes = self._pool.grade([(prompt, self.excerpt(text)) for prompt, text in pairs])
-            judgements = [(Grade(reward, verdict), problem) for reward, verdict, problem in outcomes]
+            judgements = [(Grade(reward, verdict, parts), problem) for reward, verdict, parts, problem in outcomes]
         if self.last_error is None:
             self.last_error = next((problem for _, problem in judgements if problem is not None), None)
         return [grade for grade, _ in judgements]
@@ -201,13 +220,41 @@ def final_answer(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
-def verdict_of(reward: float) -> Grade:
-    if not hasattr(reward, "__float__"):
-        raise TypeError(f"the reward is {reward!r}; it must be a number")
-    reward = float(reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}; it must be finite")
-    return Grade(reward, "right" if reward >= 1 else "partly" if reward > 0 else "wrong")
+def graded(task: Task, given: float | Mapping[str, float]) -> Grade:
+    """The grade of what a task's `reward` returned."""
+    if not isinstance(given, Mapping):
+        if task.reward_weights:
+            raise TypeError(f"the reward is {given!r}; reward_weights are for named ones, such as {{'correct': 1.0}}")
+        reward, parts = finite("the reward", given), {}
+    else:
+        parts = named_rewards(given)
+        if unknown := [name for name in task.reward_weights if name not in parts]:
+            raise ValueError(f"reward_weights has {unknown[0]!r}, but the reward has {', '.join(map(repr, parts))}")
+        reward = math.fsum(task.reward_weights.get(name, 1.0) * value for name, value in parts.items())
+    return Grade(reward, "right" if task.right(reward, parts) else "partly" if reward > 0 else "wrong", parts)
+
+
+def named_rewards(given: Mapping[str, float]) -> dict[str, float]:
+    if not given:
+        raise ValueError("the reward is {}; it must name at least one")
+    for name in given:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
+            raise ValueError(f"a reward is called {name!r:.80}; use letters, digits, - and _, at most 40 of them")
+    return {name: finite(f"the reward {name!r}", value) for name, value in given.items()}
+
+
+def mean_parts(grades: Sequence[Grade]) -> dict[str, float]:
+    """The mean of every named reward. A completion without it, such as one that could not be graded, counts as 0."""
+    names = sorted({name for grade in grades for name in grade.parts})
+    return {name: math.fsum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names}
+
+
+def finite(what: str, value: Any) -> float:
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {value!r:.80}; it must be a number")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{what} is {number}; it must be finite")
+    return number
 
 
 def judged(task: Task, prompt: Prompt, text: str) -> tuple[Grade, str | None]:
@@ -216,7 +263,8 @@ def judged(task: Task, prompt: Prompt, text: str) -> tuple[Grade, str | None]:
         grade = task.judge(prompt, text)
         if not isinstance(grade, Grade):
             raise TypeError(f"judge returned {grade!r}; it must be a Grade")
-        return replace(grade, reward=verdict_of(grade.reward).reward), None
+        parts = named_rewards(grade.parts) if grade.parts else {}
+        return Grade(finite("the reward", grade.reward), grade.verdict, parts), None
     except (Exception, SystemExit) as error:
         places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         place = f", {places[-1].filename}, line {places[-1].lineno}" if places else ""
@@ -231,23 +279,43 @@ def register(cls: type[TaskType]) -> type[TaskType]:
 def make(name: str, **options) -> Task:
     """Make the task `name`: a built-in one, `gym:NAME`, `FILE.py` or `FILE.py:CLASS`.
 
-    Isolated tasks also take the fields of `Limits` as options.
+    Every task also takes the option `reward_weights`, for named rewards, and isolated tasks the fields of `Limits`.
     """
     name, build = _find(name)
     cls = cast(type[Task], build.func if isinstance(build, partial) else build)
     bounds = [field.name for field in fields(Limits) if cls.isolated and field.name not in _parameters(cls)]
-    _check_options(name, build, bounds, options)
+    every = [*bounds, *(["reward_weights"] if _weighs(cls) else [])]
+    _check_options(name, build, every, options)
     limits = replace(cls.grading_limits, **{key: options[key] for key in bounds if key in options})
     try:
-        task = build(**{key: value for key, value in options.items() if key not in bounds})
+        task = build(**{key: value for key, value in options.items() if key not in every})
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SparseRLError):
             raise
         raise SparseRLError(f"the task {name} cannot use the options {options} ({error}).") from error
     task._made = (name, options)
+    if "reward_weights" in every:
+        task.reward_weights = check_weights(name, task.reward_weights) | check_weights(
+            name, options.get("reward_weights", {})
+        )
     if task.isolated:
         task._pool = pool_for(*task.spec(), limits)
     return task
+
+
+def check_weights(name: str, weights: Any) -> dict[str, float]:
+    """The weights of a task's named rewards, as numbers."""
+    if not isinstance(weights, Mapping):
+        raise SparseRLError(
+            f"the reward_weights of the task {name} are {weights!r}; write {{correct: 1.0, brief: 0.2}}."
+        )
+    for key, value in weights.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not isinstance(key, str) or not number:
+            raise SparseRLError(
+                f"the reward_weights of the task {name} have {key!r}: {value!r}; give each name a finite number."
+            )
+    return {key: float(value) for key, value in weights.items()}
 
 
 def notices(task: Task, other: Task | None = None) -> list[str]:
@@ -272,7 +340,7 @@ def describe() -> list[tuple[str, str]]:
     return [
         *((name, line.removeprefix(f"{name}: ")) for name, line in named),
         ("gym:NAME", "a dataset of reasoning-gym, such as gym:spell_backward (pip install reasoning-gym)"),
-        ("FILE.py", "your own: prompt(i) -> (text, answer) and reward(answer, text) -> float"),
+        ("FILE.py", "your own: prompt(i) -> (text, answer) and reward(answer, text) -> float, or {name: float}"),
         ("FILE.py:CLASS", "your own subclass of Task"),
     ]
 
@@ -297,6 +365,13 @@ def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
     return {
         name: parameter for name, parameter in inspect.signature(build).parameters.items() if parameter.kind in kinds
     }
+
+
+def _weighs(cls: type[Task]) -> bool:
+    """Whether `make` handles the option reward_weights, rather than the task itself."""
+    parameters = _parameters(cls)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "reward_weights" not in parameters and not takes_any
 
 
 def _check_options(name: str, build: Callable, bounds: Sequence[str], options: dict) -> None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import SparseRLError, nearest, require_int
-from .base import Grade, Prompt, Task, final_answer, verdict_of
+from .base import Grade, Prompt, Task, final_answer, graded
 
 BLOCK = 2**20  # seeds, and therefore prompts, of one (seed, split)
 CHUNK = 500  # prompts of an endless task that one dataset object makes
@@ -48,7 +48,7 @@ class Gym(Task):
         answer = answer_in(text, str(prompt.answer["answer"]))
         if answer is None:
             return Grade(0.0, "no answer")
-        return verdict_of(self._chunks(0).score_answer(answer, prompt.answer))
+        return graded(self, self._chunks(0).score_answer(answer, prompt.answer))
 
     def _chunk(self, number: int) -> Any:
         datasets = _datasets()

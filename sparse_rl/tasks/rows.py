@@ -11,8 +11,10 @@ All but JSONL need the package `datasets`, which is imported when the first such
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
     if not path.is_file():
         raise SparseRLError(
             f"there is no file {path}; give the path of a JSONL, parquet or arrow file, absolute or relative to "
-            f"{Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT."
+            f"{Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, --task.files on the "
+            "command line)."
         )
     return _lines(path)
 
@@ -94,7 +97,8 @@ def _from_hub(source: str) -> Any:
         )
     split, config = (parts[-1] if parts else "train"), (parts[0] if len(parts) == 2 else None)
     try:
-        found = datasets.load_dataset(name, config, split=split, revision=revision or None)
+        with _quiet("huggingface_hub"):  # which announces every attempt
+            found = datasets.load_dataset(name, config, split=split, revision=revision or None)
     except Exception as error:  # of datasets, the hub or the network
         raise SparseRLError(
             f"{source} cannot be loaded ({_told(error)}); check its name, configuration and split, and the network, or "
@@ -120,6 +124,18 @@ def _datasets(source: object) -> Any:
             "files."
         ) from error
     return datasets
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A package reports nothing below errors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _told(error: Exception) -> str:

@@ -5,22 +5,24 @@ The shortest task is a file with two functions:
     def prompt(i): return f"What is {i} + {i}?", 2 * i           # text (or chat messages), and what the reward needs
     def reward(answer, text): return float(text.strip().endswith(str(answer)))
 
-Optional: `solution(answer) -> str`, a worked solution, and `SIZE`, a number or a function that returns it, for a finite
-task. A class is a subclass of `Task`; with `isolated = False`, its rewards are computed in the training process.
+`reward` may also return several named rewards, such as {"correct": 1.0, "brief": 0.5}. Optional: `REWARD_WEIGHTS`,
+their weights; `right(reward, parts) -> bool`, what accuracy counts, if that is not a reward of at least 1;
+`solution(answer) -> str`, a worked solution; and `SIZE`, a number or a function that returns it, for a finite task.
+
+A class is a subclass of `Task`; with `isolated = False`, its rewards are computed in the training process.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
-import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..errors import SparseRLError, nearest, require_int
+from ..files import python_module, split_python_file
 from .base import Prompt, Task
 
 
@@ -32,6 +34,7 @@ class FunctionFile(Task):
     def __init__(self, module: ModuleType):
         assert module.__file__ is not None
         self.name, self.module = Path(module.__file__).stem, module
+        self.reward_weights = getattr(module, "REWARD_WEIGHTS", {})
 
     def __getitem__(self, i: int) -> Prompt:
         given = self.module.prompt(i)
@@ -41,8 +44,11 @@ class FunctionFile(Task):
             )
         return Prompt(*given, index=i)
 
-    def reward(self, prompt: Prompt, text: str) -> float:
+    def reward(self, prompt: Prompt, text: str) -> float | Mapping[str, float]:
         return self.module.reward(prompt.answer, text)
+
+    def right(self, reward: float, parts: Mapping[str, float]) -> bool:
+        return self.module.right(reward, parts) if hasattr(self.module, "right") else super().right(reward, parts)
 
     def solution(self, prompt: Prompt) -> str:
         if not hasattr(self.module, "solution"):
@@ -63,11 +69,8 @@ class FiniteFunctionFile(FunctionFile):
 
 def load(name: str) -> tuple[str, type[Task] | partial[Task]]:
     """The full name of the task `FILE.py` or `FILE.py:CLASS`, and its constructor."""
-    file, _, cls = name.rpartition(":") if ".py:" in name else (name, "", "")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise SparseRLError(f"there is no file {path}; name your own task by the path of its file.")
-    module = _module(path)
+    path, cls = split_python_file(name)
+    module = python_module(path, "task")
     if cls:
         return f"{path}:{cls}", _class(module, cls)
     missing = [function for function in ("prompt", "reward") if not callable(getattr(module, function, None))]
@@ -80,27 +83,6 @@ def load(name: str) -> tuple[str, type[Task] | partial[Task]]:
         )
         raise SparseRLError(f"{path} has no function {missing[0]}; {hint}.")
     return str(path), partial(FiniteFunctionFile if hasattr(module, "SIZE") else FunctionFile, module)
-
-
-def _module(path: Path) -> ModuleType:
-    """The file as a module. Its name is the same in every process, because answers may be of its classes."""
-    version = hashlib.sha256(f"{path}|{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]  # new if the file changes
-    name = f"sparse_rl_task_{path.stem}_{version}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, Exception):
-            raise SparseRLError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-        raise
-    return module
 
 
 def _classes(module: ModuleType) -> dict[str, type[Task]]:

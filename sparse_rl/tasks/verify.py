@@ -2,7 +2,7 @@
 
     parent                               child (worker.py)
     name, options, limits       ->       makes its own copy of the task; "ready"            once
-    prompt, text, CPU seconds   ->       reward, verdict, message                           for every completion
+    prompt, text, CPU seconds   ->       reward, verdict, named rewards, message            for every completion
 
 One loop serves all children. A child that misses the deadline is killed, and its completion is graded "timeout"; if a
 child dies, its completion is graded "error"; both are replaced. After n timeouts, the next completions of a call may
@@ -43,7 +43,7 @@ _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from sparse_rl.tasks.worker im
 _LATE, _DEAD = object(), object()
 _POOLS: weakref.WeakValueDictionary[bytes, Pool] = weakref.WeakValueDictionary()
 
-Outcome = tuple[float, str, "str | None"]  # reward, verdict, message of an error
+Outcome = tuple[float, str, dict[str, float], "str | None"]  # reward, verdict, named rewards, message of an error
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class Pool:
                     if not child.ready:
                         self._failed_starts.append(f"was not ready after {START:g} s" if late else ending)
                     else:
-                        error = (0.0, "error", f"the grading process {ending}")
-                        found[child.item] = (0.0, "timeout", None) if late else error
+                        error = (0.0, "error", {}, f"the grading process {ending}")
+                        found[child.item] = (0.0, "timeout", {}, None) if late else error
                         timeouts += late
                 elif not child.ready:
                     child.ready = reply == "ready"

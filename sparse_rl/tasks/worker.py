@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from ..errors import SparseRLError
 from .base import Task, judged, make
-from .verify import GRACE, HEADER, START, frame, how_ended
+from .verify import GRACE, HEADER, START, Outcome, frame, how_ended
 
 
 def main() -> None:
@@ -88,8 +88,8 @@ def serve() -> None:
             os._exit(1)  # it died idle; the parent starts another process
         busy[0] = 0
         late = code == -signal.SIGPROF
-        error = (0.0, "error", f"the grading process {how_ended(code)}")
-        outbox.write(frame(pickle.dumps((0.0, "timeout", None) if late else error)))
+        died: Outcome = (0.0, "error", {}, f"the grading process {how_ended(code)}")
+        outbox.write(frame(pickle.dumps((0.0, "timeout", {}, None) if late else died)))
 
 
 def run_copy(work: Callable[[int], None], parent: int) -> int:
@@ -115,16 +115,17 @@ def run_copy(work: Callable[[int], None], parent: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def outcome(task: Task, message: bytes, limited: bool) -> tuple[float, str, str | None]:
+def outcome(task: Task, message: bytes, limited: bool) -> Outcome:
     try:
         prompt, text, seconds = pickle.loads(message)
     except Exception as error:
-        return 0.0, "error", f"the prompt could not be read in the grading process ({type(error).__name__}: {error})"
+        problem = f"the prompt could not be read in the grading process ({type(error).__name__}: {error})"
+        return 0.0, "error", {}, problem
     if limited:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time: SIGPROF ends the process, even inside C code
     grade, problem = judged(task, prompt, text)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    return grade.reward, grade.verdict, problem
+    return grade.reward, grade.verdict, dict(grade.parts), problem
 
 
 def limit_memory(gibibytes: float | None) -> None:

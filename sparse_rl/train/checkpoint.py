@@ -2,13 +2,13 @@
 
     checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt; students/ if there are any
                                 shards/ if the learner was divided among processes: each wrote its own part
+                best            a link to the best one by held-out accuracy (best.py)
 
 A checkpoint is written under another name, flushed to disk, and renamed. Any number of processes can go on from it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import zipfile
@@ -23,14 +23,15 @@ from safetensors import SafetensorError
 from ..beacon import beacon_of, save_beacon, without_beacon
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import STATE, find_checkpoints, first_line, writing
+from ..files import BEST, STATE, find_checkpoints, first_line, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import TEMPLATE_FILE, no_progress_bar
+from ..models import no_progress_bar, record_base
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _SHARDS = "shards"
+_PARTIAL, _REPLACED = ".step-{:06d}.partial", ".step-{:06d}.replaced"  # while a checkpoint is written
 
 
 def save_checkpoint(
@@ -42,12 +43,13 @@ def save_checkpoint(
     keep: int,
     students: Mapping[str, Any] | None = None,
     world: World | None = None,
+    best: int | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep`.
+    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep` and the `best`.
 
     The first process writes it, and every process writes its shards of the learner's state.
     """
-    path, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.partial"
+    path, partial, replaced = (folder / name.format(step) for name in ("step-{:06d}", _PARTIAL, _REPLACED))
     world = world or World()
     state, shards = without_shards(state)
 
@@ -70,11 +72,11 @@ def save_checkpoint(
             for file in partial.rglob("*"):
                 flush(file)
             if path.exists():
-                shutil.rmtree(path)
+                os.rename(path, replaced)
             os.rename(partial, path)
             flush(folder)
-        for _, old in find_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(replaced, ignore_errors=True)
+        keep_best(folder, best, keep)
 
     try:
         world.run_on_first(begin)
@@ -85,6 +87,41 @@ def save_checkpoint(
         if world.first:
             shutil.rmtree(partial, ignore_errors=True)
     return path
+
+
+def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first, after removing what a kill left of others.
+
+    One that was about to be replaced is brought back.
+    """
+    for replaced in folder.glob(".step-*.replaced"):
+        whole = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not whole.exists():
+            os.rename(replaced, whole)
+    left = [*folder.glob(".step-*.*"), *(p for p in folder.glob("step-*") if p.is_dir() and not (p / STATE).exists())]
+    for unfinished in left:
+        shutil.rmtree(unfinished)
+    return find_checkpoints(folder)
+
+
+def keep_best(folder: Path, best: int | None, keep: int) -> None:
+    """Let the link point to the checkpoint of step `best`, then remove all but it and the newest `keep`."""
+    found = find_checkpoints(folder)
+    link = folder / f".{BEST}.link"
+    link.unlink(missing_ok=True)
+    target = None if best is None else dict(found).get(best)
+    if target is None:
+        (folder / BEST).unlink(missing_ok=True)
+    else:
+        with writing(folder / BEST):
+            link.symlink_to(target.name)
+            os.replace(link, folder / BEST)
+            flush(folder)
+    for step, old in found[:-keep]:
+        if step != best:
+            removed = folder / f".{old.name}.removed"
+            os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
+            shutil.rmtree(removed)
 
 
 def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
@@ -141,9 +178,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
             save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
-        (folder / TEMPLATE_FILE).write_text(
-            json.dumps({"template": getattr(model.config, "sparse_rl_template", None)}) + "\n"
-        )
+        record_base(folder, model)
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:

@@ -13,13 +13,14 @@ from ..learn.student import Student
 from ..models import ModelShape, encode
 from ..records import Trajectory, mean_entries
 from ..rollout import Engine, Sampling
-from ..tasks import UNGRADED, Grade, Prompt, Task
+from ..tasks import UNGRADED, Grade, Prompt, Task, mean_parts
+from ..tasks.answering import Answers
 
 
 def accuracy(
     engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
 ) -> dict[str, float]:
-    """The share of completions with full reward, and what the completions were like."""
+    """The share of completions that are right, and what the completions were like."""
     return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed))
 
 
@@ -45,14 +46,26 @@ def complete(
 def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> dict[str, float]:
     rewards = torch.tensor([g.reward for g in grades], dtype=torch.float64)
     return {
-        "accuracy": (rewards >= 1).double().mean().item(),
+        "accuracy": sum(g.right for g in grades) / len(grades),
         "reward": rewards.mean().item(),
+        **{f"reward/{name}": value for name, value in mean_parts(grades).items()},
         "length": sum(len(t.response_tokens) for t in trajectories) / len(trajectories),
         "truncated": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
         "loops": sum(ends_in_loop(t.response_tokens) for t in trajectories) / len(trajectories),
         "ungraded": sum(g.verdict in UNGRADED for g in grades) / len(grades),
         "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
     }
+
+
+def held_out_answers(found: dict[str, float], grades: Sequence[Grade], new_tokens: int) -> Answers:
+    """What held-out completions were like, from their description."""
+    return Answers(
+        count=len(grades),
+        right=found["accuracy"],
+        cut=found["truncated"],
+        no_answer=sum(g.verdict == "no answer" for g in grades) / len(grades),
+        max_new_tokens=new_tokens,
+    )
 
 
 def engines_for(

@@ -22,8 +22,8 @@ from .. import tasks
 from ..config import Recipe
 from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
 from ..errors import OutOfMemory, SparseRLError
-from ..files import first_line
-from ..learn.advantage import advantage
+from ..files import BEST, first_line
+from ..learn.advantage import advantage, find_estimator
 from ..learn.batch import Batch, apply_correction, make_batches
 from ..learn.correct import Corrected
 from ..learn.dpo import Pairs, choose_pairs
@@ -34,15 +34,17 @@ from ..planning.memory import is_out_of_memory
 from ..rollout import Sampling
 from ..signals import uninterrupted
 from ..streams import stream_key
-from .held_out import described, engines_for
+from ..tasks.answering import Answers, Names, cannot_answer
+from .best import Measured, has_fallen, measured
+from .held_out import described, engines_for, held_out_answers
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
-from .metrics import step_metrics
+from .metrics import step_answers, step_metrics
 from .parts import load_for_training, make_learner, make_loss, make_students, make_tasks
 from .prefetch import PrefetchSource, SyncSource
 from .progress import Progress, Versions
 from .samples import positions_to_write, write_samples
-from .saving import save, save_after
+from .saving import save, save_after, save_if_best
 from .step import StepRollout
 from .terminal import TerminalTable
 from .worker import Sampler
@@ -56,8 +58,9 @@ class Trainer:
         self.world = world = world or World()
         self.correction = recipe.learn.resolve_method().correction
         self.loss = make_loss(recipe)
+        find_estimator(recipe.learn.advantage)  # so that a mistake ends the run before it begins
         self.task, self.held_out = make_tasks(recipe)
-        self.model, self.tokenizer = load_for_training(recipe, self.task.template)
+        self.model, self.tokenizer = load_for_training(recipe)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model
@@ -71,7 +74,7 @@ class Trainer:
         self.learner = make_learner(recipe, self.loss, self.model, world, sharded)
         self.students = make_students(recipe, sampler_model, world)
         self.progress = Progress(self.versions)
-        self.shown_errors: set[str] = set()  # of graders
+        self.shown_errors: set[str] = set()  # of graders, and what a model that cannot answer lacks
         run, title = recipe.run, f"{folder.name} ({recipe.learn.method})"
         self.log = Log(folder, run.trackers, run.project, recipe.to_dict()) if world.first else NoLog()
         self.terminal = TerminalTable(title, run.steps, show and world.first, quiet=not world.first)
@@ -137,6 +140,7 @@ class Trainer:
             self.sampler.budget.after_step(metrics)
             self.write(metrics, clock, rollout)
             self.keep_samples(rollout, corrected.accepted, batches, updates)
+        self._show_what_is_missing(step_answers(metrics, self.recipe.rollout))
 
     # ---------------------------------------------------------------------------------------------------- its stages
 
@@ -276,12 +280,32 @@ class Trainer:
                 )
                 pairs = [pair for part in parts for pair in part]
                 pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-                found = described([t for t, _ in pairs], [grade for _, grade in pairs])
+                grades = [grade for _, grade in pairs]
+                found = described([t for t, _ in pairs], grades)
+                self._show_what_is_missing(held_out_answers(found, grades, new_tokens))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._show_grading_error(task.last_error)
         self.progress.evaluated = self.progress.steps
         self.log.write(self.progress.steps, metrics, {"time/eval": clock.seconds["eval"]})
         self.terminal.show(self.progress.steps, metrics)
+        if (found := measured({"step": self.progress.steps, **metrics})) is not None:
+            self.watch(found, len(prompts))
+            save_if_best(self, found)
+
+    def watch(self, now: Measured, prompts: int) -> None:
+        """Say that a run has fallen: once, until it has recovered."""
+        progress, highest = self.progress, self.progress.highest
+        progress.highest = now if now.better_than(highest) else highest
+        fallen = highest is not None and has_fallen(now, highest, prompts)
+        if highest is not None and fallen and not progress.fallen:
+            has_best = progress.best is not None and progress.best.step == highest.step
+            where = f"; checkpoints/{BEST} holds that step" if has_best else ""
+            self.terminal.say(
+                f"sparse-rl: accuracy on held-out prompts fell to {now.accuracy:.1%} at step {now.step}, from "
+                f"{highest.accuracy:.1%} at step {highest.step} ({prompts} prompts; chance does not explain it)"
+                f"{where}. If it goes on, stop, and lower optimizer.lr or raise rollout.budget."
+            )
+        progress.fallen = fallen
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
@@ -296,6 +320,14 @@ class Trainer:
             f"{learn.micro_batch_tokens}, at least one trajectory) or rollout.rows (now {rows}), or set "
             "model.gradient_checkpointing; `sparse-rl plan --recipe` says what each takes."
         )
+
+    def _show_what_is_missing(self, found: Answers) -> None:
+        """Say once that (nearly) no completion stops, answers or differs from others, and what to do."""
+        template = "task.template, `sparse-rl list templates`" if self.task.template is not None else None
+        said = cannot_answer(found, Names("rollout.max_new_tokens", template))
+        if said is not None and said[0] not in self.shown_errors:
+            self.shown_errors.add(said[0])
+            self.terminal.say(f"sparse-rl: after step {self.progress.steps}: {said[1]}")
 
     def _show_grading_error(self, error: str | None) -> None:
         """Show a grader's error once."""

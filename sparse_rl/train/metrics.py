@@ -6,10 +6,13 @@ from collections import Counter
 
 import torch
 
+from ..config.recipe import RolloutSettings
 from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
 from ..records import kv_tokens_saved
+from ..tasks import mean_parts
+from ..tasks.answering import Answers
 from .step import StepRollout
 
 
@@ -25,7 +28,8 @@ def step_metrics(
     mask, loops = scored.sampled.mask, looping(trajectories)
     verdicts = Counter(g.verdict for g in rollout.grades)
     metrics = {
-        **rollout_metrics(trajectories, rewards, loops),
+        **rollout_metrics(trajectories, rewards, rollout.right, loops),
+        **{f"reward/{name}/mean": value for name, value in mean_parts(rollout.grades).items()},
         **gap_metrics(scored.gap, mask, normalise_weights(corrected, mask, correction)),
         **gap_since_eviction(scored.gap, mask, trajectories, interval),
         **rejection_metrics(mask, corrected, rewards, loops),
@@ -45,3 +49,17 @@ def step_metrics(
         metrics["gap/alpha/p05"] = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
         metrics["gap/alpha/mean"] = alpha.mean().item()
     return metrics
+
+
+def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers:
+    """What a step's completions were like, from its metrics."""
+    count = int(metrics["rollout/trajectories/count"])
+    return Answers(
+        count=count,
+        right=metrics["reward/right/frac"],
+        cut=metrics["rollout/truncated/frac"],
+        no_answer=metrics.get("grade/no_answer/count", 0.0) / count,
+        max_new_tokens=rollout.max_new_tokens,
+        groups=rollout.prompts,
+        flat=metrics["advantage/groups_without_variance/frac"],
+    )

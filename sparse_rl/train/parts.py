@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,14 +12,16 @@ from torch import nn
 
 from .. import tasks
 from ..beacon import beacon_of
+from ..compressors import Compressor
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
+from ..files import names_python_file
 from ..learn.learner import Learner
 from ..learn.loss import Loss
 from ..learn.shards import Sharded
 from ..learn.student import Students
-from ..models import load_model, with_lora
+from ..models import Record, load_model, set_record, with_lora
 from ..tasks import Task
 
 if TYPE_CHECKING:
@@ -33,21 +37,57 @@ def make_tasks(recipe: Recipe) -> tuple[Task, Task | None]:
     return task, tasks.make(recipe.task.name, **{**options, **recipe.eval.options}).held_out()
 
 
+def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
+    """What every training records: start, task and ends."""
+    return Record(
+        start=recipe.model.name,
+        start_seed=recipe.run.seed,
+        task=task.full_name or recipe.task.name,
+        task_options={**recipe.task.options, **recipe.eval.options},
+        template=task.template,
+        stop_ids=list(stop_ids),
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        temperature=recipe.eval.temperature,
+        logits=recipe.model.logits,
+    )
+
+
+def make_rollout_record(
+    recipe: Recipe, task: Task, stop_ids: Sequence[int], compressor: Compressor, step: int
+) -> Record:
+    """What a step of reinforcement learning records: also the method, and the cache as it is now."""
+    return replace(
+        make_record(recipe, task, stop_ids),
+        method=recipe.learn.method,
+        view=recipe.learn.resolve_method().view,
+        step=step,
+        compressor=found_anywhere(recipe.rollout.compressor),
+        options=recipe.rollout.compressor_options,
+        budget=compressor.budget if compressor.has_budget else None,
+        interval=compressor.interval if compressor.evicts_response else None,
+    )
+
+
+def found_anywhere(name: str) -> str:
+    """The name of a compressor; of a user's file (FILE.py or FILE.py:CLASS) with its full path."""
+    if not names_python_file(name):
+        return name
+    file, end, cls = name.partition(".py")
+    return f"{Path(file).expanduser().resolve()}{end}{cls}"
+
+
 def make_loss(recipe: Recipe) -> Loss:
     """The recipe's loss, with dr-grpo's denominator filled in."""
-    return dataclasses.replace(recipe.loss, constant=recipe.loss.constant or recipe.rollout.max_new_tokens)
+    return replace(recipe.loss, constant=recipe.loss.constant or recipe.rollout.max_new_tokens)
 
 
-def load_for_training(recipe: Recipe, template: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to train, and its tokenizer.
-
-    template: of the task's prompts, kept in the model's config so that evaluation uses the same prompt template.
-    """
+def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train, and its tokenizer. What an earlier training recorded does not count: the recipe does."""
     settings = recipe.model
     torch.manual_seed(recipe.run.seed)
     loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)
     model = cast("PreTrainedModel", loaded)
-    model.config.sparse_rl_template = template
+    set_record(model, None)
     if settings.lora_rank:
         if beacon_of(model) is not None:
             raise SparseRLError(
@@ -65,7 +105,7 @@ def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sha
     method = recipe.learn.resolve_method()
     return Learner(
         model,
-        recipe.optimizer,
+        recipe.scheduled_optimizer(),
         recipe.objective(loss),
         micro_batch_tokens=recipe.learn.micro_batch_tokens,
         temperature=recipe.rollout.temperature,
@@ -81,7 +121,7 @@ def make_students(recipe: Recipe, teacher: nn.Module, world: World) -> Students:
     return Students(
         teacher,
         recipe.student,
-        recipe.optimizer,
+        recipe.scheduled_optimizer(),
         recipe.learn.micro_batch_tokens,
         recipe.rollout.temperature,
         recipe.run.seed,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .best import Measured
+
 Versions = tuple[int, ...]  # optimizer steps behind the learner's weights, and behind those of each student
 
 
@@ -18,6 +20,9 @@ class Progress:
     steps: int = 0  # whole steps done
     saved: int = -1  # the step of the newest checkpoint
     evaluated: int = -1  # the step of the last evaluation
+    best: Measured | None = None  # the best evaluation of a step, which has a checkpoint
+    highest: Measured | None = None  # the best evaluation, that of the start included
+    fallen: bool = False  # whether the last evaluation was far below the highest
     updating: bool = False
 
     def begin(self) -> None:

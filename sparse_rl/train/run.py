@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from ..config import Recipe, load_recipe, migrate, missing_keys
+from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
-from ..errors import SparseRLError
+from ..errors import SparseRLError, shown
 from ..files import write_text, writing
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..planning.memory import make_plan
@@ -73,21 +73,17 @@ def train(
 
 def translated_keys(folder: Path) -> list[str]:
     """A sentence for every key of the folder's recipe that an earlier version wrote in another way."""
-    import yaml
-
-    data = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    data = read_yaml_file(folder / "recipe.yaml")
     added = [f"{key} is a new key; this run keeps {value}: {why}." for key, (value, why) in missing_keys(data).items()]
     return migrate(data)[1] + added
 
 
 def older_values(folder: Path) -> dict[str, Any]:
     """Keys that the version which began the run did not have, with the values that do what it did."""
-    import yaml
-
     path = folder / "recipe.yaml"
     if not path.is_file():
         return {}
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = read_yaml_file(path)
     return {key: value for key, (value, _) in missing_keys(data).items()} if isinstance(data, dict) else {}
 
 
@@ -116,7 +112,10 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
         before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
         return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
-        raise SparseRLError(f"{folder} holds a run already; go on with --resume, or choose another folder with --out.")
+        raise SparseRLError(
+            f"{folder} holds a run already; go on with --resume (sparse-rl train {folder} --resume), or choose another "
+            "folder with --out."
+        )
     return []
 
 
@@ -228,8 +227,14 @@ def check_same(old: Recipe, new: Recipe, path: Path, command: str = "train") -> 
                 continue
             if key not in CHANGEABLE_ON_RESUME:
                 raise SparseRLError(
-                    f"{key} is {given!r} but {path} says {then!r}; resume with the recipe of the run "
+                    f"{key} is {shown(given)} but {path} says {shown(then)}; resume with the recipe of the run "
                     f"(sparse-rl {command} {path.parent} --resume), or start another run."
                 )
-            changes.append(f"{key} is {given!r} instead of {then!r}.")
+            changes.append(f"{key} is {shown(given)} instead of {shown(then)}.")
+    ends = [recipe.scheduled_optimizer().decay_steps for recipe in (old, new)]
+    if ends[0] != ends[1]:  # because the run's length changed
+        changes.append(
+            f"the learning rate falls to 0 at optimizer step {ends[1]} instead of {ends[0]}, because run.steps is "
+            f"{new.run.steps} instead of {old.run.steps}; optimizer.decay_steps would have fixed it."
+        )
     return changes

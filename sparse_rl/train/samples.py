@@ -49,6 +49,7 @@ def write_samples(
                 rollout.texts[row],
                 reward=rollout.grades[row].reward,
                 verdict=rollout.grades[row].verdict,
+                **({"rewards": dict(rollout.grades[row].parts)} if rollout.grades[row].parts else {}),
                 advantage=advantages[position].item(),
                 accepted=bool(accepted[row]),
                 old_logprobs=scored.old_logprobs[row, :tokens].tolist(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,14 @@ from ..distributed.world import World
 from ..errors import CannotWrite, SparseRLError
 from ..files import find_checkpoints, read_lines
 from ..learn.learner import Disagreement
+from ..learn.student import Student
+from ..models import Record, set_record
 from ..planning.memory import is_out_of_memory
 from ..signals import uninterrupted
-from .checkpoint import load_state, restoring, save_checkpoint
+from .best import Measured, best_of
+from .checkpoint import cleaned_checkpoints, keep_best, load_state, restoring, save_checkpoint
 from .log import Log
+from .parts import make_rollout_record
 
 if TYPE_CHECKING:
     from .loop import Trainer
@@ -25,6 +30,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
     if progress.saved == progress.steps:
         return
     with uninterrupted():
+        check_finite(trainer)
         if learner.sharded is not None:
             trainer.source.wait_idle()
             trainer.publish_weights()
@@ -38,9 +44,64 @@ def save(trainer: Trainer, world: World | None = None) -> None:
         }
         students = {student.name: student.to_save() for student in trainer.students.members}
         whole = trainer.model if learner.sharded is None else trainer.sampler.model
+        record = record_of_run(trainer)
+        set_record(whole, record)
+        for student in trainer.students.members:
+            set_record(students[student.name], record_of_student(record, student))
         where, keep = trainer.folder / "checkpoints", trainer.recipe.run.keep
-        save_checkpoint(where, progress.steps, whole, trainer.tokenizer, state, keep, students, world or trainer.world)
+        best = progress.best.step if progress.best else None
+        save_checkpoint(
+            where, progress.steps, whole, trainer.tokenizer, state, keep, students, world or trainer.world, best
+        )
         progress.saved = progress.steps
+
+
+def save_if_best(trainer: Trainer, found: Measured) -> None:
+    """After an evaluation that is better than all before, keep its checkpoint."""
+    progress = trainer.progress
+    if not progress.steps or not found.better_than(progress.best):
+        return
+    progress.best = found
+    if progress.saved == progress.steps:
+        link_best(trainer)
+    else:
+        save(trainer)
+
+
+def link_best(trainer: Trainer) -> None:
+    best, keep = trainer.progress.best, trainer.recipe.run.keep
+    where = trainer.folder / "checkpoints"
+    trainer.world.run_on_first(lambda: keep_best(where, best.step if best else None, keep))
+
+
+def record_of_run(trainer: Trainer) -> Record:
+    """What the run does at its present step."""
+    sampler = trainer.sampler
+    stop_ids, compressor = sampler.sampling.stop_ids or (), sampler.engine.compressor
+    return make_rollout_record(trainer.recipe, trainer.task, stop_ids, compressor, trainer.progress.steps)
+
+
+def record_of_student(record: Record, student: Student) -> Record:
+    """A student runs on its own beacon; one that knows several chunk sizes leaves the choice to its user."""
+    sizes = student.sizes
+    own = f"beacon:{sizes[0]}" if len(sizes) == 1 else None
+    return replace(record, compressor=own, options={}, budget=None, interval=None, method="student", view=None)
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Refuse to save weights that are not finite: the checkpoints before them are good."""
+    learners = [trainer.learner, *trainer.students.members]
+    finite = all(one.optimizer.is_finite() for one in learners)
+    if trainer.learner.sharded is not None:
+        finite = all(trainer.world.run_on_all(lambda: finite))
+    if finite:
+        return
+    found = find_checkpoints(trainer.folder / "checkpoints")
+    good = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint had been written before"
+    raise SparseRLError(
+        f"the weights are not finite after step {trainer.progress.steps}, so they were not saved; {good}. Lower "
+        f"optimizer.lr (now {trainer.recipe.optimizer.lr}) and go on with --resume."
+    )
 
 
 def save_after(trainer: Trainer, error: BaseException) -> None:
@@ -68,10 +129,11 @@ def resume(trainer: Trainer) -> None:
     """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
     world, learner = trainer.world, trainer.learner
     where = trainer.folder / "checkpoints"
-    newest = world.run_on_first(lambda: [path.name for _, path in find_checkpoints(where)][-1:])
-    if newest:
-        state = load_state(where / newest[0], {"learner": learner.state_dict()})
-        with restoring(where / newest[0]):
+    saved = world.run_on_first(lambda: {step: path.name for step, path in cleaned_checkpoints(where)})
+    if saved:
+        newest = where / saved[max(saved)]
+        state = load_state(newest, {"learner": learner.state_dict()})
+        with restoring(newest):
             learner.load_state_dict(state["learner"])
             learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
             trainer.sampler.budget.load_state_dict(state.get("budget"))
@@ -79,18 +141,19 @@ def resume(trainer: Trainer) -> None:
             trainer.students.load_state_dict(state.get("students", {}))
             trainer.sampler.lengths.load_state_dict(state.get("lengths"))
             trainer.progress.resume(state["step"], trainer.versions)
-    step = trainer.progress.steps
-    trainer.progress.evaluated = world.run_on_first(lambda: forget_what_came_after(step, trainer.folder, trainer.log))
+    progress = trainer.progress
+    lines = world.run_on_first(lambda: forget_what_came_after(progress.steps, trainer.folder, trainer.log))
+    progress.evaluated = max((line["step"] for line in lines), default=-1)
+    progress.highest = best_of(lines)
+    progress.best = best_of(line for line in lines if line["step"] in saved)  # earlier versions did not keep it
+    link_best(trainer)
 
 
-def forget_what_came_after(step: int, folder: Path, log: Log) -> int:
-    """Remove what a run wrote after a step; returns the step of the last evaluation that is left."""
+def forget_what_came_after(step: int, folder: Path, log: Log) -> list[dict]:
+    """Remove what a run wrote after a step; returns the evaluations that are left."""
     log.cut(step)
     for samples in (folder / "samples").glob("step-*"):
         number = samples.name.removeprefix("step-")
         if number.isdigit() and int(number) > step:
             shutil.rmtree(samples)
-    for unfinished in (folder / "checkpoints").glob(".*.partial"):
-        shutil.rmtree(unfinished)
-    evaluated = (line["step"] for line in read_lines(log.files["metrics"]) if "eval/dense/accuracy" in line)
-    return max(evaluated, default=-1)
+    return [line for line in read_lines(log.files["metrics"]) if "eval/dense/accuracy" in line]

@@ -47,6 +47,10 @@ class StepRollout:
     def rewards(self) -> Tensor:
         return torch.tensor([g.reward for g in self.grades], dtype=torch.float64)
 
+    @property
+    def right(self) -> Tensor:
+        return torch.tensor([g.right for g in self.grades], dtype=torch.bool)
+
 
 exchanged(StepRollout, Prompt, Trajectory, Trace, Grade, Scored, Sampled)
 

@@ -13,13 +13,21 @@ from rich.table import Table
 _ROWS = 12
 _COLUMNS = {  # heading -> (metric, format)
     "reward": ("reward/mean", "{:.3f}"),
+    "right": ("reward/right/frac", "{:.1%}"),
     "rejected": ("reject/trajectories/frac", "{:.1%}"),
     "xi p05": ("gap/xi/p05", "{:.3f}"),
     "alpha p05": ("gap/alpha/p05", "{:.3f}"),
-    "KV saved": ("cache/tokens_saved/frac", "{:.0%}"),
+    "KV tokens saved": ("cache/tokens_saved/frac", "{:.0%}"),
     "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
     "dense": ("eval/dense/accuracy", "{:.3f}"),
+    "dense reward": ("eval/dense/reward", "{:.3f}"),
     "sparse": ("eval/sparse/accuracy", "{:.3f}"),
+    "sparse reward": ("eval/sparse/reward", "{:.3f}"),
+}
+_IF_REWARDS_SAY_MORE = {  # heading -> the metric that it would repeat if rewards were 1 for what is right, else 0
+    "right": "reward/mean",
+    "dense reward": "eval/dense/accuracy",
+    "sparse reward": "eval/sparse/accuracy",
 }
 
 
@@ -57,17 +65,25 @@ class TerminalTable:
         self.console.print(text, highlight=False, markup=False)
 
     def columns(self) -> dict[str, tuple[str, str]]:
-        """Heading -> (metric, format): the usual columns, and two for each student: its KL to the teacher, its
-        accuracy.
+        """Heading -> (metric, format): the usual columns, one for each named reward, and two for each student: its KL
+        to the teacher, its accuracy.
         """
-        found = dict(_COLUMNS)
+        found = {heading: column for heading, column in _COLUMNS.items() if not self._repeats(heading)}
         for name in dict.fromkeys(name for values in self.rows.values() for name in values):
             part, who, quantity = (*name.split("/"), "", "")[:3]
-            if (part, quantity) == ("student", "kl"):
+            if (part, quantity) == ("reward", "mean"):
+                found[who] = (name, "{:.3f}")
+            elif (part, quantity) == ("student", "kl"):
                 found[f"{who} KL"] = (name, "{:.3f}")
             elif (part, quantity) == ("eval", "accuracy") and who not in ("dense", "sparse"):
                 found[who] = (name, "{:.3f}")
         return found
+
+    def _repeats(self, heading: str) -> bool:
+        """Whether a column says what another says already."""
+        other = _IF_REWARDS_SAY_MORE.get(heading)
+        name, _ = _COLUMNS[heading]
+        return other is not None and all(abs(v.get(name, 0.0) - v.get(other, 0.0)) < 1e-9 for v in self.rows.values())
 
     def cells(self, values: Mapping[str, float]) -> dict[str, str]:
         columns = self.columns().items()

@@ -29,20 +29,20 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
-from ..files import find_checkpoints, names_python_file, read_lines, write_text, writing
+from ..files import names_python_file, read_lines, write_text, writing
 from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
-from ..models import ends_of, evaluating
+from ..models import ends_of, evaluating, set_record
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Task
 from ..tasks.base import Prompt
-from .checkpoint import flush, load_state, require_space, save_checkpoint, save_model
+from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
-from .parts import load_for_training
+from .parts import load_for_training, make_record
 from .run import check_same, folder_lock
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
@@ -63,9 +63,9 @@ def warmup(
         one.solution(one.sample(0, 1)[0])  # says so at once if there are none
     if is_finished(folder):  # only its last evaluation may be missing
         name = dataclasses.replace(recipe.model, name=str(folder))
-        model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name), task.template)
+        model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name))
     else:
-        model, tokenizer = load_for_training(recipe, task.template)
+        model, tokenizer = load_for_training(recipe)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
@@ -133,6 +133,7 @@ class Warmup:
         self.recipe, self.folder, self.task, self.asked = recipe, folder, task, asked
         self.model, self.tokenizer, self.view = model, tokenizer, view
         self.ends = ends_of(model, tokenizer)
+        set_record(model, dataclasses.replace(make_record(recipe, task, self.ends.stops()), method="warmup"))
         settings = OptimizerSettings(lr=recipe.warmup.lr, warmup_steps=_RISE, betas=(0.9, 0.95), weight_decay=0.0)
         self.optimizer = MasterAdamW(model.parameters(), settings)
         self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
@@ -149,7 +150,7 @@ class Warmup:
                     f"{self.folder} was finished after {self.done} steps, so it cannot go on to warmup.steps "
                     f"{self.recipe.warmup.steps}; start another warm-up from it with --model.name {self.folder}."
                 )
-        elif found := find_checkpoints(self.folder / "checkpoints"):
+        elif found := cleaned_checkpoints(self.folder / "checkpoints"):
             state = load_state(found[-1][1])
             self.optimizer.load_state_dict(state["optimizer"])
             self.done = self.saved = state["step"]
@@ -277,7 +278,7 @@ class Warmup:
 
     @property
     def way_on(self) -> str:
-        trust = " --trust" if names_python_file(self.recipe.task.name) else ""
+        trust = " --trust" if any(map(names_python_file, self.recipe.may_name_files().values())) else ""
         go_on = f"go on with: sparse-rl warmup {self.folder} --resume{trust}"
         if not self.saved:
             return go_on
@@ -287,6 +288,7 @@ class Warmup:
         """Write a checkpoint, unless there is one of this step."""
         if self.saved == self.done or is_finished(self.folder):
             return
+        self.check_finite()
         with uninterrupted():
             where, state = self.folder / "checkpoints", {"optimizer": self.optimizer.state_dict()}
             save_checkpoint(where, self.done, self.model, self.tokenizer, state, self.recipe.run.keep)
@@ -294,6 +296,7 @@ class Warmup:
 
     def finish(self) -> None:
         """Put the model into the folder, its config last: a folder with a config holds a whole model."""
+        self.check_finite()
         partial = self.folder / ".model.partial"
         with uninterrupted(), writing(self.folder):
             shutil.rmtree(partial, ignore_errors=True)
@@ -305,6 +308,14 @@ class Warmup:
             partial.rmdir()
             flush(self.folder)
             self.remove_checkpoints()
+
+    def check_finite(self) -> None:
+        """Refuse to write weights that are not finite."""
+        if not self.optimizer.is_finite():
+            raise SparseRLError(
+                f"the weights are not finite after step {self.done}, so they were not saved; lower warmup.lr (now "
+                f"{self.recipe.warmup.lr}), and start again or go on from the last checkpoint with --resume."
+            )
 
     def remove_checkpoints(self) -> None:
         if (self.folder / "checkpoints").exists():

@@ -294,3 +294,11 @@ def test_lines_that_are_no_records_are_refused(text, tmp_path):
     (tmp_path / "trajectories.jsonl").write_bytes(text)
     with pytest.raises(SparseRLError, match="line 1 is not a trajectory"):
         list(read_trajectories(tmp_path))
+
+
+def test_the_same_trace_makes_the_same_file(tmp_path):
+    """safetensors writes metadata in an order of its own, another one each time."""
+    trace = Trace.dense(2, 2, 9)
+    for i in range(8):
+        trace.save(tmp_path / f"{i}.safetensors")
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1

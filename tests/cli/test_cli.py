@@ -28,7 +28,8 @@ finally:
 def test_list_compressors():
     done = run("list", "compressors")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [*STANDALONE, "beacon:N", "kvpress:NAME"]
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == [*STANDALONE, "beacon:N", "kvpress:NAME", "FILE.py[:CLASS]"]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("beacon:N"))
     assert line.split(maxsplit=1)[1].startswith("after every chunk of the response the model reads a learned beacon")
 

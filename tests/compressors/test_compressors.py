@@ -337,6 +337,6 @@ def test_arguments_that_make_no_sense_are_refused(name, options, message):
 
 def test_the_list_comes_from_the_registry():
     rows = dict(describe())
-    assert len(rows) == len(COMPRESSORS) and all(rows.values())
+    assert len(rows) == len(COMPRESSORS) + 1 and all(rows.values()) and "FILE.py[:CLASS]" in rows
     assert {"dense", "rkv", "prompt-only", "beacon:N", "kvpress:NAME"} <= set(rows)
     assert not any(idea.startswith(name.partition(":")[0]) for name, idea in rows.items())

@@ -9,7 +9,8 @@ import pytest
 from sparse_rl import SparseRLError
 from sparse_rl.evaluation import Cache, summarize
 from sparse_rl.evaluation.cache import caches
-from sparse_rl.evaluation.compare import ALL, agreement, cross, difference
+from sparse_rl.evaluation.compare import ALL, agreement, cross, difference, rows_of
+from sparse_rl.evaluation.page import draw
 from sparse_rl.evaluation.results import Item, shares
 from sparse_rl.evaluation.run import Evaluated
 from sparse_rl.evaluation.statistics import interval, mcnemar, paired
@@ -133,3 +134,23 @@ def test_caches_of_a_comparison():
         caches(["rkv"], [16], 4, {})
     with pytest.raises(SparseRLError, match="none of dense, rkv has a parameter 'snks'"):
         caches(["dense", "rkv"], [16], 4, {"snks": 3})
+
+
+def test_rewards_are_compared_in_pairs_where_they_say_more_than_accuracy():
+    def items(rewards):
+        return [item(index=i, right=r >= 1, reward=r, rewards={"brief": r / 2}) for i, r in enumerate(rewards)]
+
+    dense = evaluated("a", Cache("dense"), items([0.5, 2.0, -1.0, 0.25, 3.0]))
+    small = evaluated("a", Cache("rkv", 8, 4), items([0.25, 1.5, -1.0, 0.0, 1.0]))
+    first, second = cross([dense, small])
+    assert first.reward_cost is None and first.reward == pytest.approx(4.75 / 5)
+    assert second.reward_cost == paired([0.5, 2.0, -1.0, 0.25, 3.0], [0.25, 1.5, -1.0, 0.0, 1.0])
+    assert second.reward_cost.mean == pytest.approx(-0.6) and second.cost.mean == 0.0  # as many are right
+    assert second.reward_cost.p == pytest.approx(2 / 16, abs=0.02)  # four gaps, all of one sign
+    assert second.reward_low <= second.reward <= second.reward_high
+    assert dense.summaries[0].rewards == {"brief": pytest.approx(4.75 / 10)}
+    told = rows_of("sums", [first, second])
+    assert "reward against dense" in told[0] and "reward (95 %)" in told[0]
+    plain = [evaluated("a", cache, [item(right=True)]) for cache in (Cache("dense"), Cache("rkv", 8, 4))]
+    assert not any("reward" in heading for heading in rows_of("sums", cross(plain))[0])
+    assert draw([first, second]).startswith(b"\x89PNG")

@@ -12,6 +12,7 @@ from sparse_rl.config import make_recipe
 from sparse_rl.evaluation import Cache
 from sparse_rl.evaluation.compare import ALL
 from sparse_rl.evaluation.run import Asked, evaluate
+from sparse_rl.models import record_of
 from sparse_rl.train.checkpoint import save_model
 from sparse_rl.train.run import train
 from tests.helpers.evaluating import SMALL, SPARSE, lines, run
@@ -137,7 +138,7 @@ def test_another_training_forgets_the_template(tmp_path):
     }
     recipe["rollout"] = {"rows": 4, "prompts": 2, "group_size": 2, "max_new_tokens": 4}
     trainer = train(make_recipe(recipe), tmp_path / "run", show=False)
-    assert trainer.model.config.sparse_rl_template is None
+    assert record_of(trainer.model).template is None
 
 
 # ---------- the command

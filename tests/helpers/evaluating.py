@@ -45,5 +45,6 @@ def item(bench="sums", index=0, sample=0, right=True, answer="1", **more) -> Ite
         "last_entries": 9.0,
         "gold": "1",
         "verdict": "right" if right else "wrong",
+        "reward": float(right),
     }
-    return Item(bench=bench, index=index, sample=sample, answer=answer, reward=float(right), **(usual | more))
+    return Item(bench=bench, index=index, sample=sample, answer=answer, **(usual | more))

@@ -136,9 +136,11 @@ def test_loops():
         trajectory([1, 2, 3], reason="length"),
         trajectory([1, 2]),
     ]
-    found = rollout_metrics(done, torch.tensor([0.0, 1.0, 0.0, 0.5]), looping(done))
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.5])
+    found = rollout_metrics(done, rewards, rewards >= 0.5, looping(done))
+    assert found["reward/right/frac"] == 0.5
     assert found["rollout/loops/frac"] == 0.25 and found["rollout/truncated/frac"] == 0.5
-    assert found["reward/mean"] == 0.375 and found["reward/right/frac"] == 0.25
+    assert found["reward/mean"] == 0.375
     assert found["rollout/length/mean"] == (30 + 2 + 1 + 0) / 4 and found["rollout/length/max"] == 30
     assert found["rollout/length/rewarded"] == 1 and found["rollout/length/unrewarded"] == 15.5
 

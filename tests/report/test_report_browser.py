@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sparse_rl.report.page import page as page_of
+from sparse_rl.report.palette import COLOURS, METHODS, places
 from tests.helpers.planted_report import MAIN, NEVER, curve, curves, document, evictions, run, seen, trajectory
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -53,9 +54,9 @@ def show(browser, tmp_path):
     assert set(asked) <= {(tmp_path / "report.html").as_uri()}
 
 
-def canvas(tab, title: str):
+def canvas(tab, title: str, exact: bool = False):
     """The canvas of a figure, on the screen and drawn."""
-    found = tab.locator("article.card", has=tab.get_by_role("heading", name=title, exact=False)).locator("canvas")
+    found = tab.locator("article.card", has=tab.get_by_role("heading", name=title, exact=exact)).locator("canvas")
     found.scroll_into_view_if_needed()
     tab.wait_for_function("c => c.chart.dirty === false && c.chart.drawn", arg=found.element_handle())
     return found
@@ -650,3 +651,37 @@ def test_what_was_never_on_the_screen_is_drawn_for_printing(show):
     assert tab.evaluate(blank) > 0
     tab.evaluate("() => dispatchEvent(new Event('beforeprint'))")
     assert tab.evaluate(blank) == 0
+
+
+def test_a_method_has_its_colour_of_the_palette(show):
+    arms = ["naive", "sparse-rl", "none", "none", "mine", "dense"]
+    runs = [run(f"run {i}", seed=i, arm=arm) for i, arm in enumerate(arms)]
+    tab = show(document(*runs, colours=METHODS))
+    shown = tab.locator(".chip .swatch").evaluate_all("all => all.map((n) => getComputedStyle(n).backgroundColor)")
+    expected = [tuple(int(COLOURS[place][0][i : i + 2], 16) for i in (1, 3, 5)) for place in places(arms)]
+    assert shown == [f"rgb({', '.join(map(str, rgb))})" for rgb in expected]
+
+
+def test_rewards_that_say_more_than_accuracy_have_figures(show):
+    plain, more = run("plain", seed=1), run("more", seed=2)
+    steps = more["curves"]["reward/mean"]["step"]
+    plain["curves"]["reward/right/frac"] = plain["curves"]["reward/mean"]
+    for cache in ("dense", "sparse"):
+        plain["curves"][f"eval/{cache}/reward"] = plain["curves"][f"eval/{cache}/accuracy"]
+    tab = show(document(plain))
+    headings = tab.locator("article.card:visible h3").all_text_contents()
+    assert headings and not {"Held-out reward", "Named rewards"} & set(headings)
+    assert "Held-out reward" not in tab.locator("#absent").text_content()
+    more["curves"]["reward/right/frac"] = curve(steps, [0.25] * len(steps))
+    more["curves"]["reward/brief/mean"] = curve(steps, [0.5] * len(steps))
+    more["curves"]["eval/dense/reward"] = curve([10, 20], [2.0, 3.0])
+    tab = show(document(more))
+    assert [label for label, _ in hover(tab, canvas(tab, "Reward", exact=True), 0.5)[1]] == [
+        "more reward",
+        "more share right",
+    ]
+    _, rows = hover(tab, canvas(tab, "Named rewards"), 0.5)
+    assert [number(value) for _, value in rows] == [0.5]
+    canvas(tab, "Held-out reward")
+    table = tab.locator("#table").text_content()
+    assert "share right, last / best" in table and "dense reward, last / best" in table

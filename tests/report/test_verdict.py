@@ -43,6 +43,10 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     "flat": (lambda x: curves(advantage__groups_without_variance__frac=x), "advantage/groups_without_variance/frac"),
     "gap": (lambda x: curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.5 - x)), "eval/sparse/accuracy"),
     "held_out": (lambda x: curves(eval__dense__accuracy=(0.5, 0.5 - x)), "eval/dense/accuracy"),
+    "held_out_reward": (
+        lambda x: curves(eval__dense__reward=(-1 + x, -1.0), eval__dense__accuracy=0.5),
+        "eval/dense/reward",
+    ),
     "memory": (lambda x: curves(cache__bytes_saved__frac=x, cache__tokens_saved__frac=0.5), "cache/bytes_saved/frac"),
     "rollout": (lambda x: curves(time__rollout=2.0 * x, time__step=2.0), "time/rollout"),
     "ungraded": (
@@ -103,6 +107,30 @@ def test_exceptions_to_the_thresholds():
     assert verdict({}) == []
     mixed = verdict(curves(reject__trajectories__frac=0.9, rollout__loops__frac=0.0, update__clip__frac=0.1))
     assert [s["level"] for s in mixed] == ["fail", "warn", "good"]
+
+
+def test_accuracies_that_say_nothing_are_not_called_good():
+    (never,) = verdict(curves(eval__dense__accuracy=0.0, eval__sparse__accuracy=0.0, eval__dense__reward=0.0))
+    assert never["level"] == "warn" and "Nothing is right in any of the 50 evaluations" in never["text"]
+    said = [s["text"] for s in verdict(curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.555)))]
+    assert said == [
+        "Held-out accuracy on the dense cache stayed at 0.500.",
+        "On the small cache held-out accuracy is 0.055 higher than on the dense cache (at the start the same).",
+    ]
+
+
+def test_numbers_that_look_alike_are_not_called_a_range():
+    def said(low, high):
+        return verdict(curves(gap__xi__p05=low, gap__xi__p95=high))[-1]["text"]
+
+    assert said(1.0, 1.0) == "xi of nine tokens in ten is 1: the learner agrees with the sampler."
+    assert said(0.9995, 1.0003) == "xi of nine tokens in ten is 1 to within 0.0005."
+    assert said(0.95, 1.02) == "xi of nine tokens in ten lies between 0.95 and 1.02, near 1."
+    (still,) = verdict(curves(reward__mean=0.0, reward__right__frac=0.0))
+    assert still["level"] == "warn" and "Reward is 0.000 in every step" in still["text"] and "warm" in still["text"]
+    (solved,) = verdict(curves(reward__mean=1.0, reward__right__frac=1.0))
+    assert "use harder problems" in solved["text"]
+    assert verdict(curves(old__entropy__mean=0.5))[0]["text"] == "Entropy stayed at 0.500 nats."
 
 
 def test_only_the_last_fifth_is_now():

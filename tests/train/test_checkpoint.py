@@ -10,7 +10,8 @@ import torch
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.models import load_model
-from sparse_rl.train.checkpoint import save_checkpoint
+from sparse_rl.train.checkpoint import cleaned_checkpoints, save_checkpoint
+from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import train
 from tests.helpers.runs import recipe, weights
 
@@ -108,3 +109,55 @@ def test_random_state_comes_back(tmp_path):
     (path / "training.pt").write_bytes((path / "training.pt").read_bytes()[:100])
     with pytest.raises(SparseRLError, match=r"training.pt is damaged .* remove"):
         load_state(path)
+
+
+@pytest.mark.parametrize("place", ["removed", "replaced"])
+def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half(tmp_path, monkeypatch, place):
+    """The folder loses its name first, so what is found under the name of a checkpoint is whole."""
+    model, tokenizer = load_model("tiny")
+    save_checkpoint(tmp_path, 1, model, tokenizer, {"learner": 1}, keep=1)
+
+    def killed(folder, **_):
+        for file in sorted(Path(folder).glob("*"))[:3]:
+            file.unlink()
+        raise SystemExit("killed") if str(folder).endswith(place) else FileNotFoundError
+
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, FileNotFoundError)):
+        patch.setattr("sparse_rl.train.checkpoint.shutil.rmtree", killed)
+        save_checkpoint(tmp_path, 1 if place == "replaced" else 2, model, tokenizer, {"learner": 2}, keep=1)
+    for _, path in find_checkpoints(tmp_path):
+        weights(path)
+    cleaned_checkpoints(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [p.name for _, p in find_checkpoints(tmp_path)] != []
+
+
+def test_what_a_kill_left_is_cleaned(tmp_path):
+    model, tokenizer = load_model("tiny")
+    for step in (3, 4, 5):
+        save_checkpoint(tmp_path, step, model, tokenizer, {"learner": 1}, keep=9)
+    (tmp_path / "step-000003" / "training.pt").unlink()  # what earlier versions left of one that they removed
+    (tmp_path / "step-000004").rename(tmp_path / ".step-000004.replaced")  # killed before the new one took its place
+    (tmp_path / ".step-000006.partial").mkdir()
+    (tmp_path / ".step-000001.removed" / "students").mkdir(parents=True)
+    (tmp_path / "step-notes").write_text("a user's own file stays")
+    cleaned_checkpoints(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000005", "step-notes"]
+    weights(tmp_path / "step-000004")
+
+
+def test_weights_that_are_not_finite_are_not_saved_over_good_ones(tmp_path, monkeypatch):
+    folder, finish = tmp_path / "run", Trainer.finish_update
+
+    def ruin(self, clock):
+        if self.progress.steps == 2:
+            self.learner.optimizer.masters[0].data[:] = torch.nan
+        finish(self, clock)
+
+    settings = recipe(eval={"every": 0}, run={"steps": 4, "checkpoint_every": 2, "samples": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "finish_update", ruin)
+        with pytest.raises(SparseRLError, match=r"not finite after step 3, so they were not saved; .*step-000002\. Lo"):
+            train(settings, folder, show=False)
+    assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
+    train(settings, folder, resume=True, show=False)
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]

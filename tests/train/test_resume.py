@@ -33,16 +33,17 @@ def test_prompts_of_many_lengths_resume_the_same(tmp_path):
 
 
 def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path):
-    train(recipe(run={"steps": 4}), tmp_path / "run", show=False)
+    train(recipe(run={"steps": 4}, eval={"every": 4}), tmp_path / "run", show=False)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
     (tmp_path / "run" / "checkpoints" / "step-best").mkdir()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # what a crash leaves
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 4
-    trainer = Trainer(recipe(run={"steps": 4}), tmp_path / "run", show=False)
+    trainer = Trainer(recipe(run={"steps": 4}, eval={"every": 4}), tmp_path / "run", show=False)
     resume(trainer)
     assert trainer.steps_done == 2 and read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
     assert [p.name for p in (tmp_path / "run" / "samples").iterdir()] == ["step-000001"]
+    assert not (tmp_path / "run" / "checkpoints" / "best").is_symlink()
 
 
 def test_remedies_can_be_applied_on_resume(tmp_path, capsys):

@@ -82,7 +82,8 @@ def test_every_step_has_prompts_and_weights_of_its_own(finished):
 
 
 def test_the_last_checkpoint_is_a_model_that_learned(finished):
-    assert [step for step, _ in find_checkpoints(finished / "checkpoints")] == [6, 8]  # the newest two
+    steps = [step for step, _ in find_checkpoints(finished / "checkpoints")]
+    assert steps == [3, 6, 8] and (finished / "checkpoints" / "best").readlink().name == "step-000003"
     model, tokenizer = load_model(str(finished / "checkpoints" / "step-000008"))
     assert tokenizer.encode("1+2=") and not model.training
     start = load_model("tiny-sums")[0].state_dict()
@@ -100,6 +101,7 @@ def test_trackers_get_the_numbers(tmp_path):
     for events in found:
         events.Reload()
     (events,) = (events for events in found if "reward/mean" in events.Tags()["scalars"])
+    assert (tmp_path / "run" / "sparse-rl") in Path(events.path).parents or Path(events.path).name == "sparse-rl"
     written = [line["reward/mean"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in line]
     assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx(written)
 

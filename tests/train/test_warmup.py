@@ -192,13 +192,13 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("stop", ["step 1", "step 6", "evaluation at 6", "evaluation at 9", "NaN at 7"])
+@pytest.mark.parametrize("stop", ["step 1", "step 6", "evaluation at 6", "evaluation at 9", "NaN at 7", "write at 9"])
 def test_a_stopped_warm_up_goes_on_to_the_same_bytes(tmp_path, monkeypatch, uninterrupted, stop):
     kind, number = stop.split()[0], int(stop.split()[-1])
-    step, evaluate = module.Warmup.step, module.Warmup.evaluate
+    step, evaluate, replace = module.Warmup.step, module.Warmup.evaluate, os.replace
 
     def stopping_step(self, tokens, mask):
-        if kind != "evaluation" and self.done == number - 1:
+        if kind in ("step", "NaN") and self.done == number - 1:
             raise SparseRLError("oh") if kind == "NaN" else KeyboardInterrupt
         return step(self, tokens, mask)
 
@@ -207,13 +207,20 @@ def test_a_stopped_warm_up_goes_on_to_the_same_bytes(tmp_path, monkeypatch, unin
             raise KeyboardInterrupt
         return evaluate(self)
 
+    def full_disk(source, target):
+        if kind == "write" and str(target).endswith("config.json"):
+            raise OSError("the disk is full")
+        return replace(source, target)
+
     folder, settings = tmp_path / "model", recipe(**RESUMED, warmup=SHORT)
     with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, SparseRLError)):
         patched.setattr(module.Warmup, "step", stopping_step)
         patched.setattr(module.Warmup, "evaluate", stopping_evaluation)
+        patched.setattr(module.os, "replace", full_disk)
         module.warmup(settings, folder, show=False)
     steps = [found for found, _ in find_checkpoints(folder / "checkpoints")]
-    assert steps[-1:] == ([] if stop in ("step 1", "evaluation at 9") else [number - (kind != "evaluation")])
+    saved = {"step 1": [], "evaluation at 9": [], "write at 9": [8]}
+    assert steps[-1:] == saved.get(stop, [number - (kind != "evaluation")])
     module.warmup(settings, folder, resume=True, show=False)
     assert bytes_of(folder) == bytes_of(uninterrupted)
     assert module.warmup(settings, folder, resume=True, show=False)["loss"]  # once more: nothing is left to do

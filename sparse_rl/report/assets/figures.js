@@ -13,9 +13,24 @@ function xiBand(run) {
   return [{ label: "p50", curve: { ...middle, binned: false }, band: { low: at(low, "low"), high: at(high, "high") } }]; // of a bin: the extremes
 }
 
+// Whether two curves of a run differ: rewards of 1 for what is right and 0 for the rest say no more than accuracy.
+function apart(run, one, other) {
+  const [a, b] = [curve(run, one), curve(run, other)];
+  return a.mean.some((y, i) => finite(y) && finite(b.mean[i]) && Math.abs(y - b.mean[i]) > 1e-9);
+}
+
+const NAMED = /^reward\/(?!right\/)[^/]+\/mean$/;
+
 const FIGURES = [
-  single("Reward", "reward/mean"),
+  {
+    title: "Reward", names: ["reward/mean", "reward/right/frac"], about: "Mean reward of the training rollouts; dashed: the share that is right, where the two differ.",
+    series: (run) => (apart(run, "reward/mean", "reward/right/frac")
+      ? [{ label: "reward", curve: curve(run, "reward/mean") }, { label: "share right", dash: true, curve: curve(run, "reward/right/frac") }]
+      : [{ label: "", curve: curve(run, "reward/mean") }]),
+  },
+  { title: "Named rewards", names: ["reward/NAME/mean"], match: NAMED, when: (run) => Object.keys(run.curves).some((n) => NAMED.test(n)), about: "What the reward is made of, before weights.", series: (run) => Object.keys(run.curves).filter((n) => NAMED.test(n)).map((n, k) => ({ label: visible(n.slice(7, -5)), curve: curve(run, n), dash: k % 2 === 1 })) },
   pair("Held-out accuracy", "eval/dense/accuracy", "eval/sparse/accuracy", ["dense cache", "sparse cache"]),
+  pair("Held-out reward", "eval/dense/reward", "eval/sparse/reward", ["dense cache", "sparse cache"], { when: (run) => ["dense", "sparse"].some((cache) => apart(run, `eval/${cache}/reward`, `eval/${cache}/accuracy`)) }),
   single("Rejected trajectories", "reject/trajectories/frac", { about: "Share rejected because a token was too unlikely for the learner." }),
   { title: "\u03be: learner over sampler", names: ["gap/xi/p50", "gap/xi/p05", "gap/xi/p95"], series: xiBand, about: "Ratio of a token\u2019s probabilities: median, and 5th to 95th percentile." },
   single("\u03b1\u2085: overlap with dense", "gap/alpha/p05", { lines: [{ y: 0.86, label: "0.86" }], about: "5th percentile over tokens; healthy above 0.86." }),
@@ -102,7 +117,7 @@ function swatch(tint) {
 let main = [];
 const extra = new Map(); // name -> Chart
 const charts = () => [...main, ...extra.values()];
-const has = (run, figure) => figure.series(run).some((s) => s.curve.mean.some(finite));
+const has = (run, figure) => (figure.when?.(run) ?? true) && figure.series(run).some((s) => s.curve.mean.some(finite));
 const belongs = (figure, name) => figure.names.includes(name) || Boolean(figure.match?.test(name));
 
 function makeFigures() {
@@ -118,7 +133,7 @@ function showFigures() {
   for (const chart of main) {
     const there = chart instanceof Split ? state.doc.runs.some((run) => run.curves["time/step"]) : state.doc.runs.some((run) => has(run, chart.figure));
     chart.card.hidden = !there;
-    if (!there) absent.push(`${chart.figure.title} (${chart.figure.names[0]})`);
+    if (!there && !chart.figure.when) absent.push(`${chart.figure.title} (${chart.figure.names[0]})`);
   }
   $("absent").textContent = absent.length ? `Not in ${state.doc.runs.length === 1 ? "this run" : "any of these runs"}: ${absent.join("; ")}.` : "";
   const lost = state.axis === "seconds" ? shownRuns().filter((run) => !run.clock?.step?.length) : [];

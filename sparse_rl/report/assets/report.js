@@ -13,10 +13,10 @@ function adopt(doc) {
     run.curves ??= {};
     seen.set(run.name, (seen.get(run.name) ?? 0) + 1);
     run.id = seen.get(run.name) === 1 ? run.name : `${run.name} (${seen.get(run.name)})`;
-    if (!state.colours.has(run.id)) state.colours.set(run.id, state.colours.size);
   }
   doc.differences ??= [];
   state.doc = doc;
+  doc.runs.forEach(runColour); // in their order, as pictures do
 }
 
 function show() {

@@ -3,9 +3,17 @@
 const LEVELS = { fail: ["\u2715", "fail"], warn: ["!", "warn"], good: ["\u2713", "good"] };
 
 const shownRuns = () => state.doc.runs.filter((run) => !state.hidden.has(run.id));
+// The colour of a run's method if no other run has it, else one that no method of this page has (palette.py). It stays.
 function runColour(run) {
-  if (!state.colours.has(run.id)) state.colours.set(run.id, state.colours.size);
-  return colour(`run${state.colours.get(run.id) % 20}`);
+  if (!state.colours.has(run.id)) {
+    const methods = state.doc.colours ?? {};
+    const taken = new Set(state.colours.values());
+    const shown = new Set(state.doc.runs.map((other) => methods[other.arm]));
+    const free = Array.from({ length: 20 }, (_, place) => place).filter((place) => !taken.has(place) && !shown.has(place));
+    const own = methods[run.arm];
+    state.colours.set(run.id, own !== undefined && !taken.has(own) ? own : free[0] ?? state.colours.size % 20);
+  }
+  return colour(`run${state.colours.get(run.id)}`);
 }
 const chip = (run) => swatch(runColour(run));
 
@@ -66,6 +74,8 @@ function showTable() {
     ["dense accuracy, last / best", of("eval/dense/accuracy")],
     ["sparse accuracy, last / best", of("eval/sparse/accuracy")],
     ["reward, last / best", of("reward/mean")],
+    ...(runs.some((run) => apart(run, "reward/mean", "reward/right/frac")) ? [["share right, last / best", of("reward/right/frac")]] : []),
+    ...["dense", "sparse"].filter((cache) => runs.some((run) => apart(run, `eval/${cache}/reward`, `eval/${cache}/accuracy`))).map((cache) => [`${cache} reward, last / best`, of(`eval/${cache}/reward`)]),
   ];
   const place = new Map(state.doc.runs.map((run, i) => [run, i]));
   const differing = state.doc.differences.map(({ key, values }) => [said(key, "mono"), (run) => setting(values[place.get(run)])]);

@@ -85,7 +85,8 @@ function choose(chosen) {
 function showHead({ run, t }) {
   const fact = (label, value) => el("span", {}, el("small", {}, label), " ", value);
   $("t-head").replaceChildren(
-    fact("run", said(run.name)), fact("step", num(t.step)), fact("reward", num(t.reward, 4)), fact("verdict", said(t.verdict ?? "\u2013")),
+    fact("run", said(run.name)), fact("step", num(t.step)), fact("reward", num(t.reward, 4)),
+    ...Object.entries(t.rewards ?? {}).map(([name, value]) => fact(visible(name), num(value, 4))), fact("verdict", said(t.verdict ?? "\u2013")),
     fact("", t.accepted === false ? el("b", { class: "rejected" }, "\u2298 rejected") : t.accepted ? "accepted" : "\u2013"),
     fact("advantage", num(t.advantage, 4)), fact("ended by", said(t.finish ?? "\u2013")), fact("tokens", `${t.num_prompt} + ${t.pieces.length - t.num_prompt}`));
   $("worst").disabled = worstOf(t) === null;

@@ -1,0 +1,22 @@
+"""`sparse-rl data`: obtain published data as files that tasks read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def data(
+    name: Annotated[str, typer.Argument(help="gsm8k")],
+    to: Annotated[Path, typer.Option(help="The folder under which the files are written.")] = Path("data"),
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="A folder with its raw files (JSONL or parquet). Default: the Hugging Face hub."),
+    ] = None,
+) -> None:
+    """Write the training and test problems of a published data set as JSONL files, checked."""
+    from ..tasks.published import obtain
+
+    obtain(name, to, source, typer.echo)

@@ -1,0 +1,193 @@
+"""Settings that models bring along: what a command takes from the records of their training, and the line that says so.
+
+An option of the command line comes first, the record of the model second, the default last. A record may be a
+stranger's, so a Python file that it names is imported only with --trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SparseRLError
+from ..files import names_python_file, refuse_foreign_code
+from ..models import Record, find_model, read_record
+
+if TYPE_CHECKING:
+    from ..evaluation.cache import Cache
+
+BUDGET, INTERVAL = 512, 128  # where neither the command nor a record says
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and the record of its training; an empty one if it has none."""
+
+    model: str  # of a run folder its newest checkpoint
+    record: Record
+
+    @classmethod
+    def of(cls, name: str) -> Trained:
+        model = find_model(name)
+        return cls(model, read_record(model) or Record())
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    compressor: str
+    budget: int
+    interval: int
+    options: dict[str, Any]
+
+
+def cache_of(
+    trained: Trained, given: Mapping[str, Any], own: Mapping[str, Any], default: str, trust: bool
+) -> tuple[CacheSettings, dict[str, Any]]:
+    """The cache that a model runs on, and what of it is inherited.
+
+    given: compressor, budget and interval of the command line, None where it does not say; own: the compressor's
+    options there. Another compressor than that of training inherits the slots, and of the options only protect_prompt.
+    """
+    record = trained.record
+    if given["compressor"] is None and record.compressor is not None:
+        refuse_foreign_code(Path(trained.model), {"--compressor": record.compressor}, trust)
+    taken = {
+        name: value
+        for name in ("compressor", "budget", "interval")
+        if given[name] is None and (value := getattr(record, name)) is not None
+    }
+    chosen = {"compressor": default, "budget": BUDGET, "interval": INTERVAL}
+    chosen |= taken | {name: value for name, value in given.items() if value is not None}
+    name = chosen["compressor"]
+    options = {key: value for key, value in options_for(name, record).items() if key not in own}
+    return CacheSettings(**chosen, options={**options, **own}), taken | options
+
+
+def options_for(compressor: str, record: Record) -> dict[str, Any]:
+    """The options of training that this compressor inherits."""
+    if compressor == record.compressor:
+        return dict(record.options)
+    from ..compressors import find, parameters_of
+
+    kind, _ = find(compressor)
+    protects = "protect_prompt" in record.options and kind.evicts_response and "protect_prompt" in parameters_of(kind)
+    return {"protect_prompt": record.options["protect_prompt"]} if protects else {}
+
+
+def caches_of(
+    trained: Sequence[Trained],
+    compressors: list[str] | None,
+    budgets: list[int] | None,
+    interval: int | None,
+    own: Mapping[str, Any],
+    trust: bool,
+) -> tuple[list[Cache], dict[str, Any]]:
+    """The caches of a comparison, and what of them is inherited.
+
+    Compressors and budgets are those of all models; interval and options must be the same in all of them.
+    """
+    from ..evaluation.cache import caches
+
+    sparse = [t for t in trained if t.record.compressor not in (None, "dense")]
+    taken: dict[str, Any] = {}
+    if compressors is None and sparse:
+        for t in sparse:
+            refuse_foreign_code(Path(t.model), {"--compressors": str(t.record.compressor)}, trust)
+        taken["compressors"] = compressors = ["dense", *dict.fromkeys(str(t.record.compressor) for t in sparse)]
+    if budgets is None and (found := {t.record.budget for t in sparse if t.record.budget is not None}):
+        taken["budgets"] = budgets = sorted(found)
+    if interval is None and (known := {t.model: t.record.interval for t in sparse if t.record.interval is not None}):
+        taken["interval"] = interval = agreed(known, "interval", "--interval")
+    compressors = compressors or ["dense", "rkv"]
+    inherited: dict[str, dict[str, Any]] = {}
+    for name in compressors:
+        options = {t.model: options_for(name, t.record) for t in sparse}
+        keys = dict.fromkeys(key for found in options.values() for key in found if key not in own)
+        inherited[name] = {
+            key: agreed({model: found.get(key) for model, found in options.items()}, key, f"--compressor.{key}")
+            for key in keys
+        }
+        taken |= inherited[name]
+    return caches(compressors, budgets or [BUDGET], interval or INTERVAL, own, inherited), taken
+
+
+def tasks_of(trained: Sequence[Trained], bench: str | None, trust: bool) -> list[str]:
+    """The benchmarks that --bench names, or the task that the models were trained on."""
+    if bench is not None:
+        names = [name.strip() for name in bench.split(",") if name.strip()]
+        if not names:
+            raise SparseRLError(f"--bench is {bench!r}; name at least one.")
+        return names
+    known = {t.model: t.record.task for t in trained if t.record.task is not None}
+    if not known:
+        raise SparseRLError(
+            f"{', '.join(t.model for t in trained)} does not say on which task it was trained; name what to ask with "
+            "--bench, such as --bench gsm8k."
+        )
+    for model, task in known.items():
+        refuse_foreign_code(Path(model), {"--bench": str(task)}, trust)
+    return [agreed(known, "task", "--bench")]
+
+
+def of_their_task(
+    trained: Sequence[Trained], bench: str, given: set[str], said: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(task options, way to sample) that models bring along for a benchmark that is the task of their training.
+
+    given: the task's options that the command line has; said: how to sample there, None where it does not say.
+    """
+    known = [t for t in trained if t.record.task is not None and same_task(t.record.task, bench)]
+    keys = dict.fromkeys(key for t in known for key in t.record.task_options if key not in given)
+    options = {
+        key: agreed({t.model: t.record.task_options.get(key) for t in known}, f"the task's {key}", f"--{bench}.{key}")
+        for key in keys
+    }
+    sampling = {}
+    for name in [name for name, value in said.items() if known and value is None]:
+        value = agreed({t.model: getattr(t.record, name) for t in known}, name, f"--{name.replace('_', '-')}")
+        sampling |= {} if value is None else {name: value}
+    return options, sampling
+
+
+def same_task(first: str, second: str) -> bool:
+    """Whether two names mean one task; a file may be named by any path to it."""
+    if not (names_python_file(first) and names_python_file(second)):
+        return first == second
+    (one, _, its), (other, _, others) = (name.partition(".py") for name in (first, second))
+    return its == others and Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def agreed(values: Mapping[str, Any], what: str, option: str) -> Any:
+    """The one value that all models have; they are asked the same, so a difference must be settled by an option."""
+    (first, value), *others = values.items()
+    for model, other in others:
+        if other != value:
+            raise SparseRLError(
+                f"{first} was trained with {what} {value}, {model} with {other}; say which one to use with {option}."
+            )
+    return value
+
+
+def always(trained: Sequence[Trained], template: str | None) -> dict[str, Any]:
+    """What the models themselves bring along when they are loaded: template (unless one is given), ends and logits."""
+    found: dict[str, Any] = {}
+    for record in (t.record for t in trained):
+        if record.template is not None and template is None:
+            found["template"] = record.template
+        if record.stop_ids:
+            found["stop_ids"] = sorted({*found.get("stop_ids", []), *record.stop_ids})
+        if record.logits != "float32":
+            found["logits"] = record.logits
+    return found
+
+
+def line_about(models: Sequence[str], taken: Iterable[tuple[str, Any]]) -> str | None:
+    """One line that names what models brought along; None if they brought nothing."""
+    parts = [f"{name.replace('_', ' ')} {_shown(value)}" for name, value in taken]
+    return f"taken from {', '.join(models)}: {'; '.join(parts)}. Options override this." if parts else None
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,153 @@
+"""What a checkpoint was trained for: its cache, its task and how it ends. Whoever runs it later can do as training did.
+
+    config.json       {..., "sparse_rl": {"compressor": "rkv", "budget": 512, ...}}
+    sparse_rl.json    the same beside adapters, which have no config.json
+
+The record is part of the model's config, so `from_pretrained` and `save_pretrained` keep it, and so does merging.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparseRLError
+from ..files import BEST, find_checkpoints
+from .logits import check_logits
+
+FILE = "sparse_rl.json"
+_KEY, _OLD_KEY = "sparse_rl", "sparse_rl_template"  # earlier versions kept the template alone
+_KINDS = {  # type of a field -> (types that JSON may give it, in words)
+    "str": ((str,), "text"),
+    "str | None": ((str, type(None)), "text"),
+    "int | None": ((int, type(None)), "a whole number"),
+    "float | None": ((int, float, type(None)), "a number"),
+    "dict[str, Any]": ((dict,), "keys"),
+    "list[int]": ((list,), "a list of token ids"),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """None: not known, or the training did not have it."""
+
+    start: str | None = None  # the model that training began with, as its recipe names it
+    start_seed: int | None = None  # of its weights, if they were random
+    method: str | None = None
+    view: str | None = None
+    step: int | None = None
+    compressor: str | None = None  # None: no cache of its own, as after warm-up
+    options: dict[str, Any] = field(default_factory=dict)  # the compressor's
+    budget: int | None = None  # in force at this step
+    interval: int | None = None
+    task: str | None = None
+    task_options: dict[str, Any] = field(default_factory=dict)  # of its held-out prompts
+    template: str | None = None
+    stop_ids: list[int] = field(default_factory=list)  # all tokens that ended a response
+    max_new_tokens: int | None = None
+    temperature: float | None = None  # of evaluations
+    logits: str = "float32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str) -> Record:
+        """A record that was written by this version or another one: keys that are not known are left out.
+
+        `where` names its file in error messages; its content may be a stranger's.
+        """
+        if not isinstance(values, Mapping):
+            raise SparseRLError(f"the sparse_rl record of {where} is {values!r:.80}; it must hold keys.")
+        kinds = {key.name: _KINDS[str(key.type)] for key in dataclasses.fields(cls)}
+        known = {name: value for name, value in values.items() if name in kinds}
+        for name, value in known.items():
+            types, words = kinds[name]
+            ids = value if types == (list,) and type(value) is list else ()
+            if type(value) not in types or any(type(i) is not int for i in ids):
+                raise SparseRLError(
+                    f"the sparse_rl record of {where} has {name} = {value!r:.80}, which is not {words}; correct it, or "
+                    "remove the record."
+                )
+        record = cls(**known)
+        check_logits(record.logits, f"logits in the sparse_rl record of {where}")
+        return record
+
+
+def set_record(model, record: Record | None) -> None:
+    """Give a model a record, in place of any it has; `save_pretrained` writes it."""
+    for key in (_KEY, _OLD_KEY):
+        if hasattr(model.config, key):
+            delattr(model.config, key)
+    if record is not None:
+        setattr(model.config, _KEY, record.to_dict())
+
+
+def record_of(model) -> Record | None:
+    """The record of a loaded model; None if it has none."""
+    name = getattr(model.config, "_name_or_path", "") or "this model"
+    return _from_config({key: getattr(model.config, key, None) for key in (_KEY, _OLD_KEY)}, name)
+
+
+def read_record(source: str) -> Record | None:
+    """The record of a folder or hub id, before its weights are loaded; None if it has none."""
+    for name in (FILE, "config.json"):
+        path = _find(source, name)
+        if path is None or not path.is_file():
+            continue
+        values = read_object(path)
+        return Record.from_dict(values, str(path)) if name == FILE else _from_config(values, str(path))
+    return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, which may be a stranger's."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
+        raise SparseRLError(f"{path} is not JSON ({error}); copy it again from where the model comes.") from error
+    if not isinstance(values, dict):
+        raise SparseRLError(f"{path} holds {type(values).__name__}, not an object with keys; copy it again.")
+    return values
+
+
+def find_model(name: str) -> str:
+    """The model that a name means: of a run folder its newest checkpoint, of a link what it points to."""
+    path = Path(name)
+    if path.is_symlink() and path.name == BEST:
+        return str(path.parent / path.readlink())
+    if not (path / "checkpoints").is_dir() or (path / "config.json").exists():
+        return name
+    found = find_checkpoints(path / "checkpoints")
+    if not found:
+        raise SparseRLError(f"{name} is a run without a checkpoint; wait for its first one, or go on with --resume.")
+    return str(found[-1][1])
+
+
+def _from_config(values: Mapping[str, Any], where: str) -> Record | None:
+    if values.get(_KEY) is not None:
+        return Record.from_dict(values[_KEY], where)
+    old = values.get(_OLD_KEY)
+    return None if old is None else Record.from_dict({"template": old}, where)
+
+
+def _find(source: str, name: str) -> Path | None:
+    """A file of a folder or of a model on the hub; None if it is not there."""
+    if Path(source).exists():
+        return Path(source) / name if Path(source).is_dir() else None
+    if source.count("/") != 1:  # tiny, random:..., a path that does not exist
+        return None
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+    except OSError:  # there is no such model: loading it will say so
+        return None
+    return None if found is None else Path(found)

@@ -1,0 +1,58 @@
+"""A model that cannot answer yet: one sentence says what is missing, and what to do about it.
+
+Reinforcement learning needs completions that end, give an answer, and differ in reward within a group. Where (nearly)
+none do, steps change nothing, and a benchmark measures the format instead of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEARLY_ALL = 0.95
+FEWEST = 8  # completions; fewer say too little
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a step's or an evaluation's completions were like, as shares of them."""
+
+    count: int
+    right: float
+    cut: float  # stopped by the longest length, not by the model
+    no_answer: float  # the grader found nothing that looks like an answer
+    max_new_tokens: int
+    groups: int = 0  # of completions that share a prompt; 0: nothing is learned from them
+    flat: float = 0.0  # the share of groups whose members all have the same reward
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the remedies are called where the sentence is shown."""
+
+    max_new_tokens: str
+    template: str | None  # None: the task's prompts have a form of their own
+    warmup: str = "warm it up on worked solutions (`sparse-rl warmup`)"
+
+
+def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
+    """(what is missing, the sentence that says so); None if the model answers, or if there is too little to judge."""
+    if found.count < FEWEST:
+        return None
+    template = f", or change the prompts ({names.template})" if names.template else ""
+    if found.cut >= NEARLY_ALL and found.right < 0.5:
+        return "stops", (
+            f"{found.cut:.0%} of {found.count} completions did not stop within {found.max_new_tokens} tokens, and "
+            f"{found.right:.0%} are right: raise {names.max_new_tokens}, {names.warmup}{template}."
+        )
+    if found.no_answer >= NEARLY_ALL:
+        return "answers", (
+            f"{found.no_answer:.0%} of {found.count} completions give no answer that the task can read, such as a "
+            f"\\boxed{{}}: teach it the format: {names.warmup}{template or ', or show it in the prompts'}."
+        )
+    if found.groups * found.flat >= max(2.0, NEARLY_ALL * found.groups):
+        said = f"in {found.flat:.0%} of {found.groups} groups all completions have the same reward: nothing is learned"
+        if found.right >= 0.5:
+            return "varies", f"{said}; {found.right:.0%} are right: the problems are too easy, use harder ones."
+        remedy = f"use easier problems, a larger rollout.group_size, or {names.warmup}"
+        return "varies", f"{said}; {found.right:.0%} are right: {remedy}."
+    return None

@@ -1,0 +1,58 @@
+"""The best checkpoint of a run, by held-out accuracy on the cache that the run is for, and runs that fall.
+
+    checkpoints/best -> step-000040    moves when an evaluation is better than all before; never removed
+
+An evaluation that is better than all before is followed by a checkpoint, so the newest checkpoint is never older than
+the best one, and what a resumed run forgets is never the best. Which one is best follows from metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+
+_LEVEL = 0.99  # of the interval outside which a run is said to fall
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluation on the run's own cache."""
+
+    step: int
+    accuracy: float
+    reward: float
+
+    def better_than(self, other: Measured | None) -> bool:
+        """More right answers; where these are equal, more reward."""
+        return other is None or (self.accuracy, self.reward) > (other.accuracy, other.reward)
+
+
+def measured(line: Mapping[str, float | None]) -> Measured | None:
+    """The evaluation in a line of metrics.jsonl; None if it holds none."""
+    cache = "sparse" if "eval/sparse/accuracy" in line else "dense"  # a run without evictions is for the dense cache
+    step, accuracy, reward = (line.get(key) for key in ("step", f"eval/{cache}/accuracy", f"eval/{cache}/reward"))
+    if step is None or accuracy is None or reward is None:
+        return None
+    return Measured(int(step), accuracy, reward)
+
+
+def best_of(lines: Iterable[Mapping[str, float | None]]) -> Measured | None:
+    """The best evaluation; of equal ones the first."""
+    best = None
+    for found in filter(None, map(measured, lines)):
+        best = found if found.better_than(best) else best
+    return best
+
+
+def has_fallen(now: Measured, best: Measured, prompts: int) -> bool:
+    """Whether accuracy is so far below its best that chance does not explain it.
+
+    The normal interval of the difference of two shares, each with one right and one wrong answer added (Agresti and
+    Caffo), which keeps it honest near 0 and 1. The prompts are the trials; they and their random numbers are the same
+    each time, which would only narrow it.
+    """
+    shares = [(found.accuracy * prompts + 1) / (prompts + 2) for found in (now, best)]
+    spread = math.sqrt(sum(share * (1 - share) for share in shares) / (prompts + 2))
+    return shares[1] - shares[0] > NormalDist().inv_cdf((1 + _LEVEL) / 2) * spread

@@ -1,0 +1,206 @@
+"""Checkpoints travel: adapters find their base, and an exported folder is a plain Hugging Face model with a card."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from sparse_rl import SparseRLError, load_model
+from sparse_rl.export import folder as export_folder
+from sparse_rl.files import read_lines
+from sparse_rl.models import Record, base_of, read_record, set_record, with_lora
+from sparse_rl.models.load import BUILT_IN
+from sparse_rl.train.checkpoint import save_model
+from sparse_rl.train.run import train
+from tests.helpers.evaluating import lines
+from tests.helpers.runs import recipe, run
+
+TOKENS = torch.tensor([[5, 9, 7, 30, 12, 8]])
+SMALL = {"prompts": 2, "group_size": 2, "max_new_tokens": 40, "stop": ["#"]}
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def base_folder(path: Path) -> Path:
+    return shutil.copytree(BUILT_IN["tiny-sums"], path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of all weights, with evaluations."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    train(recipe(run={"steps": 1}, eval={"every": 1}, rollout=SMALL), path, show=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> Path:
+    """A run of adapters, whose base is a folder named relative to where the run was started."""
+    path = tmp_path_factory.mktemp("adapted")
+    base_folder(path / "models" / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        settings = recipe(
+            model={"name": "models/base", "lora_rank": 2}, run={"steps": 1}, eval={"every": 0}, rollout=SMALL
+        )
+        train(settings, Path("runs/mine"), show=False)
+    folder = path / "runs" / "mine" / "checkpoints" / "step-000001"
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "adapter_model.safetensors")  # one step hardly moves them: make them count
+    torch.manual_seed(0)
+    save_file({name: 0.1 * torch.randn_like(t) for name, t in weights.items()}, folder / "adapter_model.safetensors")
+    return path
+
+
+def test_adapters_find_their_base_from_anywhere(adapted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = adapted / "runs/mine/checkpoints/step-000001"
+    assert Path(base_of(str(folder))[0]) == adapted / "models/base"
+    expected = logits(load_model(str(folder))[0])
+    assert torch.equal(expected, logits(AutoModelForCausalLM.from_pretrained(folder)))  # and so does transformers
+    assert not torch.allclose(expected, logits(load_model("tiny-sums")[0]), atol=1e-2)
+    moved = shutil.copytree(adapted, tmp_path / "elsewhere")
+    config = moved / "runs/mine/checkpoints/step-000001/sparse_rl.json"
+    about = json.loads(config.read_text())
+    config.write_text(json.dumps({**about, "base": {**about["base"], "path": "/gone"}}))
+    assert Path(base_of(str(config.parent))[0]).resolve() == moved / "models/base"  # it moved along
+    assert torch.equal(expected, logits(load_model(str(config.parent))[0]))
+
+
+def test_a_missing_base_is_named_with_its_place(adapted, tmp_path, monkeypatch):
+    lost = shutil.copytree(adapted / "runs/mine/checkpoints/step-000001", tmp_path / "lost")
+    (adapted / "models/base").rename(adapted / "models/renamed")
+    try:
+        with pytest.raises(SparseRLError) as error:
+            load_model(str(lost))
+    finally:
+        (adapted / "models/renamed").rename(adapted / "models/base")
+    assert "adapters of the model 'models/base'" in str(error.value) and str(adapted / "models/base") in str(
+        error.value
+    )
+    foreign = {"base_model_name_or_path": "/nowhere/base", "peft_type": "LORA"}
+    (lost / "adapter_config.json").write_text(json.dumps(foreign))
+    (lost / "sparse_rl.json").unlink()
+    with pytest.raises(SparseRLError, match="was in /nowhere/base"):
+        load_model(str(lost))
+    (lost / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(SparseRLError, match="names no base model"):
+        load_model(str(lost))
+
+
+def test_adapters_of_random_weights_are_made_again_from_the_seed(tmp_path):
+    model, tokenizer = load_model("tiny:1x64", seed=3)
+    model = with_lora(model, 2, 4)
+    set_record(model, Record(start="tiny:1x64", start_seed=3))
+    save_model(tmp_path / "a", model, tokenizer)
+    assert torch.equal(logits(model), logits(load_model(str(tmp_path / "a"))[0]))
+    done = run("export", tmp_path / "a", "--to", tmp_path / "b")
+    assert done.returncode == 1 and "export a whole model with --merge" in done.stderr and not (tmp_path / "b").exists()
+
+
+def test_an_exported_model_is_a_plain_one(whole, tmp_path):
+    done = run("export", whole, "--to", tmp_path / "plain")
+    assert done.returncode == 0, done.stderr
+    checkpoint = whole / "checkpoints" / "step-000001"
+    assert not (tmp_path / "plain" / "training.pt").exists() and not list(tmp_path.glob(".*"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(model), logits(load_model(str(checkpoint))[0]))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    assert read_record(str(tmp_path / "plain")) == read_record(str(checkpoint))
+    stops = {1, tokenizer.convert_tokens_to_ids("#")}  # transformers stops where training did
+    assert set(GenerationConfig.from_pretrained(tmp_path / "plain").eos_token_id) == stops
+
+
+def test_its_card_says_how_it_was_trained_and_how_to_run_it(whole, tmp_path):
+    assert run("export", whole, "--to", tmp_path / "plain").returncode == 0
+    card = (tmp_path / "plain" / "README.md").read_text()
+    _, head, body = card.split("---\n", 2)
+    assert yaml.safe_load(head)["library_name"] == "transformers"
+    line = [x for x in read_lines(whole / "metrics.jsonl") if "eval/dense/accuracy" in x and x["step"] == 1][-1]
+    for part in (
+        "method `sparse-rl`", "task `sums`", "| compressor | rkv |", "| options | protect_prompt True |",
+        "| budget | 42 |", "| interval | 4 |", f"| dense | {line['eval/dense/accuracy']:.1%} |",
+        f"| rkv, budget 42 | {line['eval/sparse/accuracy']:.1%} |", "sparse_rl.generate(", "AutoModelForCausalLM",
+        "--compressor dense", "lora_rank: 0",
+    ):  # fmt: skip
+        assert part in body, part
+
+
+def test_an_exported_model_is_evaluated_as_it_was_trained(whole, tmp_path):
+    assert run("export", whole, "--to", tmp_path / "plain").returncode == 0
+    for name, model in {"a": tmp_path / "plain", "b": whole}.items():
+        done = run("eval", model, "--limit", 6, "--out", tmp_path / name)
+        assert done.returncode == 0 and "budget 42; interval 4; protect prompt True" in done.stderr, done.stderr
+    assert lines(tmp_path / "a" / "items.jsonl") == lines(tmp_path / "b" / "items.jsonl")
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_adapters_are_exported_as_they_are_or_merged(adapted, tmp_path, merge):
+    checkpoint = adapted / "runs/mine/checkpoints/step-000001"
+    done = run("export", adapted / "runs/mine", "--to", tmp_path / "out", *(["--merge"] if merge else []))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "adapter_config.json").exists() != merge
+    assert (tmp_path / "out" / "config.json").exists() == merge
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(model), logits(load_model(str(checkpoint))[0]), atol=1e-5)
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert read_record(str(tmp_path / "out")) == read_record(str(checkpoint))
+    assert ("Adapters" in (tmp_path / "out" / "README.md").read_text()) != merge
+    assert load_model(str(tmp_path / "out"))[0].config.sparse_rl["budget"] == 42
+
+
+def test_mistakes_get_a_sentence(whole, tmp_path):
+    (tmp_path / "there").mkdir()
+    for arguments, sentence in (
+        ([whole, "--to", tmp_path / "there"], "exists already"),
+        ([whole, "--to", tmp_path / "x", "--merge"], "nothing to merge; omit --merge"),
+        (["tiny", "--to", tmp_path / "x"], "is not a folder"),
+    ):
+        done = run("export", *arguments)
+        assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_offline_the_folder_is_written_and_a_sentence_says_how_to_push_it(whole, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    done = run("export", whole, "--to", tmp_path / "out", "--push", "me/model")
+    assert done.returncode == 1 and "is written, but could not be pushed to 'me/model'" in done.stderr
+    assert f"hf upload me/model {tmp_path / 'out'}" in done.stderr and (tmp_path / "out" / "config.json").exists()
+
+
+def test_pushing_uploads_the_folder(whole, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    sent = {}
+
+    class Api:
+        def create_repo(self, repo_id, exist_ok):
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+        def upload_folder(self, repo_id, folder_path):
+            sent[repo_id] = sorted(path.name for path in Path(folder_path).iterdir())
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    done = run("export", whole, "--to", tmp_path / "out", "--push", "me/model")
+    assert done.returncode == 0 and "pushed to https://huggingface.co/me/model" in done.stdout, done.stderr
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(sent["me/model"])
+    assert 'from_pretrained("me/model")' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_failed_export_leaves_nothing(whole, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_folder, "_write_generation_config", full)
+    done = run("export", whole, "--to", tmp_path / "out")
+    assert done.returncode == 1 and "the disk is full" in done.stderr and list(tmp_path.iterdir()) == []

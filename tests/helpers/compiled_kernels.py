@@ -1,0 +1,139 @@
+"""Every Triton kernel compiled ahead of time for GPUs that need not be there, and the shared memory that it takes.
+
+    TRITON_INTERPRET=0 python -m tests.helpers.compiled_kernels 80 86 89 90 [--dims 64,128,256]
+
+The launchers of sparse_rl/kernels run with tensors on the CPU, so types, alignment and tiles are those of a real call;
+a launch only compiles, down to the machine code of ptxas. Prints one JSON object per kernel, GPU and case.
+"""
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sparse_rl.cache import LayerSlots
+from sparse_rl.cache.segments import Replay
+from sparse_rl.kernels import decode, device, evict, sample, segments
+
+# Bytes of shared memory that a block may ask for, by compute capability (CUDA C programming guide).
+LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+NEVER = torch.iinfo(torch.int32).max
+ROWS, HEADS, GROUP, CAPACITY = 4, 2, 6, 640
+
+
+class Compiler:
+    """Stands for the driver of a GPU: launches compile for it, and nothing runs."""
+
+    def __init__(self):
+        self.capability, self.case, self.found = 0, "", {}
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def compile(self, kernel: JITFunction, *args, **options) -> None:
+        compiled = run(kernel, *args, **{**options, "warmup": True})
+        key = self.capability, kernel.fn.__name__, self.case
+        self.found[key] = max(self.found.get(key, 0), compiled.metadata.shared)
+
+
+run = JITFunction.run
+
+
+def decode_step(dtype: torch.dtype, dim: int, *, softcap: float | None = None, window: int | None = None) -> None:
+    query, key = (torch.zeros(ROWS, n, dim, dtype=dtype) for n in (HEADS * GROUP, HEADS))
+    keys = torch.zeros(ROWS, HEADS, CAPACITY, dim, dtype=dtype)
+    feed, ring = torch.zeros(ROWS, HEADS, CAPACITY, dtype=torch.int32), torch.zeros(
+        ROWS, HEADS * GROUP, 8, dim, dtype=dtype
+    )  # fmt: skip
+    numbers, live = torch.zeros(ROWS, dtype=torch.int64), torch.ones(ROWS, dtype=torch.bool)
+    rope, norm = torch.zeros(ROWS, dim, dtype=dtype), torch.zeros(dim, dtype=dtype)
+    for splits in (1, 4):
+        decode.store_and_attend(
+            query, key, key, LayerSlots(keys, keys, feed, ring), numbers, numbers, live, 0.1,
+            (rope, rope), (norm, norm, 1e-6), softcap, window, splits=splits,
+        )  # fmt: skip
+
+
+def vectors(dtype: torch.dtype, size: int) -> None:
+    residual, weight = torch.zeros(ROWS, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+    decode.add_rms_norm(None, residual, weight, 1e-6)
+    decode.add_rms_norm(torch.zeros(4, ROWS, size), residual, weight, 1e-6)
+    decode.silu_mul(torch.zeros(ROWS, 8 * size, dtype=dtype))
+
+
+def sampling(dtype: torch.dtype, vocabulary: int) -> None:
+    numbers = torch.zeros(ROWS, dtype=torch.int64)
+    state = SimpleNamespace(
+        capacity=torch.tensor(CAPACITY), limit=torch.tensor(9), done=torch.zeros(ROWS, dtype=torch.bool),
+        tokens=torch.zeros(ROWS, 9, dtype=torch.int64), logprobs=torch.zeros(ROWS, 9),
+        **dict.fromkeys(("token", "index", "used", "stream", "count"), numbers),
+    )  # fmt: skip
+    for temperature, top_k in ((1.0, 50), (0.0, 0)):
+        logits = torch.zeros(ROWS, vocabulary, dtype=dtype)
+        sample.sample_and_record(logits, state, temperature, torch.tensor([0, 2]), top_k, 0.9)  # pyright: ignore
+
+
+def eviction(dtype: torch.dtype, dim: int) -> None:
+    keys = torch.zeros(ROWS, HEADS, CAPACITY, dim, dtype=dtype)
+    evict.redundancy(keys, 0.5)
+    for count in (8, 64):
+        evict.observed_logits(torch.zeros(ROWS, HEADS * GROUP, count, dim, dtype=dtype), keys, 0.1)
+    layers, feed = keys[None].expand(3, -1, -1, -1, -1), torch.zeros(3, ROWS, HEADS, CAPACITY, dtype=torch.int32)
+    trace, rows = torch.zeros(ROWS, 3, HEADS, 4096, dtype=torch.int16), torch.arange(2)
+    kept, live = torch.zeros(3, 2, HEADS, 512, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    for mass in (None, feed.float()):
+        evict.compact(layers, layers, feed, mass, trace, slice(0, 3), rows, CAPACITY, kept, rows, live, 32767)
+
+
+def learning(dtype: torch.dtype, dim: int, *, softcap: float | None = None, window: int | None = None) -> None:
+    for interval in (16, 128):  # queries of a segment, by which tiles are chosen
+        tokens = 4 * interval
+        evicted_at = torch.full((2, 1, HEADS, tokens), NEVER, dtype=torch.int32)
+        for moment in range(interval, tokens, interval):
+            evicted_at[..., moment - 1] = moment
+        replay = Replay(evicted_at, torch.full((2,), tokens))
+        query, key = (torch.zeros(2, n, tokens, dim, dtype=dtype, requires_grad=True) for n in (HEADS * GROUP, HEADS))
+        out = segments.trace_attention(query, key, key, replay, 0, 0.1, window, softcap, 0.0)
+        out.sum().backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("capabilities", type=int, nargs="+")
+    parser.add_argument("--dims", default="64,128,256")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    args = parser.parse_args()
+    compiler = Compiler()
+    driver.set_active(compiler)
+    JITFunction.run = lambda kernel, *given, **options: compiler.compile(kernel, *given, **options)
+    for compiler.capability in args.capabilities:
+        device.shared_memory = lambda _: LIMITS[compiler.capability]
+        for dtype in (getattr(torch, name) for name in args.dtypes.split(",")):
+            compiler.case = str(dtype).removeprefix("torch.")
+            for size in (896, 4096):
+                vectors(dtype, size)
+            sampling(dtype, 151936)
+            for dim in map(int, args.dims.split(",")):
+                for extra in ({}, {"softcap": 30.0, "window": 128}):
+                    compiler.case = f"{dtype} {dim} {'soft-cap, window' if extra else ''}".removeprefix(
+                        "torch."
+                    ).strip()
+                    decode_step(dtype, dim, **extra)
+                    learning(dtype, dim, **extra)
+                eviction(dtype, dim)
+    for (capability, kernel, case), shared in compiler.found.items():
+        print(json.dumps(dict(capability=capability, kernel=kernel, case=case, shared=shared)))
+
+
+if __name__ == "__main__":
+    main()

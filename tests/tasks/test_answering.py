@@ -1,0 +1,58 @@
+"""A model that cannot answer is told so, once, with what is missing and what to do."""
+
+import pytest
+
+from sparse_rl.config import make_recipe
+from sparse_rl.tasks.answering import Answers, Names, cannot_answer
+from sparse_rl.train.run import train
+from tests.helpers.runs import BASE, run
+
+NAMES = Names("rollout.max_new_tokens", "task.template")
+FINE = {"count": 64, "right": 0.3, "cut": 0.1, "no_answer": 0.2, "max_new_tokens": 128, "groups": 8, "flat": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking", "words"),
+    [
+        ({}, None, ""),
+        ({"cut": 0.97, "right": 0.0}, "stops", "97% of 64 completions did not stop within 128 tokens"),
+        ({"cut": 0.97, "right": 0.6}, None, ""),  # it answers, and goes on talking
+        ({"cut": 0.94, "right": 0.0}, None, ""),
+        ({"no_answer": 0.96, "right": 0.0}, "answers", "96% of 64 completions give no answer"),
+        ({"flat": 1.0, "right": 0.0}, "varies", "100% of 8 groups .* easier problems"),
+        ({"flat": 1.0, "right": 1.0}, "varies", "too easy, use harder ones"),
+        ({"flat": 1.0, "right": 0.0, "groups": 1}, None, ""),
+        ({"flat": 0.9}, None, ""),
+        ({"cut": 1.0, "no_answer": 1.0, "right": 0.0, "flat": 1.0}, "stops", "raise rollout.max_new_tokens"),
+        ({"cut": 1.0, "no_answer": 1.0, "right": 0.0, "count": 7}, None, ""),
+    ],
+)
+def test_each_thing_that_can_be_missing(change, lacking, words):
+    import re
+
+    found = cannot_answer(Answers(**{**FINE, **change}), NAMES)
+    assert (found and found[0]) == lacking
+    if found is not None:
+        assert re.search(words, found[1]) and found[1].endswith(".") and found[1].count(". ") == 0
+
+
+def test_the_prompts_are_a_remedy_only_where_they_have_a_template():
+    cut = Answers(**{**FINE, "cut": 1.0, "right": 0.0})
+    assert "change the prompts (task.template)" in cannot_answer(cut, NAMES)[1]
+    assert "change the prompts" not in cannot_answer(cut, Names("--max-new-tokens", None))[1]
+
+
+def test_a_run_and_an_evaluation_say_it_once(tmp_path, capsys):
+    plain = {name: section for name, section in BASE.items() if name != "model"}
+    few = {"steps": 2, "checkpoint_every": 2, "diagnose": 0, "samples": 0}
+    rollout = {**BASE["rollout"], "max_new_tokens": 6}  # too few to finish a sum
+    evaluated = {"every": 1, "prompts": 8}
+    settings = make_recipe({**plain, "model": {"name": "tiny-sums"}, "rollout": rollout, "run": few, "eval": evaluated})
+    train(settings, tmp_path / "run", show=False)
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("did not stop within 6 tokens") == 1 and "after step 0: 100% of 8 completions" in told
+    assert "raise rollout.max_new_tokens" in told
+    asked = ("--bench", "sums", "--limit", 8, "--max-new-tokens", 6, "--rows", 4, "--out", tmp_path / "eval")
+    done = run("eval", "tiny-sums", *asked, "--compressor", "dense")
+    assert done.returncode == 0 and "sums, dense: 100% of 8 completions did not stop" in done.stderr
+    assert "raise --max-new-tokens" in done.stderr
