@@ -32,6 +32,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
@@ -108,7 +109,9 @@ def wait(pid: int, seconds: float) -> int | None:
 
 def kill(pid: int) -> None:
     """SIGKILL for a child and all that it started in its session."""
-    os.killpg(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has no session yet
+        os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)  # still ours: nobody has waited for it
     os.waitpid(pid, 0)
 
 

@@ -109,6 +109,10 @@ class World:
             raise KeyboardInterrupt
         return [o.value for o in outcomes]
 
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, by rank. A stop waits for the next meeting."""
+        return [value] if self.size == 1 else self._gather(value)
+
     def run_on_first(self, work: Callable[[], T]) -> T:
         """The first process does the work; all get its result."""
         first: list[T | None] = self.run_on_all(lambda: work() if self.first else None)

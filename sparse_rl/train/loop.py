@@ -31,6 +31,7 @@ from ..learn.learner import UpdateResult
 from ..learn.shards import copy_weights, shard
 from ..learn.student import copied
 from ..planning.memory import is_out_of_memory
+from ..records import Trajectory
 from ..rollout import Sampling
 from ..signals import uninterrupted
 from ..streams import stream_key
@@ -42,7 +43,7 @@ from .merge import merge, without_full_traces
 from .metrics import step_answers, step_metrics
 from .parts import load_for_training, make_learner, make_loss, make_students, make_tasks
 from .prefetch import PrefetchSource, SyncSource
-from .progress import Progress, Versions
+from .progress import Progress, Versions, is_due
 from .samples import positions_to_write, write_samples
 from .saving import save, save_after, save_if_best
 from .step import StepRollout
@@ -135,11 +136,12 @@ class Trainer:
             updates = self.update(batches, clock)
             metrics |= average([update.metrics for update in updates])
             self.finish_update(clock)  # sampler and students get the new weights
-            self.progress.commit(self.versions)
+            evidence = self.sample_evidence(rollout, batches, updates)
+            self.progress.commit(self.versions)  # from here on nothing waits for other processes
             metrics |= self.sampler.budget.logged("rollout/budget")
             self.sampler.budget.after_step(metrics)
             self.write(metrics, clock, rollout)
-            self.keep_samples(rollout, corrected.accepted, batches, updates)
+            self.keep_samples(rollout, corrected.accepted, batches, evidence)
         self._show_what_is_missing(step_answers(metrics, self.recipe.rollout))
 
     # ---------------------------------------------------------------------------------------------------- its stages
@@ -237,26 +239,36 @@ class Trainer:
         self.log.write(self.progress.steps, metrics, timing)
         self.terminal.show(self.progress.steps, {**metrics, **timing})
 
-    def keep_samples(
-        self, rollout: StepRollout, accepted: Tensor, batches: list[Batch], updates: list[UpdateResult]
-    ) -> None:
-        """Write some completions for reading: after the first step, every 10 steps and where the run evaluates."""
-        due = self._due(10) or self._due(self.recipe.eval.every) or self.progress.steps == 1
+    def sample_evidence(
+        self, rollout: StepRollout, batches: list[Batch], updates: list[UpdateResult]
+    ) -> dict[int, tuple[Trajectory, Tensor]]:
+        """By position, trajectories with their traces and clipped tokens, from the processes that have them: of some
+        completions after the first step, every 10 steps and where the run evaluates.
+        """
+        step, last = self.progress.steps + 1, self.recipe.run.steps
+        due = step == 1 or any(is_due(step, every, last) for every in (10, self.recipe.eval.every))
         if not (self.recipe.run.samples and due):
-            return
+            return {}
         positions = positions_to_write(rollout, self.recipe.run.samples)
         rows, owner_rank = rollout.chosen_rows.tolist(), rollout.scored.sampled.owner_rank
         found = [update.clipped for update in updates] or [torch.zeros_like(batch.mask) for batch in batches]
         clipped = torch.cat(found)  # by position
         own_positions = [p for p in positions if owner_rank[rows[p]] == self.world.rank]
-        evidence = {}  # traces and clipped tokens, from the processes that have them
         own = {p: (rollout.trajectories[rows[p]], clipped[p]) for p in own_positions}
-        for part in self.world.run_on_all(lambda: own):
-            evidence |= part
-        if self.world.first:
+        found_by_all = {p: found for part in self.world.gather(own) for p, found in part.items()}
+        return {position: found_by_all[position] for position in positions}
+
+    def keep_samples(
+        self,
+        rollout: StepRollout,
+        accepted: Tensor,
+        batches: list[Batch],
+        evidence: dict[int, tuple[Trajectory, Tensor]],
+    ) -> None:
+        """Write some completions for reading."""
+        if evidence and self.world.first:
             folder = self.folder / "samples" / f"step-{self.progress.steps:06d}"
-            in_order = {position: evidence[position] for position in positions}
-            write_samples(folder, rollout, batches, accepted, self.tokenizer, in_order)
+            write_samples(folder, rollout, batches, accepted, self.tokenizer, evidence)
 
     def evaluate(self) -> None:
         """Held-out accuracy on the dense cache and on the run's own as it is now, with the same random numbers each
@@ -310,7 +322,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _due(self, every: int) -> bool:
-        return self.progress.due(every, self.recipe.run.steps)
+        return is_due(self.progress.steps, every, self.recipe.run.steps)
 
     def _out_of_memory(self, error: Exception) -> OutOfMemory:
         """Memory ran out while learning; the engine explains its own errors."""

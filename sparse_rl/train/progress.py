@@ -43,6 +43,7 @@ class Progress:
         """
         return self.updating and not (refused and versions == self.versions)
 
-    def due(self, every: int, last: int) -> bool:
-        """Whether something that happens every so many steps, and after the last one, happens now."""
-        return every > 0 and (self.steps % every == 0 or self.steps == last)
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps, and after the last one, happens after this one."""
+    return every > 0 and (step % every == 0 or step == last)

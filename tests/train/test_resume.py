@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from sparse_rl.files import read_lines
+from sparse_rl.distributed.world import PeerFailed
+from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import train
 from sparse_rl.train.saving import resume
@@ -57,3 +58,26 @@ def test_remedies_can_be_applied_on_resume(tmp_path, capsys):
         and "rollout.rows is 4" in told
     )
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-2]["update/lr"] == pytest.approx(1e-5)
+
+
+def test_a_process_that_is_lost_before_samples_are_written_loses_none(tmp_path, monkeypatch):
+    """The step whose samples could not be gathered is not saved, so it is done again."""
+    settings = recipe(run={"steps": 4, "checkpoint_every": 1}, eval={"every": 2})
+    train(settings, tmp_path / "whole", show=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(settings.to_yaml())
+    trainer, calls = Trainer(settings, tmp_path / "run", show=False), []
+
+    def lost(value):
+        calls.append(value)
+        if len(calls) == 2:
+            raise PeerFailed("gone")
+        return [value]
+
+    monkeypatch.setattr(trainer.world, "gather", lost)
+    with pytest.raises(PeerFailed, match="gone"):
+        trainer.run()
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 1
+    train(settings, tmp_path / "run", resume=True, show=False)
+    for file in sorted((tmp_path / "whole" / "samples").rglob("*.*")):
+        assert (tmp_path / "run" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
