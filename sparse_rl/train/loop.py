@@ -143,6 +143,7 @@ class Trainer:
             self.write(metrics, clock, rollout)
             self.keep_samples(rollout, corrected.accepted, batches, evidence)
         self._show_what_is_missing(step_answers(metrics, self.recipe.rollout))
+        self._show_idle_cache(rollout, metrics)
 
     # ---------------------------------------------------------------------------------------------------- its stages
 
@@ -340,6 +341,19 @@ class Trainer:
         if said is not None and said[0] not in self.shown_errors:
             self.shown_errors.add(said[0])
             self.terminal.say(f"sparse-rl: after step {self.progress.steps}: {said[1]}")
+
+    def _show_idle_cache(self, rollout: StepRollout, metrics: dict[str, float]) -> None:
+        """Say once that the cache had nothing to evict, so that this is training on a dense one."""
+        compressor, said = self.sampler.engine.compressor, "idle cache"
+        idle = compressor.has_budget and compressor.evicts_response and metrics["cache/tokens_saved/frac"] == 0
+        if idle and said not in self.shown_errors:
+            self.shown_errors.add(said)
+            longest = max(len(t.tokens) for t in rollout.trajectories)
+            self.terminal.say(
+                f"sparse-rl: after step {self.progress.steps}: nothing was evicted, because the longest of "
+                f"{len(rollout.trajectories)} trajectories has {longest} tokens and a row has {compressor.budget} + "
+                f"{compressor.interval} slots; lower rollout.budget, or nothing about a small cache is learned."
+            )
 
     def _show_grading_error(self, error: str | None) -> None:
         """Show a grader's error once."""

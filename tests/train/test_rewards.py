@@ -90,3 +90,12 @@ def test_eval_and_report_tell_rewards(graded, tmp_path):
     told = run("report", folder, "--format", "md", "--out", tmp_path / "report.md")
     assert told.returncode == 0, told.stderr
     assert "share right, last (best) | dense reward, last (best)" in (tmp_path / "report.md").read_text()
+
+
+def test_a_cache_that_never_evicts_is_told_once(tmp_path, capsys):
+    idle = {"rollout": {"budget": 200}, "run": {"steps": 2}, "eval": {"every": 0}}
+    train(recipe(**idle), tmp_path / "idle", show=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("nothing was evicted") == 1 and "a row has 200 + 4 slots; lower rollout.budget" in said
+    train(recipe(run={"steps": 1}, eval={"every": 0}), tmp_path / "busy", show=False)
+    assert "nothing was evicted" not in capsys.readouterr().err
