@@ -34,6 +34,7 @@ SHORT = {  # what makes a command of the documents take seconds
     "warmup": "--warmup.steps 2 --warmup.batch 4 --eval.prompts 2",
     "eval": "--limit 2 --max-new-tokens 24",
     "report": "",
+    "export": "",
     "plan": "",
     "list": "",
 }
@@ -47,7 +48,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return not self.mark.startswith(("needs:", "synopsis"))
+        return not self.mark.startswith(("needs:", "synopsis", "demo"))  # what the demo prints is tested elsewhere
 
     def commands(self) -> list[str]:
         """Its commands, without continuation lines, comments and what they print."""
@@ -96,7 +97,7 @@ def test_commands_run_or_say_what_they_need(page, tmp_path, monkeypatch):
                 continue
             verb = arguments[0]
             assert verb in SHORT, f"{page}: {command}"
-            for folder in arguments if verb == "report" else []:  # runs that readers have
+            for folder in arguments if verb in ("report", "eval", "export") else []:  # runs that readers have
                 if folder.startswith("runs/") and not Path(folder).exists():
                     assert run("train", "tiny-sums", "--out", folder, *SHORT["train"].split()).returncode == 0
             more = ["--run.steps", "2"] if "--resume" in arguments else SHORT[verb].split()

@@ -39,7 +39,7 @@ def test_bench_shows_a_table(compressor):
     "option, message",
     [
         ("--peer", "there is no peer 'qwen9'"),
-        ("--model-shape", "no model 'qwen9'"),
+        ("--model-shape", "cannot load 'qwen9'"),
         ("--rows", "Invalid value"),
     ],
 )
