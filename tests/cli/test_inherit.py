@@ -9,6 +9,7 @@ from sparse_rl import generate, load_model
 from sparse_rl.cli.inherit import line_about
 from sparse_rl.models import Record, read_record, set_record
 from sparse_rl.train.checkpoint import save_model
+from sparse_rl.train.parts import with_full_paths
 from sparse_rl.train.run import train
 from tests.helpers.evaluating import lines
 from tests.helpers.runs import recipe, run
@@ -183,3 +184,14 @@ def test_a_users_own_compressor_is_found_from_anywhere(tmp_path, monkeypatch):
 def test_the_line_about_what_is_taken_is_short_and_steers_no_terminal():
     line = line_about(["m"], [("template", "x" * 90_000), ("stop_ids", list(range(9000))), ("task", "\x1b[2Jgone\n")])
     assert len(line) < 1000 and line.isprintable() and "(90,000 characters)" in line and "stop ids 0, 1, 2" in line
+
+
+def test_a_checkpoint_finds_its_task_files_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "label": "{i + 1}"}}\n' for i in range(8)))
+    for files in ("sums.jsonl", ["sums.jsonl", "hub:someone/sums"]):
+        found = with_full_paths({"files": files, "holdout": 2})
+        first = found["files"] if isinstance(files, str) else found["files"][0]
+        assert first == str(tmp_path / "sums.jsonl") and found["holdout"] == 2
+        assert isinstance(files, str) or found["files"][1] == "hub:someone/sums"
+    assert with_full_paths({"count": 3}) == {"count": 3}
