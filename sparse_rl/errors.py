@@ -64,6 +64,11 @@ def shown(value: object, longest: int = 300) -> str:
         text = repr(value)
     except ValueError:  # a whole number of thousands of digits
         return "a number too long to show"
+    return cut(text, longest)
+
+
+def cut(text: str, longest: int = 300) -> str:
+    """The beginning of a text that is too long to show."""
     return text if len(text) <= longest else f"{text[:longest]} ... ({len(text):,} characters)"
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +52,8 @@ def why_not(error: Exception, path: Path) -> tuple[str, str]:
     if number in _FORBIDDEN:
         read_only = "the file system is read-only" if number == errno.EROFS else "you may not write there"
         return read_only, "Choose a folder in which you may write"
+    if number == errno.ELOOP:
+        return "it is a link", "Put a file in its place"
     if number == errno.ENAMETOOLONG:
         return "its name is too long", "Choose a shorter one"
     if number in _FULL or "No space left" in str(error):
@@ -71,12 +73,45 @@ def replace_file(path: Path, content: bytes) -> None:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
+            partial.unlink(missing_ok=True)
+            with open(partial, "xb", opener=not_through_links) as file:
+                file.write(content)
             os.replace(partial, path)
         except OSError:
             if partial.is_file():
                 partial.unlink()
             raise
+
+
+def not_through_links(path: str, flags: int) -> int:
+    """An opener for files of folders that may be a stranger's, whose links could lead to any file of the user."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path is inside a folder once links are followed. A link that leads to itself is inside no folder."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return False
+
+
+def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a folder, which may be a stranger's, where one of these would be read or written somewhere else."""
+    for name in names:
+        if not lies_in(folder / name, folder):
+            raise SparseRLError(
+                f"{folder / name} is a link out of {folder}, and a folder that others made could name any file of "
+                "yours; put what it links to in its place, or remove it."
+            )
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all it holds, a file, or a link but not what it links to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -100,7 +135,7 @@ def is_text(text: str) -> bool:
 
 def append_line(path: Path, values: Mapping) -> None:
     """Append one line of JSON."""
-    with writing(path), path.open("a", encoding="utf-8") as file:
+    with writing(path), open(path, "a", encoding="utf-8", opener=not_through_links) as file:
         file.write(line_of(values))
 
 
@@ -108,6 +143,8 @@ def read_lines(path: Path) -> list[dict]:
     """The complete lines of a file of JSON lines; an empty list if there is no file."""
     if not path.exists():
         return []
+    if not path.is_file():  # a device or a pipe may never end
+        raise SparseRLError(f"{path} is not a file; remove it, and go on.")
     found = []
     with path.open("rb") as lines:
         for number, line in enumerate((line for line in lines if line.endswith(b"\n")), 1):

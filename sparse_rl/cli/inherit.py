@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, cut
 from ..files import names_python_file, refuse_foreign_code
 from ..models import Record, find_model, read_record
 
@@ -190,4 +190,5 @@ def line_about(models: Sequence[str], taken: Iterable[tuple[str, Any]]) -> str |
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return cut(text if text.isprintable() else repr(text))  # a stranger's text could steer the terminal

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SparseRLError, require_int
-from .options import Budget, CompressorName, Dtype, Interval, options_given, overrides
+from .options import Budget, CompressorName, Dtype, Interval, Trust, options_given, overrides
 
 if TYPE_CHECKING:
     from ..config import Recipe
@@ -67,6 +67,7 @@ def plan(
     per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the response lengths.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes and seconds, for programs.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Predict what a rollout, a training run, or a training run on many GPUs takes, from the model's config alone."""
     if gpu_memory is not None and not 0 < gpu_memory < math.inf:
@@ -99,14 +100,14 @@ def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
 
     Without a recipe: one that trains all weights of the model, divided among the GPUs if there are several.
     """
-    from ..config import load_recipe, make_recipe
+    from ..config import load_recipe_to_run, make_recipe
 
     places = {"dtype": "model", "steps": "run"}
     places |= dict.fromkeys(("compressor", "budget", "interval", "max_new_tokens", "rows"), "rollout")
     options = context.params
     keys = [(f"{places[n]}.{n}", str(options[n])) for n in places if n in given] + overrides(context.args)
     if options["recipe"] is not None:
-        return load_recipe(options["recipe"], keys)
+        return load_recipe_to_run(options["recipe"], keys, options["trust"])
     several = (options["gpus"] or 1) > 1
     plain = {
         "model": {"name": options["model"], "gradient_checkpointing": True, "shard": several},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..errors import SparseRLError
-from ..files import STATE, first_line, read_lines, writing
+from ..files import STATE, first_line, read_lines, refuse_links_out, writing
 from ..models import (
     Record,
     base_of,
@@ -22,6 +22,7 @@ from ..models import (
     load_model,
     no_progress_bar,
     read_record,
+    reading,
     set_base,
     set_record,
 )
@@ -41,6 +42,10 @@ def export(source: str, to: Path, merge: bool = False, name: str | None = None) 
     adapters = is_adapter(folder)
     if merge and not adapters:
         raise SparseRLError(f"{folder} holds a whole model, so there is nothing to merge; omit --merge.")
+    refuse_links_out(Path(folder), sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*")))
+    if Path(folder).parent.name == "checkpoints":
+        named = ("recipe.yaml", "metrics.jsonl", f"checkpoints/{Path(folder).name}")
+        refuse_links_out(Path(folder).parent.parent, named)
     record = read_record(folder) or Record()
     partial = to.with_name(f".{to.name}.partial")
     with writing(to):
@@ -51,7 +56,7 @@ def export(source: str, to: Path, merge: bool = False, name: str | None = None) 
                 _merge(folder, partial)
             else:
                 _copy(folder, partial)
-            _write_generation_config(partial, record)
+            _write_generation_config(partial, record, folder)
             card = card_of(
                 Path(folder), record, name or to.name, base_of(folder)[0] if adapters and not merge else None
             )
@@ -91,12 +96,13 @@ def _merge(folder: str, to: Path) -> None:
     tokenizer.save_pretrained(to)
 
 
-def _write_generation_config(folder: Path, record: Record) -> None:
-    """Let `model.generate` of transformers, and servers, stop where training stopped."""
+def _write_generation_config(folder: Path, record: Record, source: str) -> None:
+    """Let `model.generate` of transformers, and servers, stop where training stopped. `source`: for messages."""
     from transformers import GenerationConfig
 
     there = (folder / "generation_config.json").is_file()
-    config = GenerationConfig.from_pretrained(folder) if there else GenerationConfig()
+    with reading(source):
+        config = GenerationConfig.from_pretrained(folder) if there else GenerationConfig()
     own = config.eos_token_id
     known = own if isinstance(own, list) else [] if own is None else [own]
     ids = [*known, *(i for i in record.stop_ids if i not in known)]

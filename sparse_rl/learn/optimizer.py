@@ -173,6 +173,8 @@ class MasterAdamW:
             moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             for name, tensor in moments.items():
                 put(state[name][i], tensor)
+            if not 0 <= state["step"][i] < math.inf:
+                raise ValueError(f"the optimizer has made {state['step'][i].item()} steps")
             step = state["step"][i].to(master.device if self.adamw.defaults["fused"] else "cpu", copy=True)
             self.adamw.state[master] = {"step": step, **moments}
         self._round_masters()

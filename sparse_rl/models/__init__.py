@@ -1,7 +1,7 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
 from .adapters import base_of, is_adapter, record_base, set_base
-from .folder import no_progress_bar
+from .folder import no_progress_bar, reading
 from .load import (
     check_folder,
     encode,
@@ -39,6 +39,7 @@ __all__ = [
     "no_progress_bar",
     "own_stop_ids",
     "read_record",
+    "reading",
     "record_base",
     "record_of",
     "set_base",

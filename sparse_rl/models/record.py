@@ -30,6 +30,8 @@ _KINDS = {  # type of a field -> (types that JSON may give it, in words)
     "list[int]": ((list,), "a list of token ids"),
 }
 
+_LONGEST = 100_000  # characters of a text
+
 
 @dataclass(frozen=True)
 class Record:
@@ -69,10 +71,15 @@ class Record:
         for name, value in known.items():
             types, words = kinds[name]
             ids = value if types == (list,) and type(value) is list else ()
-            if type(value) not in types or any(type(i) is not int for i in ids):
+            if type(value) not in types or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
                 raise SparseRLError(
                     f"the sparse_rl record of {where} has {name} = {value!r:.80}, which is not {words}; correct it, or "
                     "remove the record."
+                )
+            if isinstance(value, str) and len(value) > _LONGEST:
+                raise SparseRLError(
+                    f"the sparse_rl record of {where} has {name} of {len(value):,} characters; at most {_LONGEST:,} "
+                    "are read: correct it, or remove the record."
                 )
         record = cls(**known)
         check_logits(record.logits, f"logits in the sparse_rl record of {where}")

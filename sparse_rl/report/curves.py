@@ -39,14 +39,6 @@ class Curve:
 Curves = dict[str, Curve]  # name -> curve
 
 
-def lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path is inside a folder once links are followed. A link that leads to itself is inside no folder."""
-    try:
-        return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):
-        return False
-
-
 def is_evaluation(name: str) -> bool:
     """Whether a metric belongs to held-out evaluations, which write lines of their own."""
     return name.startswith("eval/") or name == "time/eval"

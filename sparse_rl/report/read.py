@@ -16,7 +16,8 @@ import numpy as np
 
 from ..config import make_recipe, migrate, read_yaml
 from ..errors import SparseRLError
-from .curves import EXPECTED, Curve, damage, lies_in, read_curves
+from ..files import lies_in
+from .curves import EXPECTED, Curve, damage, read_curves
 from .lines import contents, json_object
 from .recipe import LONGEST, plain
 

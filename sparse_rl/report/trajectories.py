@@ -22,8 +22,7 @@ import numpy as np
 
 from ..cache.trace import Trace
 from ..errors import SparseRLError
-from ..files import find_checkpoints
-from .curves import lies_in
+from ..files import find_checkpoints, lies_in
 from .read import json_lines
 
 BEACON = "\u25c6"

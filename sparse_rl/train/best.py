@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from ..errors import SparseRLError, shown
+
 _LEVEL = 0.99  # of the interval outside which a run is said to fall
 
 
@@ -35,6 +37,11 @@ def measured(line: Mapping[str, float | None]) -> Measured | None:
     step, accuracy, reward = (line.get(key) for key in ("step", f"eval/{cache}/accuracy", f"eval/{cache}/reward"))
     if step is None or accuracy is None or reward is None:
         return None
+    if not 0 <= accuracy <= 1:
+        raise SparseRLError(
+            f"metrics.jsonl has eval/{cache}/accuracy {shown(accuracy)} at step {step}, but it is a share of 1; remove "
+            "the line, and go on."
+        )
     return Measured(int(step), accuracy, reward)
 
 

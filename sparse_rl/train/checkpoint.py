@@ -10,6 +10,7 @@ A checkpoint is written under another name, flushed to disk, and renamed. Any nu
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from ..beacon import beacon_of, save_beacon, without_beacon
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import BEST, STATE, find_checkpoints, first_line, writing
+from ..files import BEST, STATE, find_checkpoints, first_line, remove, writing
 from ..learn.shards import is_divided, load_shards, save_shards
 from ..models import no_progress_bar, record_base
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _SHARDS = "shards"
 _PARTIAL, _REPLACED = ".step-{:06d}.partial", ".step-{:06d}.replaced"  # while a checkpoint is written
+
+_LEFT = re.compile(r"\.(step-[0-9]{6,})\.(partial|replaced|removed)")  # by a kill
 
 
 def save_checkpoint(
@@ -92,15 +95,17 @@ def save_checkpoint(
 def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first, after removing what a kill left of others.
 
-    One that was about to be replaced is brought back.
+    One that was about to be replaced is brought back. Whatever has another name is its user's and stays, and so does a
+    checkpoint without its state.
     """
-    for replaced in folder.glob(".step-*.replaced"):
-        whole = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if not whole.exists():
-            os.rename(replaced, whole)
-    left = [*folder.glob(".step-*.*"), *(p for p in folder.glob("step-*") if p.is_dir() and not (p / STATE).exists())]
-    for unfinished in left:
-        shutil.rmtree(unfinished)
+    for left in folder.glob(".step-*"):
+        if (found := _LEFT.fullmatch(left.name)) is None:
+            continue
+        whole = folder / found[1]
+        if found[2] == "replaced" and not whole.exists():
+            os.rename(left, whole)
+        else:
+            remove(left)
     return find_checkpoints(folder)
 
 
@@ -108,12 +113,12 @@ def keep_best(folder: Path, best: int | None, keep: int) -> None:
     """Let the link point to the checkpoint of step `best`, then remove all but it and the newest `keep`."""
     found = find_checkpoints(folder)
     link = folder / f".{BEST}.link"
-    link.unlink(missing_ok=True)
     target = None if best is None else dict(found).get(best)
-    if target is None:
-        (folder / BEST).unlink(missing_ok=True)
-    else:
-        with writing(folder / BEST):
+    with writing(folder / BEST):
+        link.unlink(missing_ok=True)
+        if target is None:
+            (folder / BEST).unlink(missing_ok=True)
+        else:
             link.symlink_to(target.name)
             os.replace(link, folder / BEST)
             flush(folder)
@@ -121,7 +126,7 @@ def keep_best(folder: Path, best: int | None, keep: int) -> None:
         if step != best:
             removed = folder / f".{old.name}.removed"
             os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
-            shutil.rmtree(removed)
+            remove(removed)
 
 
 def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:

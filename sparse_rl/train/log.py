@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import SparseRLError, nearest
+from ..errors import SparseRLError, nearest, shown
 from ..files import append_line, line_of, read_lines, write_text
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
@@ -37,6 +37,12 @@ class Log:
             lines = read_lines(path)
             if not all(isinstance(line.get("step"), int) for line in lines):
                 raise SparseRLError(f"{path} holds a line without a whole `step`; remove the line, and go on.")
+            for name, value in (pair for line in lines for pair in line.items()):
+                if not isinstance(value, int | float | None):
+                    raise SparseRLError(
+                        f"{path} holds a line with {shown(name, 80)}: {shown(value, 80)}, which is not a number; "
+                        "remove the line, and go on."
+                    )
             kept = [line for line in lines if line["step"] <= step]
             write_text(path, "".join(line_of(values) for values in kept))
 

@@ -22,7 +22,7 @@ import torch
 from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
-from ..files import write_text, writing
+from ..files import not_through_links, refuse_links_out, write_text, writing
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, make_training_plan
@@ -30,6 +30,8 @@ from .budget import compressor_of
 from .checkpoint import require_space
 from .loop import Trainer
 from .saving import resume as resume_run
+
+WRITTEN = ("recipe.yaml", "metrics.jsonl", "timing.jsonl", "samples", "checkpoints", ".lock")  # in a run's folder
 
 
 def train(
@@ -107,7 +109,8 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
 
 def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
-    """Refuse to mix up runs; returns what a resumed run changes."""
+    """Refuse to mix up runs, and to write elsewhere; returns what a resumed run changes."""
+    refuse_links_out(folder, WRITTEN)
     if resume:
         before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
         return check_same(before, recipe, folder / "recipe.yaml")
@@ -123,7 +126,7 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; the lock ends with the process, however that ends."""
     with writing(folder / ".lock"):
-        file = (folder / ".lock").open("w")
+        file = open(folder / ".lock", "a+", opener=not_through_links)  # noqa: SIM115 (closed below)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

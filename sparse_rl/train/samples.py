@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..files import writing
+from ..files import remove, writing
 from ..learn.batch import Batch
 from ..records import Trajectory, TrajectoryWriter
 from .step import StepRollout
@@ -38,7 +38,9 @@ def write_samples(
     """
     weights = torch.cat([batch.weights * batch.mask for batch in batches])  # [N, T], by position
     advantages = torch.cat([batch.advantages for batch in batches])
-    shutil.rmtree(folder, ignore_errors=True)
+    with writing(folder):
+        if os.path.lexists(folder):
+            remove(folder)
     with writing(folder), TrajectoryWriter(folder) as writer:
         for position, (t, clipped) in evidence.items():
             row, scored = int(rollout.chosen_rows[position]), rollout.scored

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distributed.world import World
 from ..errors import CannotWrite, SparseRLError
-from ..files import find_checkpoints, read_lines
+from ..files import find_checkpoints, read_lines, remove
 from ..learn.learner import Disagreement
 from ..learn.student import Student
 from ..models import Record, set_record
@@ -154,6 +153,6 @@ def forget_what_came_after(step: int, folder: Path, log: Log) -> list[dict]:
     log.cut(step)
     for samples in (folder / "samples").glob("step-*"):
         number = samples.name.removeprefix("step-")
-        if number.isdigit() and int(number) > step:
-            shutil.rmtree(samples)
+        if number.isdecimal() and int(number) > step:
+            remove(samples)
     return [line for line in read_lines(log.files["metrics"]) if "eval/dense/accuracy" in line]

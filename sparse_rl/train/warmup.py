@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
-from ..files import names_python_file, read_lines, write_text, writing
+from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
 from ..learn.batch import pack
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
@@ -39,11 +39,11 @@ from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Task
 from ..tasks.base import Prompt
-from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, save_checkpoint, save_model
+from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, restoring, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
 from .parts import load_for_training, make_record
-from .run import check_same, folder_lock
+from .run import WRITTEN, check_same, folder_lock
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
 
@@ -81,7 +81,8 @@ def warmup(
 
 
 def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
-    """Refuse to mix up folders; returns what a resumed warm-up changes."""
+    """Refuse to mix up folders, and to write elsewhere; returns what a resumed warm-up changes."""
+    refuse_links_out(folder, WRITTEN)
     if recipe.model.lora_rank:
         raise SparseRLError(
             f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0."
@@ -152,7 +153,8 @@ class Warmup:
                 )
         elif found := cleaned_checkpoints(self.folder / "checkpoints"):
             state = load_state(found[-1][1])
-            self.optimizer.load_state_dict(state["optimizer"])
+            with restoring(found[-1][1]):
+                self.optimizer.load_state_dict(state["optimizer"])
             self.done = self.saved = state["step"]
             if self.done > self.recipe.warmup.steps:
                 raise SparseRLError(

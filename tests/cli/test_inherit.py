@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from sparse_rl import generate, load_model
+from sparse_rl.cli.inherit import line_about
 from sparse_rl.models import Record, read_record, set_record
 from sparse_rl.train.checkpoint import save_model
 from sparse_rl.train.parts import with_full_paths
@@ -178,6 +179,11 @@ def test_a_users_own_compressor_is_found_from_anywhere(tmp_path, monkeypatch):
     assert done.returncode == 1 and f"{tmp_path / 'mine.py'}:Mine" in done.stderr and "--trust" in done.stderr
     done = run(*words, "--trust", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_line_about_what_is_taken_is_short_and_steers_no_terminal():
+    line = line_about(["m"], [("template", "x" * 90_000), ("stop_ids", list(range(9000))), ("task", "\x1b[2Jgone\n")])
+    assert len(line) < 1000 and line.isprintable() and "(90,000 characters)" in line and "stop ids 0, 1, 2" in line
 
 
 def test_a_checkpoint_finds_its_task_files_from_anywhere(tmp_path, monkeypatch):

@@ -16,6 +16,12 @@ def prompt(i): return f"{{i}}+{{i}}", 2 * i
 def reward(answer, text): return float(str(answer) in text)
 """
 
+COMPRESSOR = """
+from sparse_rl import ScoreCompressor
+class Newest(ScoreCompressor):
+    def score(self, view): return view.feed.float()
+"""
+
 
 @pytest.fixture
 def foreign(tmp_path):
@@ -55,6 +61,22 @@ def test_the_user_can_trust_a_folder_name_the_file_or_use_the_recipe(foreign):
 def test_a_trusted_folder_goes_on(foreign):
     folder, _, _, proof = foreign
     done = run("train", folder, "--resume", "--trust")
+    assert done.returncode == 0 and proof.read_text() == "ran", done.stderr
+
+
+@pytest.mark.parametrize("many", [[], ["--gpus", "2"]])
+def test_a_plan_does_not_run_the_compressor_that_a_folder_names(tmp_path, many):
+    """A plan asks the compressor for its slots, so it imports it."""
+    file, proof, folder = tmp_path / "mine.py", tmp_path / "proof", tmp_path / "run"
+    file.write_text(f"import pathlib\npathlib.Path({str(proof)!r}).write_text('ran')\n{COMPRESSOR}")
+    given = write_recipe(folder, rollout={"compressor": str(file), "compressor_options": {}})
+    given.rename(folder / "recipe.yaml")
+    for where in (folder, folder / "recipe.yaml"):
+        (folder / "metrics.jsonl").write_text("")
+        done = run("plan", "--recipe", where, *many)
+        assert done.returncode == 1 and not proof.exists()
+        assert f"{where} names the Python file '{file}'" in done.stderr and "--trust" in done.stderr
+    done = run("plan", "--recipe", folder, "--trust", *many)
     assert done.returncode == 0 and proof.read_text() == "ran", done.stderr
 
 

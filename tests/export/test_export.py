@@ -1,6 +1,7 @@
 """Checkpoints travel: adapters find their base, and an exported folder is a plain Hugging Face model with a card."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -204,3 +205,52 @@ def test_a_failed_export_leaves_nothing(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(export_folder, "_write_generation_config", full)
     done = run("export", whole, "--to", tmp_path / "out")
     assert done.returncode == 1 and "the disk is full" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def foreign(tmp_path) -> Path:
+    """A checkpoint in a run folder, without training."""
+    base_folder(tmp_path / "run" / "checkpoints" / "step-000001")
+    (tmp_path / "run" / "checkpoints" / "step-000001" / "training.pt").write_bytes(b"")
+    (tmp_path / "run" / "recipe.yaml").write_text("run: {}\n")
+    (tmp_path / "secret").write_text("a private key")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "link", ["notes.txt", "chat_template.jinja", "additional_chat_templates/x.jinja", "../../recipe.yaml", "..", "."]
+)
+def test_what_links_name_outside_a_checkpoint_is_not_exported(foreign, tmp_path, link):
+    """The last two: the checkpoints, or the checkpoint itself, are a link to a folder of the user."""
+    path = foreign / "checkpoints" / "step-000001"
+    if link in ("..", "."):
+        (path / link).resolve().rename(tmp_path / "private")
+        path = path.parent if link == ".." else path
+        path.symlink_to(tmp_path / "private")
+    else:
+        path = Path(os.path.normpath(path / link))
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(tmp_path / "secret")
+    done = run("export", foreign / "checkpoints" / "step-000001", "--to", tmp_path / "out")
+    assert done.returncode == 1 and "is a link out of" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_inside_a_checkpoint_are_exported_as_files(foreign, tmp_path):
+    path = foreign / "checkpoints" / "step-000001"
+    (path / "blobs").mkdir()
+    (path / "config.json").rename(path / "blobs" / "config")
+    (path / "config.json").symlink_to("blobs/config")
+    done = run("export", foreign, "--to", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out" / "config.json").is_symlink()
+
+
+@pytest.mark.parametrize("content", ["null", "[" * 100_000, "[1]", "{", "\udc00"])
+def test_a_damaged_generation_config_is_one_sentence(foreign, tmp_path, content):
+    path = foreign / "checkpoints" / "step-000001" / "generation_config.json"
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    done = run("export", foreign, "--to", tmp_path / "out")
+    assert done.returncode == 1 and "cannot load" in done.stderr and "step-000001" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists() and len(done.stderr.splitlines()) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_rl.errors import SparseRLError
-from sparse_rl.files import find_checkpoints, read_lines
+from sparse_rl.files import append_line, find_checkpoints, read_lines
 from sparse_rl.models import load_model
 from sparse_rl.train.checkpoint import cleaned_checkpoints, save_checkpoint
 from sparse_rl.train.loop import Trainer
@@ -61,12 +61,10 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     assert rewards[0] == rewards[1]
 
 
-def test_a_full_disk_stops_the_log_with_a_sentence(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "timing.jsonl").symlink_to("/dev/full")
-    with pytest.raises(SparseRLError, match=r"timing.jsonl could not be written \(the disk is full"):
-        train(recipe(), folder, show=False)
+def test_a_full_disk_stops_the_log_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_rl.train.log.append_line", lambda _, values: append_line(Path("/dev/full"), values))
+    with pytest.raises(SparseRLError, match=r"/dev/full could not be written \(the disk is full"):
+        train(recipe(), tmp_path / "run", show=False)
 
 
 def test_samples_that_cannot_be_written_stop_the_run_with_a_sentence(tmp_path):
@@ -135,13 +133,14 @@ def test_what_a_kill_left_is_cleaned(tmp_path):
     model, tokenizer = load_model("tiny")
     for step in (3, 4, 5):
         save_checkpoint(tmp_path, step, model, tokenizer, {"learner": 1}, keep=9)
-    (tmp_path / "step-000003" / "training.pt").unlink()  # what earlier versions left of one that they removed
+    (tmp_path / "step-000003" / "training.pt").unlink()  # by its user, who keeps the model
     (tmp_path / "step-000004").rename(tmp_path / ".step-000004.replaced")  # killed before the new one took its place
     (tmp_path / ".step-000006.partial").mkdir()
     (tmp_path / ".step-000001.removed" / "students").mkdir(parents=True)
     (tmp_path / "step-notes").write_text("a user's own file stays")
     cleaned_checkpoints(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000005", "step-notes"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*("step-000003", "step-000004", "step-000005", "step-notes")]
+    assert [step for step, _ in find_checkpoints(tmp_path)] == [4, 5]
     weights(tmp_path / "step-000004")
 
 
