@@ -83,6 +83,9 @@ def test_a_part_of_a_correction_can_be_switched_off():
         ({**SMALL, "learn": {"correction": {"cap": float("-inf")}}}, "cap is -inf; it must be a finite number"),
         ({**SMALL, "model": {"name": "tiny", "lora_rank": -1}}, "model.lora_rank is -1"),
         ({**SMALL, "run": {"seed": 10**22}}, "it must be below 2"),
+        ({**SMALL, "task": {"name": "sums", 5: 6}}, "task.options has a key 5; its keys are names"),
+        ({**SMALL, "task": {"name": "sums", None: 6}}, "task.options has a key None; its keys are names"),
+        ({**SMALL, "rollout": {"compressor_options": {5: 6}}}, "rollout.compressor_options has a key 5"),
         ({**SMALL, "model": {"dtype": "bf16"}}, "model.name is not given"),
     ],
 )  # fmt: skip
