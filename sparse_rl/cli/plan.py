@@ -139,7 +139,9 @@ def plan_rollout(options: dict[str, Any], memory: int | None) -> None:
             numbers["dense_rows_that_fit"] = result.dense_rows_that_fit(memory)
         typer.echo(json.dumps(numbers))
         return
-    typer.echo(f"{options['model']}, {str(shape.dtype).removeprefix('torch.')}")
+    typer.echo(
+        f"{options['model']}, {str(shape.dtype).removeprefix('torch.')}: rollouts alone; --recipe plans training"
+    )
     typer.echo(result.text(memory))
     if memory is not None and result.total_bytes > memory:
         typer.echo(result.largest_that_fits(memory))

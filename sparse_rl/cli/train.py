@@ -58,4 +58,5 @@ def train(
         best, kept = trainer.progress.best, ""
         if best is not None and best.step != trainer.steps_done:
             kept = f" (the best on held-out prompts, of step {best.step}, in {folder}/checkpoints/best)"
-        typer.echo(f"{trainer.steps_done} steps done; the model is in {model}{kept}, curves in {folder}/metrics.jsonl")
+        done = f"{trainer.steps_done} step{'' if trainer.steps_done == 1 else 's'} done"
+        typer.echo(f"{done}; the model is in {model}{kept}, curves in {folder}/metrics.jsonl")

@@ -62,7 +62,12 @@ class TrainingPlan:
             (f"total ({turns})", size(self.total_bytes)),
         ]
         if memory is not None:
-            lines.append(("memory, 5 % of it left to the allocator", f"{size(memory)}: {'fits' if self.fits(memory) else 'does not fit'}"))
+            lines.append(
+                (
+                    "memory, 5 % of it left to the allocator",
+                    f"{size(memory)}: {'fits' if self.fits(memory) else 'does not fit'}",
+                )
+            )
         return aligned(lines)
 
 

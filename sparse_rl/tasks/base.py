@@ -328,7 +328,8 @@ def notices(task: Task, other: Task | None = None) -> list[str]:
     if task.skipped:
         lines.append(f"{sum(task.skipped.values())} rows were omitted: {'; '.join(task.skipped_rows)}")
     if task.duplicates:
-        lines.append(f"{task.duplicates} rows repeat an earlier prompt, and were kept")
+        kept = "; copies of held-out prompts are not trained on, the others are kept" if other else ", and are kept"
+        lines.append(f"{task.duplicates} rows repeat an earlier prompt{kept}")
     if other is not None and other.template != task.template:
         templates = f"held-out prompts use the template {other.template}, training prompts {task.template}"
         lines.append(f"{templates}; accuracy may suffer")

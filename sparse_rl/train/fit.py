@@ -17,6 +17,7 @@ from .run import plan_run, with_values
 
 LORA_RANK = 32  # of the adapters that are suggested
 MOST_PROCESSES = 64
+SHORTEST = 256  # tokens of a response that is suggested
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Fitting:
             together = self.together()
             if together is None:
                 return (
-                    f"No setting of this run fits {size(self.memory)}: use a smaller model, shorter responses "
-                    "(--rollout.max_new_tokens) or shorter prompts."
+                    f"No setting of this run fits {size(self.memory)}, nor do responses of {SHORTEST} tokens: use a "
+                    "smaller model or shorter prompts."
                 )
             lines.append((together.options, f"{size(together.plan.total_bytes)}: fits"))
         return f"What would take less:\n{aligned(lines)}"
@@ -68,27 +69,37 @@ class Fitting:
         return [s for s in found if s.plan.total_bytes < needed]
 
     def together(self) -> Setting | None:
-        """Settings that fit together, taken in the order of `_ways`; those that are not needed then are left out."""
-        ways, keys = self._ways(), {}
+        """Settings that fit together; with shorter responses, which change what can be learned, only if needed."""
+        longest = self.recipe.rollout.max_new_tokens
+        shorter = [longest >> i for i in range(1, longest.bit_length()) if longest >> i >= SHORTEST]
+        tries = [{}, *({"rollout.max_new_tokens": tokens} for tokens in shorter)]
+        return next((found for keys in tries if (found := self._together(keys)) is not None), None)
+
+    def _together(self, keys: dict[str, Any]) -> Setting | None:
+        """Keys, and those of `_ways` in their order until they fit; then without those that are not needed."""
+        ways, fixed = self._ways(keys.get("rollout.max_new_tokens")), keys
         for key, values in ways.items():
             setting = self._first_that_fits(keys, key, values)
             keys = dict(setting.keys)
             if setting.plan.fits(self.memory):
-                return self._loosened(keys, ways)
+                return self._loosened(keys, ways, fixed)
         return None
 
-    def _loosened(self, keys: dict[str, Any], ways: Mapping[str, Sequence[Any]]) -> Setting:
+    def _loosened(self, keys: dict[str, Any], ways: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]) -> Setting:
         """Keys that fit together, without those that are not needed, and the others no tighter than they must be."""
-        for key in list(keys):
+        for key in [key for key in keys if key not in fixed]:
             rest = {k: v for k, v in keys.items() if k != key}
             setting = self._plan(rest)
             keys = rest if setting.plan.fits(self.memory) else dict(self._first_that_fits(rest, key, ways[key]).keys)
         return self._plan(keys)
 
-    def _ways(self) -> dict[str, Sequence[Any]]:
-        """The keys that take less memory, each with its values from most to least memory."""
+    def _ways(self, new_tokens: int | None = None) -> dict[str, Sequence[Any]]:
+        """The keys that take less memory, each with its values from most to least memory.
+
+        new_tokens: of the longest response; None: the recipe's.
+        """
         model, learn, rows = self.recipe.model, self.recipe.learn, self.recipe.rollout.rows
-        longest = self.prompt_tokens + self.recipe.rollout.max_new_tokens
+        longest = self.prompt_tokens + (new_tokens or self.recipe.rollout.max_new_tokens)
         tokens = learn.micro_batch_tokens
         smaller = [tokens >> i for i in range(1, tokens.bit_length()) if tokens >> i > longest]
         smaller += [longest] if tokens > longest else []  # below, a trajectory goes alone anyway

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
         start=recipe.model.name,
         start_seed=recipe.run.seed,
         task=task.full_name or recipe.task.name,
-        task_options={**recipe.task.options, **recipe.eval.options},
+        task_options=with_full_paths({**recipe.task.options, **recipe.eval.options}),
         template=task.template,
         stop_ids=list(stop_ids),
         max_new_tokens=recipe.rollout.max_new_tokens,
@@ -66,6 +66,18 @@ def make_rollout_record(
         budget=compressor.budget if compressor.has_budget else None,
         interval=compressor.interval if compressor.evicts_response else None,
     )
+
+
+def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's options, in which files that are here have their full path, so that they are found from elsewhere."""
+
+    def full(file: Any) -> Any:
+        return str(Path(file).resolve()) if isinstance(file, str) and Path(file).exists() else file
+
+    files = options.get("files")
+    if files is None:
+        return dict(options)
+    return {**options, "files": [full(file) for file in files] if isinstance(files, (list, tuple)) else full(files)}
 
 
 def found_anywhere(name: str) -> str:

@@ -228,9 +228,11 @@ class Warmup:
     @property
     def described(self) -> str:
         """What an evaluation does."""
+        short = self.new_tokens < self.longest
+        cut = ", so some cannot be given: raise rollout.max_new_tokens" if short else ""
         return (
             f"{len(self.held_out_pairs)} held-out prompts x {self.recipe.eval.samples}, up to {self.new_tokens} new "
-            f"tokens each (the longest solution has {self.longest}); --no-eval omits this"
+            f"tokens each (the longest solution has {self.longest}{cut}); --no-eval omits this"
         )
 
     def evaluate(self) -> dict[str, float]:

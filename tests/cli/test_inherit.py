@@ -8,6 +8,7 @@ import pytest
 from sparse_rl import generate, load_model
 from sparse_rl.models import Record, read_record, set_record
 from sparse_rl.train.checkpoint import save_model
+from sparse_rl.train.parts import with_full_paths
 from sparse_rl.train.run import train
 from tests.helpers.evaluating import lines
 from tests.helpers.runs import recipe, run
@@ -177,3 +178,14 @@ def test_a_users_own_compressor_is_found_from_anywhere(tmp_path, monkeypatch):
     assert done.returncode == 1 and f"{tmp_path / 'mine.py'}:Mine" in done.stderr and "--trust" in done.stderr
     done = run(*words, "--trust", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_checkpoint_finds_its_task_files_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "label": "{i + 1}"}}\n' for i in range(8)))
+    for files in ("sums.jsonl", ["sums.jsonl", "hub:someone/sums"]):
+        found = with_full_paths({"files": files, "holdout": 2})
+        first = found["files"] if isinstance(files, str) else found["files"][0]
+        assert first == str(tmp_path / "sums.jsonl") and found["holdout"] == 2
+        assert isinstance(files, str) or found["files"][1] == "hub:someone/sums"
+    assert with_full_paths({"count": 3}) == {"count": 3}

@@ -144,3 +144,8 @@ def test_every_key_has_help():
 def test_an_old_key_by_its_last_part_gets_its_new_name(key, sentence):
     with pytest.raises(SparseRLError, match=sentence):
         make_recipe(SMALL, [(key, "true")])
+
+
+def test_options_of_a_compressor_are_spelled_as_in_eval():
+    found = load_recipe("tiny-sums", [("compressor.window", "4")])
+    assert found.rollout.compressor_options["window"] == 4

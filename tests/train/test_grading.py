@@ -55,4 +55,4 @@ def test_unreadable_rows_and_empty_labels_are_counted(tmp_path, capsys):
         and evaluated["eval/dense/ungraded"] == 0
     )
     said = capsys.readouterr().err
-    assert "2 rows were omitted" in said and "1 rows repeat an earlier prompt, and were kept" in said
+    assert "2 rows were omitted" in said and "1 rows repeat an earlier prompt" in said
