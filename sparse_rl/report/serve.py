@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def handle_one_request(self) -> None:
-        self.late = threading.Timer(self.timeout, self.stop_reading)
+        self.late = threading.Timer(self.timeout or PATIENCE, self.stop_reading)
         self.late.daemon = True
         self.late.start()
         try:

@@ -97,7 +97,8 @@ def check_finite(trainer: Trainer) -> None:
     if finite:
         return
     raise SparseRLError(
-        f"the weights or their moments are not finite after step {trainer.progress.steps}, so they were not saved; {last_good(trainer)}."
+        f"the weights or their moments are not finite after step {trainer.progress.steps}, so they were not saved; "
+        f"{last_good(trainer)}."
     )
 
 
