@@ -33,6 +33,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
@@ -50,7 +51,7 @@ from sparse_rl.models import load_model
 HANG = 20.0  # seconds after which an input or a folder is said to hang
 STUCK = 180.0  # seconds after which a run that nobody kills is
 MEMORY = 16 << 30  # bytes of address space of a child
-BOMBS = 250  # of a case: graders learn to expect them, so many are graded by the same children
+BOMBS = 250  # of a case
 SMALL = {
     "model": {"name": "tiny"},
     "task": {"name": "sums", "count": 3},
@@ -390,22 +391,48 @@ def bomb(draw: random.Random) -> str:
     return f"\\boxed{{{draw.choice(kinds)()}}}"
 
 
+HONEST = [  # references and answers that are right, however many bombs stand around them
+    ("x^2+2x+1", "(x+1)^2"),
+    ("(x+1)^{10}", "x^{10}+10x^9+45x^8+120x^7+210x^6+252x^5+210x^4+120x^3+45x^2+10x+1"),
+    (r"\sin(2x)", r"2\sin(x)\cos(x)"),
+    ("1", "(" * 24 + "1" + ")" * 24),
+    (r"\sqrt{3}+\sqrt{12}", r"3\sqrt{3}"),
+    (r"\frac{1}{\sqrt{2}+\sqrt{3}+\sqrt{5}}", r"\frac{2\sqrt3+3\sqrt2-\sqrt{30}}{12}"),
+    (r"[0,1)\cup(2,3]", r"(2,3]\cup[0,1)"),
+    (r"1+\cfrac{1}{1+\cfrac{1}{1+1}}", r"\frac{5}{3}"),
+    ("2^{100}", "1267650600228229401496703205376"),
+    ("1", "(1+(1+(1+(1+(1+(1+(1+(1+(1-(1+(7)))))))))))"),
+]
+
+
 def bombs(number: int, place: Path) -> dict:
     """Grade some bombs in this process's own grading children; the seconds of all cases add up."""
     draw, path = random.Random(f"bombs {number}"), place / "bombs.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"question": "How much?", "answer": str(i)}) + "\n" for i in range(20)))
     task = tasks.make("math", files=str(path), prompt="question", answer="answer", workers=2)
-    prompts, texts = [task[i % 10] for i in range(BOMBS)], [bomb(draw) for _ in range(BOMBS)]
+    asked = [(task[i % 10], bomb(draw)) for i in range(BOMBS)]
+    honest = [(replace(task[0], answer=gold), f"\\boxed{{{answer}}}") for gold, answer in HONEST]
+    mixed = draw.sample([*asked, *honest], k=BOMBS + len(honest))
+    prompts, texts = [prompt for prompt, _ in mixed], [text for _, text in mixed]
     began = time.monotonic()
     task.grade(prompts[:1], ["\\boxed{1}"])  # the children begin
     started = time.monotonic()
     grades = task.grade(prompts, texts)
     seconds = time.monotonic() - started
     task.close()
-    verdicts = Counter(grade.verdict for grade in grades)
-    wrong = "lost" if len(grades) != BOMBS else "graded"
-    return {"verdict": wrong, "bombs": BOMBS, "grading": seconds, "start": started - began, "verdicts": dict(verdicts)}
+    graded = dict(zip(texts, grades, strict=True))
+    misjudged = [f"{text} is {graded[text].verdict}" for _, text in honest if not graded[text].right]
+    verdicts = Counter(graded[text].verdict for _, text in asked)
+    verdict = "lost" if misjudged else "graded"
+    return {
+        "verdict": verdict,
+        "said": "; ".join(misjudged),
+        "bombs": BOMBS,
+        "grading": seconds,
+        "start": started - began,
+        "verdicts": dict(verdicts),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- folders

@@ -51,11 +51,13 @@ class RolloutInterrupted(KeyboardInterrupt):
         self.trajectories = trajectories
 
 
-def require_int(at_least: int = 1, **numbers: int) -> None:
-    """Check that the named settings are whole numbers of at least `at_least`."""
+def require_int(at_least: int = 1, at_most: int | None = None, **numbers: int) -> None:
+    """Check that the named settings are whole numbers of at least `at_least`, and at most `at_most`."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
             raise SparseRLError(f"{name} is {shown(value)}; it must be a whole number of at least {at_least}.")
+        if at_most is not None and value > at_most:
+            raise SparseRLError(f"{name} is {shown(value)}; it must be at most {at_most:,}.")
 
 
 def shown(value: object, longest: int = 300) -> str:

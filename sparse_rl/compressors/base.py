@@ -73,7 +73,7 @@ class Compressor:
         self.budget, self.interval = 512, 128
 
     @classmethod
-    def parse(cls, argument: str | None, **options) -> Compressor:
+    def parse(cls, argument: str | None, /, **options) -> Compressor:
         """A compressor from what follows its name and a colon (None: no colon does) and from its options."""
         if argument is not None:
             raise SparseRLError(f"{cls.name} takes no argument, but {cls.name}:{argument} was given; write {cls.name}.")
@@ -222,7 +222,7 @@ def find(written: str) -> tuple[type[Compressor], str | None]:
     return COMPRESSORS[name], argument if colon else None
 
 
-def make(compressor: str | Compressor | type[Compressor], **options) -> Compressor:
+def make(compressor: str | Compressor | type[Compressor], /, **options) -> Compressor:
     """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`, `FILE.py`) or class, or as given."""
     if isinstance(compressor, Compressor):
         return compressor

@@ -43,7 +43,7 @@ class Beacon(Compressor):
         self.interval = chunk
 
     @classmethod
-    def parse(cls, argument: str | None, **options) -> Beacon:
+    def parse(cls, argument: str | None, /, **options) -> Beacon:
         """The argument is the number of tokens per beacon."""
         if not argument:
             return cls.from_options(cls.name, options)

@@ -54,7 +54,7 @@ class KVPress(ScoreCompressor):
             raise SparseRLError(f"{self.name} cannot be made from its name alone ({error}).") from error
 
     @classmethod
-    def parse(cls, argument: str | None, **options) -> "KVPress":
+    def parse(cls, argument: str | None, /, **options) -> "KVPress":
         """The argument is the name of the press."""
         if not argument:
             raise SparseRLError("kvpress needs the name of a scorer; write kvpress:KnormPress, for example.")

@@ -37,7 +37,7 @@ class PromptOnly(Compressor):
         self.uses_values, self.copies = chooser.uses_values, chooser.copies
 
     @classmethod
-    def parse(cls, argument: str | None, **options) -> PromptOnly:
+    def parse(cls, argument: str | None, /, **options) -> PromptOnly:
         """The argument is the name of the chooser."""
         return cls(argument or "snapkv", **options)
 

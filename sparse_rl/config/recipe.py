@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SparseRLError, nearest, require_int
+from ..errors import SparseRLError, check_count, nearest, require_int
 from ..files import names_python_file
 from ..keys import key
 from ..learn.advantage import ESTIMATORS
@@ -29,7 +29,7 @@ from ..learn.loss import Loss
 from ..learn.method import Method, method
 from ..learn.objective import ALGORITHMS, Objective
 from ..learn.optimizer import OptimizerSettings
-from ..learn.student import StudentSettings
+from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
 from .values import convert, plain, types_of
@@ -56,7 +56,7 @@ class ModelSettings:
     )
 
     def __post_init__(self):
-        require_int(at_least=0, **{"model.lora_rank": self.lora_rank})
+        require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
 
 
@@ -92,13 +92,9 @@ class RolloutSettings:
                 for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")
             }
         )
+        check_count("completions of a step", self.prompts * self.group_size)
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
-        for name in self.compressor_options:
-            if not isinstance(name, str):
-                raise SparseRLError(
-                    f"rollout.compressor_options has a key {name!r}; its keys are names, such as {{window: 8}}."
-                )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise SparseRLError(
                 f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
@@ -181,6 +177,7 @@ class EvalSettings:
     def __post_init__(self):
         require_int(at_least=0, **{"eval.every": self.every})
         require_int(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
+        check_count("completions of an evaluation", self.prompts * self.samples)
 
 
 @dataclass(frozen=True)
@@ -217,6 +214,7 @@ class WarmupSettings:
 
     def __post_init__(self):
         require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
+        check_count("solutions per step", self.batch)
         counts = ("workers", "eval_every", "checkpoint_every")
         require_int(at_least=0, **{f"warmup.{name}": getattr(self, name) for name in counts})
 

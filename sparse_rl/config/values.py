@@ -55,6 +55,9 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     if kind is str and isinstance(value, str):
         return value
     if kind is dict and isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise SparseRLError(f"{where} has a key {shown(name)}; its keys are names, such as window or files.")
         return dict(value)
     expected = "a finite number" if kind is float and isinstance(value, float) else _expected(kind)
     raise SparseRLError(f"{where} is {shown(value)}; it must be {expected}.")

@@ -61,9 +61,15 @@ class OptimizerSettings:
         decays = 0 <= self.weight_decay < math.inf and all(0 <= b < 1 for b in self.betas)
         if not (positive and decays):  # NaN fails every comparison
             raise SparseRLError(
-                f"optimizer: lr {self.lr} must be between 0 and 1, eps {self.eps} and max_grad_norm "
+                f"optimizer: lr {self.lr} must be above 0 and below 1, eps {self.eps} and max_grad_norm "
                 f"{self.max_grad_norm} above 0, weight_decay {self.weight_decay} not negative (and finite), betas "
                 f"{list(self.betas)} from 0 to below 1."
+            )
+
+        if self.lr * self.weight_decay > 1:
+            raise SparseRLError(
+                f"optimizer.weight_decay is {self.weight_decay} with lr {self.lr}: a step would shrink weights by more "
+                f"than they are; use at most {1 / self.lr:g}."
             )
 
     def lr_after(self, steps: int) -> float:
@@ -124,8 +130,9 @@ class MasterAdamW:
         return norm, lr
 
     def is_finite(self) -> bool:
-        """Whether all weights of this process are."""
-        return all(bool(whole_or_part(master).isfinite().all()) for master in self.masters)
+        """Whether all weights of this process are, and their moments."""
+        moments = [value for state in self.adamw.state.values() for value in state.values() if torch.is_tensor(value)]
+        return all(bool(whole_or_part(tensor).isfinite().all()) for tensor in (*self.masters, *moments))
 
     def clear(self) -> None:
         for tensor in (*self.parameters, *self.masters):

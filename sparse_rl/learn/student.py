@@ -45,6 +45,7 @@ from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skip
 from .score import head, hidden_states, over_chunks
 
 DRAWS = ("sequence", "chunk")
+MAX_RANK = 65_536  # of adapters: more than any matrix has
 _NEVER = torch.iinfo(torch.int32).max
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -77,8 +78,8 @@ class StudentSettings:
                 f"{', '.join(DRAWS)}, and position one of {', '.join(POSITIONS)}."
             )
         if not 0 < self.lr < 1:
-            raise SparseRLError(f"student.lr is {self.lr}; it must be between 0 and 1.")
-        require_int(at_least=0, **{"student.lora_rank": self.lora_rank})
+            raise SparseRLError(f"student.lr is {self.lr}; it must be above 0 and below 1.")
+        require_int(at_least=0, at_most=MAX_RANK, **{"student.lora_rank": self.lora_rank})
         require_int(**{"student.lora_alpha": self.lora_alpha})
         if self.freeze_teacher and not self.chunks:
             raise SparseRLError(

@@ -6,9 +6,11 @@ than loopback's are refused, so that no page of the web can read a run through a
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from .page import page
 
 LOOPBACK = "127.0.0.1"
 EVERY = 2.0  # seconds between two requests of the page
-PATIENCE = 10.0  # seconds that a connection may be silent, in either direction
+PATIENCE = 10.0  # seconds that a connection may be silent, and that the head of a request may take to arrive
 MOST = 32  # connections at a time; the next is closed at once
 _FILES = ("metrics.jsonl", "timing.jsonl", "recipe.yaml", "samples")
 
@@ -79,6 +81,26 @@ class Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]  # typeshed has the base class here
     protocol_version = "HTTP/1.1"
     timeout = PATIENCE
+
+    def handle_one_request(self) -> None:
+        self.late = threading.Timer(self.timeout or PATIENCE, self.stop_reading)
+        self.late.daemon = True
+        self.late.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self.late.cancel()
+
+    def parse_request(self) -> bool:
+        """Read the head. A reader who sends it byte by byte would never be silent, so it has a deadline as a whole."""
+        try:
+            return super().parse_request()
+        finally:
+            self.late.cancel()
+
+    def stop_reading(self) -> None:
+        with suppress(OSError):  # it has ended meanwhile
+            self.connection.shutdown(socket.SHUT_RD)
 
     def do_GET(self) -> None:
         port = self.server.server_port

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +50,22 @@ def lengths_of_run(folder: Path) -> Lengths:
 
     If the run wrote no samples: a lognormal distribution with that mean and the usual spread.
     """
-    means = [
-        line["rollout/length/mean"] for line in read_lines(folder / "metrics.jsonl") if "rollout/length/mean" in line
-    ]
+    found = [line.get("rollout/length/mean") for line in read_lines(folder / "metrics.jsonl")]
+    means = [mean for mean in found if isinstance(mean, (int, float)) and 0 < mean < 1e12]
     if not means:
         raise SparseRLError(
             f"{folder}/metrics.jsonl holds no steps with rollout/length/mean; give the folder of a run with some steps."
         )
     mean, seen = sum(means) / len(means), []
     for path in sorted(folder.glob("samples/step-*/trajectories.jsonl")):
-        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        seen += [len(line["tokens"]) - line["num_prompt_tokens"] for line in lines]
-    if not seen:
+        for line in read_lines(path):
+            tokens, prompt = line.get("tokens"), line.get("num_prompt_tokens")
+            if not isinstance(tokens, list) or type(prompt) is not int or not 0 <= prompt <= len(tokens):
+                raise SparseRLError(
+                    f"{path} has a line without tokens and num_prompt_tokens; remove the line, or the file, and go on."
+                )
+            seen.append(len(tokens) - prompt)
+    if not any(seen):
         return Lengths(mean, SPREAD)
     scale = mean * len(seen) / sum(seen)
     return Lengths(mean, float(np.std(seen) / np.mean(seen)), tuple(max(1, round(scale * n)) for n in seen))

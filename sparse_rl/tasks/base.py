@@ -164,7 +164,7 @@ class Task:
             name = self.name or type(self).__name__
             raise SparseRLError(f"the task {name} is graded in processes of its own; create it with make(name, ...).")
         else:
-            outcomes = self._pool.grade([(prompt, self.excerpt(text)) for prompt, text in pairs])
+            outcomes = self._pool.grade([(prompt, self.excerpt(text)) for prompt, text in pairs], self.effort)
             judgements = [(Grade(reward, verdict, parts), problem) for reward, verdict, parts, problem in outcomes]
         if self.last_error is None:
             self.last_error = next((problem for _, problem in judgements if problem is not None), None)
@@ -173,6 +173,10 @@ class Task:
     def excerpt(self, text: str) -> str:
         """The part of a completion that `judge` needs; only this is sent to a grading process."""
         return text
+
+    def effort(self, excerpt: str) -> float:
+        """How long grading looks to take: of many completions that ran out of time, the lightest are tried again."""
+        return len(excerpt)
 
     def prepare(self) -> None:
         """Load what grading needs. A grading process calls this before its first completion."""
@@ -276,7 +280,7 @@ def register(cls: type[TaskType]) -> type[TaskType]:
     return cls
 
 
-def make(name: str, **options) -> Task:
+def make(name: str, /, **options) -> Task:
     """Make the task `name`: a built-in one, `gym:NAME`, `FILE.py` or `FILE.py:CLASS`.
 
     Every task also takes the option `reward_weights`, for named rewards, and isolated tasks the fields of `Limits`.

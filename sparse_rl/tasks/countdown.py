@@ -41,7 +41,8 @@ class Countdown(GeneratedTask):
     name = "countdown"
 
     def __init__(self, count: int = 4, highest: int = 20, search: int = 0, seed: int = 0, split: str = "train"):
-        require_int(at_least=2, **{"countdown: count": count, "countdown: highest": highest})
+        require_int(at_least=2, at_most=1000, **{"countdown: count": count})
+        require_int(at_least=2, **{"countdown: highest": highest})
         require_int(at_least=0, **{"countdown: search": search})
         super().__init__(seed, split)
         self.count, self.highest, self.search = count, highest, search

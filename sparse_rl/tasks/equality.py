@@ -34,6 +34,7 @@ LONGEST = 1000  # characters of an answer that is read; the longest reference in
 DEEPEST = 25  # brackets inside each other; references in common data have at most 4
 SMALL = 0.01  # below this, 6 decimals are too coarse
 
+_HEAVY = re.compile(r"\^\s*\{?\s*\d{3}|\^\s*\{[^{}]*\^|\d{3}\s*!|!\s*!|\\(?:sum|prod|int|binom)\b")
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*)")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", flags=re.DOTALL)
 _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
@@ -75,6 +76,11 @@ def verdict(gold: str, answer: str) -> str:
     if not readings(expected):
         return "bad gold"
     return "right" if _same(expected, given) else "wrong"
+
+
+def effort(answer: str) -> int:
+    """How long it looks to take to read: large powers, towers and factorials first, then length."""
+    return 10 * LONGEST * len(_HEAVY.findall(answer)) + len(answer)
 
 
 def depth(expression: str) -> int:

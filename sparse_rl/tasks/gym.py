@@ -23,7 +23,7 @@ CHUNK = 500  # prompts of an endless task that one dataset object makes
 class Gym(Task):
     isolated = True
 
-    def __init__(self, dataset: str, seed: int = 0, split: str = "train", size: int | None = None, **config):
+    def __init__(self, dataset: str, /, seed: int = 0, split: str = "train", size: int | None = None, **config):
         require_int(0, seed=seed)
         if size is not None:
             require_int(size=size)

@@ -29,13 +29,24 @@ from typing import Any
 
 from ..errors import SparseRLError, require_int
 from .base import Grade, Prompt, Task, register
-from .equality import last_boxed, tidy, verdict
+from .equality import effort, last_boxed, tidy, verdict
 from .rows import Unusable, parse_row, rows_of, short_name
 from .templates import dress, find, template_of
 from .verify import Limits
 
 TOLERATED = 0.1  # share of a file's rows that may be unusable
 NAMED = 5  # unusable rows that are listed
+FAMILIAR = (  # comparisons after which the parser is built, and sympy has loaded what common answers need
+    (r"\frac{1}{2}", r"\{1, 2\}"),
+    ("x^2-2x+1", "(x-1)^2"),
+    (r"\sin(2y)", r"2\sin(y)\cos(y)"),
+    (r"\sqrt{8}+\frac{\pi}{3}", r"2\sqrt{2}+\arccos(\frac{1}{2})"),
+    (r"[0,1)\cup(2,3]", "e^{2i}"),
+    (r"\sqrt[3]{3}", r"2\times10^{3}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    ("y=2x", r"\log_2 8"),
+    (r"\sum_{k=1}^{3} k", r"\frac{1}{x+1}"),
+)
 FIRST = 5  # prompts from which the template is recognised
 MARK = re.compile(r"<<[^<>\n]*>>")  # of GSM8K's calculator
 ENDING = re.compile(r"(^|\n)[ \t]*####[^\n]*\Z")  # the last line, if it is `#### 18`
@@ -175,7 +186,11 @@ class Math(Task):
         return "" if answer is None else rf"\boxed{{{answer}}}"
 
     def prepare(self) -> None:
-        verdict(r"\frac{1}{2}", r"\{1, 2\}")  # imports math-verify and builds its parser
+        for gold, answer in FAMILIAR:
+            verdict(gold, answer)
+
+    def effort(self, excerpt: str) -> float:
+        return effort(excerpt)
 
     def spec(self) -> tuple[str, dict]:
         return ("math", {"files": None}) if type(self) is Math else super().spec()  # prompts bring their answers along

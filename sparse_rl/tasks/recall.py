@@ -35,7 +35,7 @@ class Recall(GeneratedTask):
         """
         least, most = (count, count) if isinstance(count, int) else count
         counts = {"least count": least, "most count": most, "queries": queries, "filler": filler}
-        require_int(at_least=0, **{f"recall: {name}": value for name, value in counts.items()})
+        require_int(at_least=0, at_most=100_000, **{f"recall: {name}": value for name, value in counts.items()})
         if not 1 <= queries <= least <= most <= len(KEYS):
             raise SparseRLError(
                 f"recall: {queries} queries among {least} to {most} pairs; use at least 1 query, at least as many "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, check_count
 from .base import GeneratedTask, Prompt, final_answer, register
 
 
@@ -23,6 +23,7 @@ class StarGraph(GeneratedTask):
                 f"stargraph: {arms} arms of length {length} need {1 + arms * length} nodes, but nodes is {nodes}; "
                 "use at least 1 arm, of length 1 or more, and enough nodes."
             )
+        check_count("nodes of a star graph's arms", arms * length, 100_000)
         super().__init__(seed, split)
         self.arms, self.length, self.nodes = arms, length, nodes
 

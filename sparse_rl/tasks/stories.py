@@ -93,7 +93,7 @@ class Stories(GeneratedTask):
         self, people: int = 3, things: int = 2, steps: int = 6, highest: int = 20, seed: int = 0, split: str = "train"
     ):
         require_int(at_least=2, **{"stories: people": people, "stories: highest": highest})
-        require_int(at_least=1, **{"stories: things": things, "stories: steps": steps})
+        require_int(at_most=10_000, **{"stories: things": things, "stories: steps": steps})
         if people > 6 or things > 3 or highest > 50:
             raise SparseRLError(
                 f"stories: people is {people}, things {things}, highest {highest}; at most 6, 3 and 50 are supported."

@@ -5,9 +5,13 @@
     prompt, text, CPU seconds   ->       reward, verdict, named rewards, message            for every completion
 
 One loop serves all children. A child that misses the deadline is killed, and its completion is graded "timeout"; if a
-child dies, its completion is graded "error"; both are replaced. After n timeouts, the next completions of a call may
-take deadline / (n + 1) seconds of CPU time, but at least QUICK: a thousand answers that never end cost minutes and not
-hours. Only tasks that keep a spare process (`Task.keeps_spare`) heed this, and replace a child within milliseconds.
+child dies, its completion is graded "error"; both are replaced.
+
+A task that keeps a spare process (`Task.keeps_spare`) also limits CPU time, and replaces a child within milliseconds.
+All completions of a call get QUICK seconds first. Then those that took longer get another try: with the whole deadline
+if they are few, else the AGAIN that look lightest (`Task.effort`) with a tenth of it. So a thousand answers that never
+end cost minutes and not hours, and no verdict depends on what was graded before.
+
 Children ignore Ctrl-C, and end when their stdin closes or when they overstay, so nothing remains even if the parent is
 killed.
 
@@ -28,7 +32,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,14 +40,17 @@ from ..errors import SparseRLError, require_int
 
 START = 120.0  # seconds that a child may take to import and make its task
 GRACE = 2.0  # seconds after its deadline when a child ends itself, in case the parent is gone
-QUICK = 0.25  # CPU seconds that every completion may take, whatever was met before; most need a hundredth of it
+QUICK = 0.2  # CPU seconds of a first try; most completions need a tenth of it
+AGAIN = 60  # completions of a call that may have another try; together they may take a tenth as many deadlines
 FAILED_STARTS = 3  # after so many children that died before they were ready, no more are started
 HEADER = struct.Struct(">Q")  # the length of the message that follows
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from sparse_rl.tasks.worker import main; main()"
 _LATE, _DEAD = object(), object()
+OUT_OF_TIME = "out of time"  # the reply for a completion that took all the CPU time it may take
 _POOLS: weakref.WeakValueDictionary[bytes, Pool] = weakref.WeakValueDictionary()
 
 Outcome = tuple[float, str, dict[str, float], "str | None"]  # reward, verdict, named rewards, message of an error
+TIMEOUT: Outcome = (0.0, "timeout", {}, None)
 
 
 @dataclass(frozen=True)
@@ -140,11 +147,11 @@ class Pool:
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._children)  # when the pool is collected, or the program ends
 
-    def grade(self, items: Sequence[tuple[Any, str]]) -> list[Outcome]:
+    def grade(self, items: Sequence[tuple[Any, str]], effort: Callable[[str], float] = len) -> list[Outcome]:
         """The outcome of every (prompt, text), in the order given, whichever child graded it."""
         with self._lock:
             try:
-                return self._grade(items)
+                return self._grade(items, effort)
             except BaseException:  # such as an interrupt: a reply may be half read, so the next call uses new children
                 _end_all(self._children)
                 raise
@@ -152,21 +159,27 @@ class Pool:
     def close(self) -> None:
         _end_all(self._children)
 
-    def _grade(self, items: Sequence[tuple[Any, str]]) -> list[Outcome]:
-        waiting, found, timeouts = deque(range(len(items))), {}, 0
+    def _grade(self, items: Sequence[tuple[Any, str]], effort: Callable[[str], float]) -> list[Outcome]:
+        deadline = self.limits.deadline
+        waiting, found, slow = deque(range(len(items))), {}, []
+        patience, last = min(QUICK, deadline), deadline <= QUICK
         self._failed_starts = []
         for child in self._children:
             if not child.ready:
                 child.until = time.monotonic() + START  # between calls nobody reads its report
         while len(found) < len(items):
+            if slow and len(found) + len(slow) == len(items):  # all had their first try
+                slow.sort(key=lambda i: (effort(items[i][1]), items[i][1], items[i][0].index))
+                found.update(dict.fromkeys(slow[AGAIN:], TIMEOUT))
+                patience, last = deadline * max(0.1, min(1.0, AGAIN / 10 / len(slow))), True
+                waiting, slow = deque(slow[:AGAIN]), []
             self._hire(len(items) - len(found))
             for child in self._children:
                 if waiting and not child.busy:
                     child.item = waiting.popleft()
                     prompt, text = items[child.item]
-                    patience = max(min(QUICK, self.limits.deadline), self.limits.deadline / (timeouts + 1))
                     message = _packed((prompt, text, patience), f"the answer of prompt {prompt.index}")
-                    child.send(message, self.limits.deadline)
+                    child.send(message, deadline)
             for child, reply in self._replies():
                 if reply is _LATE or reply is _DEAD:
                     late = time.monotonic() >= child.until  # or it ended itself because it was late
@@ -176,15 +189,19 @@ class Pool:
                         self._failed_starts.append(f"was not ready after {START:g} s" if late else ending)
                     else:
                         error = (0.0, "error", {}, f"the grading process {ending}")
-                        found[child.item] = (0.0, "timeout", {}, None) if late else error
-                        timeouts += late
+                        found[child.item] = TIMEOUT if late else error
                 elif not child.ready:
                     child.ready = reply == "ready"
                     if not child.ready:
                         raise SparseRLError(f"completions of the task {self.name} cannot be graded: {reply}")
                 else:
-                    found[child.item], child.item = reply, None
-                    timeouts += reply[1] == "timeout"
+                    if reply != OUT_OF_TIME:
+                        found[child.item] = reply
+                    elif last:
+                        found[child.item] = TIMEOUT
+                    else:
+                        slow.append(child.item)
+                    child.item = None
         return [found[i] for i in range(len(items))]
 
     def _hire(self, needed: int) -> None:

@@ -10,6 +10,7 @@ import for seconds.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import mmap
 import os
 import pickle
@@ -23,7 +24,7 @@ from typing import BinaryIO
 
 from ..errors import SparseRLError
 from .base import Task, judged, make
-from .verify import GRACE, HEADER, START, Outcome, frame, how_ended
+from .verify import GRACE, HEADER, OUT_OF_TIME, START, Outcome, frame, how_ended
 
 
 def main() -> None:
@@ -69,6 +70,8 @@ def serve() -> None:
     outbox.write(frame(pickle.dumps("ready")))
     faulthandler.cancel_dump_traceback_later()
     spare = task.keeps_spare and threading.active_count() == 1  # threads do not survive in a copy
+    if spare:
+        gc.freeze()  # what is shared with the copies stays shared
     busy = mmap.mmap(-1, 1)  # shared with the copies: 1 while a completion is graded
 
     def grade_all(parent: int) -> None:
@@ -89,7 +92,7 @@ def serve() -> None:
         busy[0] = 0
         late = code == -signal.SIGPROF
         died: Outcome = (0.0, "error", {}, f"the grading process {how_ended(code)}")
-        outbox.write(frame(pickle.dumps((0.0, "timeout", {}, None) if late else died)))
+        outbox.write(frame(pickle.dumps(OUT_OF_TIME if late else died)))
 
 
 def run_copy(work: Callable[[int], None], parent: int) -> int:

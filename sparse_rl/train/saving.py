@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distributed.world import World
-from ..errors import CannotWrite, SparseRLError
+from ..errors import CannotWrite, NonFiniteLogits, SparseRLError
 from ..files import find_checkpoints, read_lines, remove
 from ..learn.learner import Disagreement
 from ..learn.student import Student
@@ -95,12 +95,19 @@ def check_finite(trainer: Trainer) -> None:
         finite = all(trainer.world.run_on_all(lambda: finite))
     if finite:
         return
-    found = find_checkpoints(trainer.folder / "checkpoints")
-    good = f"the last good checkpoint is {found[-1][1]}" if found else "no checkpoint had been written before"
     raise SparseRLError(
-        f"the weights are not finite after step {trainer.progress.steps}, so they were not saved; {good}. Lower "
-        f"optimizer.lr (now {trainer.recipe.optimizer.lr}) and go on with --resume."
+        f"the weights or their moments are not finite after step {trainer.progress.steps}, so they were not saved; "
+        f"{last_good(trainer)}."
     )
+
+
+def last_good(trainer: Trainer) -> str:
+    """Where a run whose weights are ruined can go on: before the step that ruined them."""
+    found, steps = find_checkpoints(trainer.folder / "checkpoints"), trainer.progress.steps
+    good = [path for step, path in found if step < steps]
+    where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint had been written before"
+    remove = "".join(f"Remove {path}. " for step, path in found if step >= steps)
+    return f"{where}. {remove}Lower optimizer.lr (now {trainer.recipe.optimizer.lr}) and go on with --resume"
 
 
 def save_after(trainer: Trainer, error: BaseException) -> None:
@@ -110,6 +117,8 @@ def save_after(trainer: Trainer, error: BaseException) -> None:
     process has ended. After an error, other processes may be gone. Where the first process has everything, it saves
     alone; shards are then lost.
     """
+    if isinstance(error, NonFiniteLogits) and trainer.progress.steps:
+        raise NonFiniteLogits(f"{error} These weights were not saved; {last_good(trainer)}.") from error
     between_steps = trainer.progress.is_between_steps(trainer.versions, refused=isinstance(error, SparseRLError))
     unexpected = isinstance(error, RuntimeError) and not is_out_of_memory(error)
     if not trainer.progress.steps or between_steps or unexpected or isinstance(error, (CannotWrite, Disagreement)):

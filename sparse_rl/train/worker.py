@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Recipe
-from ..errors import SparseRLError, check_count
+from ..errors import SparseRLError
 from ..learn.batch import accepted_rows, collate, score
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
@@ -66,7 +66,6 @@ class Sampler:
     def step(self, number: int, clock: Clock) -> StepRollout:
         """Completions of this process's prompts of a step, graded and scored; replaced where the recipe refills."""
         count, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
-        check_count("completions of a step", count * group)
         with clock.stage("rollout"):
             prompts = self.task.sample(number * count, count)
             ids = self.encode(prompts)

@@ -206,8 +206,12 @@ MANY = 10**12
         (["eval", "--limit", MANY], f"{MANY} prompts are asked for"),
         (["train", "--rollout.prompts", MANY], "completions of a step are asked for"),
         (["train", "--rollout.group_size", MANY], "completions of a step are asked for"),
+        (["train", "--eval.prompts", MANY], "completions of an evaluation are asked for"),
+        (["train", "--eval.samples", 10**15], "completions of an evaluation are asked for"),
+        (["train", "--model.lora_rank", 10**15], "model.lora_rank is 1000000000000000; it must be at most 65,536"),
+        (["train", "--warmup.batch", MANY], "solutions per step are asked for"),
         (["train", "--task.count", MANY], f"{MANY} numbers of a sum are asked for; at most 100,000"),
-        (["train", "--learn.correction", "{1: 2}"], "a correction has no part '1'"),
+        (["train", "--learn.correction", "{1: 2}"], "learn.correction has a key 1"),
         (["plan", "--seed", -1], "--seed is -1"),
     ],
     ids=lambda value: " ".join(map(str, value[:2])) if isinstance(value, list) else "",
@@ -220,7 +224,7 @@ def test_absurd_counts_are_refused_before_they_are_made(prompts, tmp_path, argum
         "train": lambda: [write_recipe(tmp_path, **SHORT), "--out", tmp_path / "out"],
         "plan": lambda: ["--model", "qwen2.5-1.5b", "--gpus", 8],
     }[first]()
-    assert message in sentence(run(first, *whole, *rest))
+    assert message in sentence(run(first, *whole, *rest)) and not (tmp_path / "out").exists()
 
 
 def test_a_run_that_is_refused_late_leaves_a_folder_in_which_one_can_begin(tmp_path):

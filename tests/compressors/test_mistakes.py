@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError
+from sparse_rl.compressors import make
 from tests.helpers.models import prompts_of
 
 
@@ -24,6 +25,13 @@ def test_budget_of_the_window_compressor(llama):
 def test_budget_and_interval_must_be_positive(llama, budget, interval):
     with pytest.raises(SparseRLError, match=r"(budget|interval) is (0|-1); it must be a whole number of at least 1"):
         Engine(llama, compressor="knorm", budget=budget, interval=interval)
+
+
+@pytest.mark.parametrize("name", ["rkv", "prompt-only:rkv", "beacon:8", "window"])
+@pytest.mark.parametrize("option", ["compressor", "cls", "self", "argument", "name"])
+def test_an_option_may_be_called_like_a_parameter_of_ours(name, option):
+    with pytest.raises(SparseRLError, match=f"has no parameter '{option}'"):
+        make(name, **{option: "x"})
 
 
 def test_unknown_compressor_names_the_nearest(llama):

@@ -59,6 +59,8 @@ def test_a_part_of_a_correction_can_be_switched_off():
         ({**SMALL, "rollout": {"budget": True}}, "rollout.budget is True"),
         ({**SMALL, "rollout": {"budget": 0}}, "rollout.budget is 0; it must be a whole number of at least 1"),
         ({**SMALL, "rollout": {"temperature": 0}}, "rollout.temperature is 0.0; training needs a positive number"),
+        ({**SMALL, "optimizer": {"lr": 1.0}}, "lr 1.0 must be above 0 and below 1"),
+        ({**SMALL, "optimizer": {"lr": 0.5, "weight_decay": 1e30}}, r"weight_decay is 1e\+30 with lr 0.5.*at most 2\."),
         ({**SMALL, "optimizer": {"lr": "fast"}}, "optimizer.lr is 'fast'; it must be a number"),
         ({**SMALL, "optimizer": {"lr": float("nan")}}, "optimizer.lr is nan"),
         ({**SMALL, "optimizer": {"betas": [0.9]}}, r"optimizer.betas is \[0.9\]; it must be a list of 2 numbers"),
@@ -83,6 +85,9 @@ def test_a_part_of_a_correction_can_be_switched_off():
         ({**SMALL, "learn": {"correction": {"cap": float("-inf")}}}, "cap is -inf; it must be a finite number"),
         ({**SMALL, "model": {"name": "tiny", "lora_rank": -1}}, "model.lora_rank is -1"),
         ({**SMALL, "run": {"seed": 10**22}}, "it must be below 2"),
+        ({**SMALL, "task": {"name": "sums", 5: 6}}, "task.options has a key 5; its keys are names"),
+        ({**SMALL, "task": {"name": "sums", None: 6}}, "task.options has a key None; its keys are names"),
+        ({**SMALL, "rollout": {"compressor_options": {5: 6}}}, "rollout.compressor_options has a key 5"),
         ({**SMALL, "model": {"dtype": "bf16"}}, "model.name is not given"),
     ],
 )  # fmt: skip

@@ -254,6 +254,26 @@ def test_connections_are_bounded_and_the_silent_ones_end(served, monkeypatch):
     assert ask("/data.json")[0] == 200
 
 
+def test_a_request_that_drips_is_ended(served, monkeypatch):
+    ask, _, server = served
+    monkeypatch.setattr(Handler, "timeout", 0.5)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        connection.settimeout(0.1)
+        for _ in range(200):  # never silent for as long as it may be
+            try:
+                connection.sendall(b"x")
+                if not connection.recv(1 << 16):
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("the connection is still open")
+    assert ask("/data.json")[0] == 200
+
+
 def ask_or_nothing(ask) -> int | None:
     try:
         return ask("/data.json")[0]

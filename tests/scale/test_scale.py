@@ -144,6 +144,24 @@ def test_a_folder_without_a_run_has_no_lengths(tmp_path):
         lengths_of_run(tmp_path)
 
 
+def test_lengths_of_a_torn_run(tmp_path):
+    step = {"rollout/length/mean": 4.0}
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(s) + "\n" for s in (step, {"rollout/length/mean": None}))
+    )
+    path = tmp_path / "samples" / "step-000001" / "trajectories.jsonl"
+    path.parent.mkdir(parents=True)
+    whole = json.dumps({"tokens": [1, 2, 3, 4, 5], "num_prompt_tokens": 2}) + "\n"
+    path.write_text(whole + whole[:20])
+    assert lengths_of_run(tmp_path) == Lengths(4.0, 0.0, (4,))
+    path.write_text(json.dumps({"tokens": [1], "num_prompt_tokens": 1}) + "\n")
+    assert lengths_of_run(tmp_path).given == ()  # of empty responses nothing is learned
+    for odd in ({}, {"tokens": 3, "num_prompt_tokens": 1}, {"tokens": [1], "num_prompt_tokens": 2}):
+        path.write_text(whole + json.dumps(odd) + "\n")
+        with pytest.raises(SparseRLError, match="has a line without tokens and num_prompt_tokens"):
+            lengths_of_run(tmp_path)
+
+
 def test_equal_lengths_leave_nobody_idle():
     it = work()
     alone, even = (one_step(it, H200, Links(), gpus, np.full((16, 4), 500)) for gpus in (1, 4))

@@ -432,7 +432,7 @@ BOMBS = [
 
 def test_no_answer_stops_the_grading(tmp_path):
     """An answer that is too large to compute costs at most its deadline and is never right; the next one is graded."""
-    task = make("math500", folder=files(tmp_path), deadline=2, workers=2)
+    task = make("math500", folder=files(tmp_path), deadline=1, workers=2)
     texts = [text for bomb in BOMBS for text in (box(bomb), box("9.0"))]
     grades = task.grade([Prompt("", "9" if "9.0" in text else "7", i) for i, text in enumerate(texts)], texts)
     assert {grade.reward for grade in grades[::2]} == {0.0} and {grade.verdict for grade in grades[::2]} <= {
@@ -459,8 +459,8 @@ def sent(monkeypatch):
 
     def keep(thing, what):
         if what.startswith("the answer of prompt"):
-            thing = (*thing[:2], messages.cpu or thing[2])
             messages.all.append(thing)
+            thing = (*thing[:2], messages.cpu or thing[2])
         return packed(thing, what)
 
     monkeypatch.setattr(verify, "_packed", keep)
@@ -482,17 +482,39 @@ def test_bombs_cost_no_process_and_honest_answers_count(tmp_path, sent):
     task.close()
 
 
-def test_patience_shrinks_with_timeouts_and_returns_with_the_next_call(tmp_path, sent):
-    task = make("math500", folder=files(tmp_path), deadline=0.6, workers=1)
-    prompts = [Prompt("", "7", i) for i in range(4)]
-    task.grade(prompts, [box(f"{9 + i}^{{9^{{9^{{9}}}}}}") for i in range(3)] + [box("14/2")])
-    assert [round(seconds, 2) for _, _, seconds in sent.all] == [0.6, 0.3, 0.25, 0.25]
-    sent.all.clear()
-    assert task.grade(prompts[:1], [box("14/2")]) == [R] and [seconds for _, _, seconds in sent.all] == [0.6]
+HONEST = [  # the first three take long in a process that met nothing like them, the last takes long in any
+    ("x^2+2x+1", "(x+1)^2"),
+    ("(x+1)^{10}", "x^{10}+10x^9+45x^8+120x^7+210x^6+252x^5+210x^4+120x^3+45x^2+10x+1"),
+    (r"\sin(2x)", r"2\sin(x)\cos(x)"),
+    ("1", "(" * 24 + "1" + ")" * 24),
+    ("12", "(1+" * 10 + "2" + ")" * 10),
+]
+
+
+@pytest.mark.parametrize("honest_first", [True, False])
+def test_an_honest_answer_is_right_among_any_number_of_bombs(tmp_path, monkeypatch, sent, honest_first):
+    monkeypatch.setattr(verify, "AGAIN", 3)  # as a thousand bombs would with 60
+    task = make("math500", folder=files(tmp_path), deadline=15, workers=2)
+    towers = [("7", f"{9 + i}^{{9^{{9^{{9}}}}}}") for i in range(6)]
+    pairs = HONEST + towers if honest_first else towers + HONEST
+    grades = task.grade([Prompt("", gold, i) for i, (gold, _) in enumerate(pairs)], [box(text) for _, text in pairs])
+    verdicts = dict(zip(pairs, grades, strict=True))
+    assert [verdicts[pair] for pair in HONEST] == [R] * len(HONEST)
+    assert [verdicts[pair].verdict for pair in towers] == ["timeout"] * 6
+    assert [seconds for _, _, seconds in sent.all if seconds != verify.QUICK] == [1.5] * 3
     task.close()
 
 
-def test_a_copy_that_is_killed_costs_one_completion_and_leaves_no_process(tmp_path):
+def test_a_rare_slow_answer_has_the_whole_deadline(tmp_path, sent):
+    task, sent.cpu = make("math500", folder=files(tmp_path), deadline=60, workers=1), 0.2
+    prompts = [Prompt("", "7", i) for i in range(3)]
+    task.grade(prompts, [box("9^{9^{9^{9}}}"), box("8^{9^{9^{9}}}"), box("14/2")])
+    assert [seconds for _, _, seconds in sent.all] == [0.2, 0.2, 0.2, 60, 60]
+    task.close()
+
+
+def test_a_copy_that_is_killed_costs_one_completion_and_leaves_no_process(tmp_path, sent):
+    sent.cpu = 20
     task = make("math500", folder=files(tmp_path), deadline=20, workers=1)
     assert task.grade([Prompt("", "7", 0)], [box("14/2")]) == [R]
     spare = psutil.Process(task._pool._children[0].process.pid)

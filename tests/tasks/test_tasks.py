@@ -226,6 +226,10 @@ def test_bad_options_are_told():
         ("recall", dict(filler=-1), "filler is -1"),
         ("recall", dict(count=[4.5, 10]), "least count is 4.5"),
         ("countdown", dict(search=640.5), "search is 640.5"),
+        ("countdown", dict(count=10**8), "count is 100000000; it must be at most 1,000"),
+        ("recall", dict(filler=10**9), "filler is 1000000000; it must be at most 100,000"),
+        ("stories", dict(steps=10**8), "steps is 100000000; it must be at most 10,000"),
+        ("stargraph", dict(arms=10**8, length=1, nodes=10**9), "at most 100,000"),
     ]:
         with pytest.raises(SparseRLError, match=message):
             make(name, **options)
@@ -237,6 +241,9 @@ def test_bad_options_are_told():
         make("countdwon")
     with pytest.raises(SparseRLError, match="the task sums has no option 'cuont'; did you mean 'count'"):
         make("sums", cuont=3)
+    for option in ("name", "self", "cls"):
+        with pytest.raises(SparseRLError, match=f"the task sums has no option '{option}'"):
+            make("sums", **{option: "x"})
     with pytest.raises(SparseRLError, match="the task sums has no option 'deadline'"):  # it is graded in this process
         make("sums", deadline=3)
 

@@ -144,18 +144,33 @@ def test_what_a_kill_left_is_cleaned(tmp_path):
     weights(tmp_path / "step-000004")
 
 
-def test_weights_that_are_not_finite_are_not_saved_over_good_ones(tmp_path, monkeypatch):
+def nan_weight(trainer):
+    trainer.learner.optimizer.masters[0].data[:] = torch.nan
+
+
+def infinite_moment(trainer):
+    next(iter(trainer.learner.optimizer.adamw.state.values()))["exp_avg_sq"][:] = torch.inf
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (nan_weight, "the logits of row .* are not finite at step 0 .* These weights were not saved; "),
+        (infinite_moment, "the weights or their moments are not finite after step 4, so they were not saved; "),
+    ],
+)
+def test_weights_that_are_ruined_are_not_saved_over_good_ones(tmp_path, monkeypatch, damage, message):
     folder, finish = tmp_path / "run", Trainer.finish_update
 
     def ruin(self, clock):
         if self.progress.steps == 2:
-            self.learner.optimizer.masters[0].data[:] = torch.nan
+            damage(self)
         finish(self, clock)
 
     settings = recipe(eval={"every": 0}, run={"steps": 4, "checkpoint_every": 2, "samples": 0})
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "finish_update", ruin)
-        with pytest.raises(SparseRLError, match=r"not finite after step 3, so they were not saved; .*step-000002\. Lo"):
+        with pytest.raises(SparseRLError, match=message + r"the last good .*step-000002\. Low"):
             train(settings, folder, show=False)
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
     train(settings, folder, resume=True, show=False)
