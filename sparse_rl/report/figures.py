@@ -167,7 +167,9 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """A table of runs, their verdicts, the differences of their recipes, and the commands that run them again."""
     parts = ["# Report", *([bullets([escaped(note) for note in bounded(notes)])] if notes else []), table_of_runs(runs)]
     for run in runs:
-        said = [f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves)]
+        said = [
+            f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves, run.aim)
+        ]
         said += [f"note: {escaped(note)}" for note in bounded(run.notes)]
         parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
     if len(runs) > 1:

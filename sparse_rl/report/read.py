@@ -16,6 +16,7 @@ import numpy as np
 
 from ..config import make_recipe, migrate, read_yaml
 from ..errors import SparseRLError
+from .aim import Aim, aim_of
 from .curves import EXPECTED, Curve, damage, lies_in, read_curves
 from .lines import contents, json_object
 from .recipe import LONGEST, plain
@@ -42,6 +43,10 @@ class Run:
     def arm(self) -> str:
         """What a run stands for in a comparison: its method, or `dense` if its rollouts were on a dense cache."""
         return "dense" if self.recipe.get("rollout", {}).get("compressor") == "dense" else self.method
+
+    @property
+    def aim(self) -> Aim:
+        return aim_of(self.recipe)
 
     @property
     def steps(self) -> int:
