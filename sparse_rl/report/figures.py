@@ -88,6 +88,9 @@ def png(runs: Sequence[Run]) -> bytes:
                     draw(axis, name, known[name], most, tints[number], style)
             if title == XI:
                 shade(axis, run, most, tints[number])
+        if title == XI:  # in the shadow view it is 1 but for rounding, which is not worth an axis
+            (low, high), middle = axis.get_ylim(), sum(axis.get_ylim()) / 2
+            axis.set_ylim(min(low, middle - 0.02), max(high, middle + 0.02))
         if title == ALPHA:
             axis.axhline(0.86, color="0.4", linestyle=":")
         if DENSE in lines:
