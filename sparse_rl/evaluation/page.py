@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +18,10 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 96rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #8884 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9em }
+th, td { text-align: left; vertical-align: bottom; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid #8884 }
+td:first-child { white-space: nowrap }
+code { overflow-wrap: anywhere }
 tr.dense td { border-top: 2px solid #8888 }
 img { max-width: 100%; background: white; border-radius: 4px }
 p, li { max-width: 50rem }
@@ -89,14 +92,14 @@ def with_interval(axis, points: list[tuple[float, float, float]], x: Sequence[fl
         axis.axhspan(low, high, color=style["color"], alpha=0.06)
     else:
         error = [[max(0.0, mean - low) for mean, low, _ in points], [max(0.0, high - mean) for mean, _, high in points]]
-        axis.errorbar(x, [mean for mean, _, _ in points], error, marker="o", capsize=2, **style)
+        axis.errorbar(x, [mean for mean, _, _ in points], error, capsize=2, **style)
 
 
 def of_agreement(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict) -> None:
     axis.set_ylabel("text in common with dense")
     axis.set_ylim(top=1.02)
     if x is not None:
-        axis.plot(x, [c.in_common for c in line], marker="o", linewidth=0.8, **style)
+        axis.plot(x, [c.in_common for c in line], linewidth=0.8, **style)
     elif line[0].in_common is not None:
         axis.axhline(line[0].in_common, linewidth=1, **style)
 
@@ -105,7 +108,7 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
     models = list(dict.fromkeys(c.model for c in cells))
     names = list(dict.fromkeys(c.cache.split()[0] for c in cells if c.budget is not None))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
-    nearest = min((b / a for a, b in itertools.pairwise(budgets)), default=2.0)
+    nearest = min((b / a for a, b in itertools.pairwise(budgets)), default=1.5)
     curves = max(len(models) * len(names) - 1, 1)
     for number, model in enumerate(models):
         style = {"linestyle": ("-", "--", ":", "-.")[number % 4]}
@@ -115,7 +118,9 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
             mine = [c for c in cells if c.model == model and c.cache.split()[0] == name]
             at = sorted(((c.budget, k) for k, c in enumerate(mine) if c.budget is not None))
             line, x = [mine[k] for _, k in at], [budget * aside for budget, _ in at]
-            quantity(axis, line, x, {**style, "color": f"C{i}", "label": legible(before + name)})
+            tint = f"C{i if len(names) > 1 else number}"  # of the cache, or of the model if there is one cache
+            marker = "os^Dv"[number % 5]
+            quantity(axis, line, x, {**style, "color": tint, "marker": marker, "label": legible(before + name)})
         for i, c in enumerate(c for c in cells if c.model == model and c.budget is None):
             color = "black" if c.cache == "dense" else f"C{len(names) + i}"
             quantity(axis, [c], None, {**style, "color": color, "label": legible(before + c.cache)})
@@ -123,6 +128,8 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
         axis.minorticks_off()
+        if len(budgets) == 1:  # points side by side at the tick, not at the edges
+            axis.set_xlim(budgets[0] / 2, budgets[0] * 2)
     axis.set(title=legible(bench), xlabel="budget")
     if quantity is not of_reward:  # which may be negative
         axis.set_ylim(bottom=0)
@@ -140,6 +147,11 @@ def legible(text: str) -> str:
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")
 
 
+def with_code(text: str) -> str:
+    """Text as HTML, with what stands between backticks as code."""
+    return re.sub("`(.*)`", r"<code>\1</code>", html.escape(text), flags=re.DOTALL)
+
+
 def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
     models = list(dict.fromkeys(c.model for c in cells))
     tests = sum(d is not None for c in cells for d in (c.cost, c.better, c.reward_cost, c.reward_better))
@@ -147,7 +159,7 @@ def page(cells: Sequence[Cell], picture: bytes, asked: str) -> str:
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{html.escape(' against '.join(models))}</title><style>{STYLE}</style>",
-        f"<h1>{html.escape(' against '.join(models))}, dense and sparse inference</h1><p>{html.escape(asked)}</p>",
+        f"<h1>{html.escape(' against '.join(models))}, dense and sparse inference</h1><p>{with_code(asked)}</p>",
         f"<img alt='accuracy, reward and text in common against budget' src='data:image/png;base64,{encoded}'>",
     ]
     benches = list(dict.fromkeys(c.bench for c in cells))

@@ -52,7 +52,7 @@ def described(run: Run, most: int) -> dict[str, Any]:
         "notes": bounded(run.notes),
         "clock": {"step": clock["step"], "seconds": clock.get("high", clock["mean"])},  # at the bin's last step
         "curves": {name: binned(curve, most, regular=not is_evaluation(name)) for name, curve in run.curves.items()},
-        "verdict": verdict(run.curves),
+        "verdict": verdict(run.curves, run.aim),
         "recipe": settings(run.recipe),
         "trajectories": [],
     }

@@ -88,6 +88,9 @@ def png(runs: Sequence[Run]) -> bytes:
                     draw(axis, name, known[name], most, tints[number], style)
             if title == XI:
                 shade(axis, run, most, tints[number])
+        if title == XI:  # in the shadow view it is 1 but for rounding, which is not worth an axis
+            (low, high), middle = axis.get_ylim(), sum(axis.get_ylim()) / 2
+            axis.set_ylim(min(low, middle - 0.02), max(high, middle + 0.02))
         if title == ALPHA:
             axis.axhline(0.86, color="0.4", linestyle=":")
         if DENSE in lines:
@@ -167,7 +170,9 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """A table of runs, their verdicts, the differences of their recipes, and the commands that run them again."""
     parts = ["# Report", *([bullets([escaped(note) for note in bounded(notes)])] if notes else []), table_of_runs(runs)]
     for run in runs:
-        said = [f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves)]
+        said = [
+            f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves, run.aim)
+        ]
         said += [f"note: {escaped(note)}" for note in bounded(run.notes)]
         parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
     if len(runs) > 1:

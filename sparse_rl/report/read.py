@@ -17,6 +17,7 @@ import numpy as np
 from ..config import make_recipe, migrate, read_yaml
 from ..errors import SparseRLError
 from ..files import lies_in
+from .aim import Aim, aim_of
 from .curves import EXPECTED, Curve, damage, read_curves
 from .lines import contents, json_object
 from .recipe import LONGEST, plain
@@ -43,6 +44,10 @@ class Run:
     def arm(self) -> str:
         """What a run stands for in a comparison: its method, or `dense` if its rollouts were on a dense cache."""
         return "dense" if self.recipe.get("rollout", {}).get("compressor") == "dense" else self.method
+
+    @property
+    def aim(self) -> Aim:
+        return aim_of(self.recipe)
 
     @property
     def steps(self) -> int:

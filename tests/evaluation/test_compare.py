@@ -10,7 +10,7 @@ from sparse_rl import SparseRLError
 from sparse_rl.evaluation import Cache, summarize
 from sparse_rl.evaluation.cache import caches
 from sparse_rl.evaluation.compare import ALL, agreement, cross, difference, rows_of
-from sparse_rl.evaluation.page import draw
+from sparse_rl.evaluation.page import draw, of_accuracy, page, panel
 from sparse_rl.evaluation.results import Item, shares
 from sparse_rl.evaluation.run import Evaluated
 from sparse_rl.evaluation.statistics import interval, mcnemar, paired
@@ -154,3 +154,20 @@ def test_rewards_are_compared_in_pairs_where_they_say_more_than_accuracy():
     plain = [evaluated("a", cache, [item(right=True)]) for cache in (Cache("dense"), Cache("rkv", 8, 4))]
     assert not any("reward" in heading for heading in rows_of("sums", cross(plain))[0])
     assert draw([first, second]).startswith(b"\x89PNG")
+
+
+def test_models_on_one_budget_can_be_told_apart():
+    figure = pytest.importorskip("matplotlib.figure")
+    sets = [(model, cache) for model in ("mine", "start") for cache in (Cache("dense"), Cache("rkv", 48, 4))]
+    cells = cross([evaluated(m, c, [item(index=i, right=i % 2 == 0) for i in range(8)]) for m, c in sets])
+    axis = figure.Figure().subplots()
+    panel(axis, "sums", cells, of_accuracy)
+    points = [bars.lines[0] for bars in axis.containers]
+    assert len({(line.get_color(), line.get_marker()) for line in points}) == len(points) == 2
+    assert len({line.get_color() for line in points}) == len({line.get_marker() for line in points}) == 2
+    (low, high), at = axis.get_xlim(), [line.get_xdata()[0] for line in points]
+    assert at[0] != at[1] and all(0.9 * 48 < x < 1.1 * 48 for x in at)  # beside the tick
+    assert low < 0.6 * 48 and high > 1.6 * 48  # which is not at an edge
+    assert sorted(axis.get_legend_handles_labels()[1]) == ["mine, dense", "mine, rkv", "start, dense", "start, rkv"]
+    shown = page(cells, draw(cells), "sums; `sparse-rl eval <b>`")
+    assert "<p>sums; <code>sparse-rl eval &lt;b&gt;</code></p>" in shown and "`" not in shown

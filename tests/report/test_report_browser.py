@@ -683,5 +683,37 @@ def test_rewards_that_say_more_than_accuracy_have_figures(show):
     _, rows = hover(tab, canvas(tab, "Named rewards"), 0.5)
     assert [number(value) for _, value in rows] == [0.5]
     canvas(tab, "Held-out reward")
+    more["curves"]["reward/aloud/mean"] = curve(steps, [0.7] * len(steps))
+    other = run("other", curves={"reward/brief/mean": curve(steps, [0.1] * len(steps))})
+    named = show(document(other, more))
+    canvas(named, "Named rewards")
+    keys = named.locator("article.card", has=named.get_by_role("heading", name="Named rewards")).locator(".key")
+    assert [(key.inner_text(), key.get_attribute("class").split()[1:]) for key in keys.all()] == [
+        ("aloud", []),
+        ("brief", ["dashed"]),
+    ]
+    styles = "FIGURES.find((f) => f.title === 'Named rewards').series(state.doc.runs[0]).map((s) => [s.label, s.dash])"
+    assert named.evaluate(styles) == [["brief", "dashed"]]  # a name has its style in every run
     table = tab.locator("#table").text_content()
     assert "share right, last / best" in table and "dense reward, last / best" in table
+
+
+def test_ticks_of_a_curve_that_hardly_moves_do_not_look_alike(show):
+    steps = [1, 2, 3]
+    still = {f"gap/xi/{p}": curve(steps, [1.0, 1.0 + 1e-6, 1.0]) for p in ("p05", "p50", "p95")}
+    still["old/entropy/mean"] = curve(steps, [1.0, 1.00002, 1.00004])
+    still["rollout/length/mean"] = curve(steps, [10.0, 20.0, 30.0])
+    tab = show(document(run("still", curves=still)))
+    tab.evaluate(
+        "() => { const fill = CanvasRenderingContext2D.prototype.fillText; window.told = [];"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
+        " if (this.textAlign === 'right') window.told.push(text); fill.call(this, text, x, y); }; }"
+    )
+    for title in ("\u03be: learner over sampler", "Entropy", "Response length"):
+        ticks = tab.evaluate(
+            "(title) => { window.told = []; main.find((c) => c.figure.title === title).draw(); return window.told; }",
+            title,
+        )
+        assert len(ticks) >= 3 and len(set(ticks)) == len(ticks), (title, ticks)
+        if title.startswith("\u03be"):
+            assert {"0.98", "1", "1.02"} <= set(ticks)  # rounding does not fill the figure

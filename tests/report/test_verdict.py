@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparse_rl.report.aim import UNKNOWN, Aim, aim_of
 from sparse_rl.report.curves import Curve
 from sparse_rl.report.thresholds import THRESHOLDS
 from sparse_rl.report.verdict import verdict
@@ -41,7 +42,8 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     "skipped": (lambda x: curves(update__skipped__count=x), "update/skipped/count"),
     "empty": (lambda x: curves(update__empty__count=x), "update/empty/count"),
     "flat": (lambda x: curves(advantage__groups_without_variance__frac=x), "advantage/groups_without_variance/frac"),
-    "gap": (lambda x: curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.5 - x)), "eval/sparse/accuracy"),
+    "gap": (lambda x: curves(eval__dense__accuracy=(0.5, 0.5 + x), eval__sparse__accuracy=0.5), "eval/sparse/accuracy"),
+    "behind": (lambda x: curves(eval__dense__accuracy=0.5 + x, eval__sparse__accuracy=0.5), "eval/sparse/accuracy"),
     "held_out": (lambda x: curves(eval__dense__accuracy=(0.5, 0.5 - x)), "eval/dense/accuracy"),
     "held_out_reward": (
         lambda x: curves(eval__dense__reward=(-1 + x, -1.0), eval__dense__accuracy=0.5),
@@ -55,21 +57,22 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     ),
     "student": (lambda x: curves(student__c8__kl=(0.5, 0.5 * x)), "student/c8/kl"),
 }
+AIMS = {"behind": Aim("shadow", small=True)}  # rule -> the runs that it is about
 
 
 @pytest.mark.parametrize("rule", [rule for rule in THRESHOLDS if rule != "reward"])
 def test_each_rule_turns_at_its_thresholds(rule):
-    make, figure = ONE[rule]
+    (make, figure), aim = ONE[rule], AIMS.get(rule, UNKNOWN)
     warn, fail = THRESHOLDS[rule]
     step = 1e-3 if fail > warn else -1e-3  # towards fail
 
     def said(x):
-        return next((s["level"] for s in verdict(make(x)) if s["figure"] == figure), "good")
+        return next((s["level"] for s in verdict(make(x), aim) if s["figure"] == figure), "good")
 
     assert said(warn - step) == "good" and said(warn + step) == "warn"
     if math.isfinite(fail):
         assert said(fail - step) == "warn" and said(fail + step) == "fail"
-    worst = next(s for s in verdict(make(warn + step)) if s["figure"] == figure)
+    worst = next(s for s in verdict(make(warn + step), aim) if s["figure"] == figure)
     assert math.isfinite(worst["value"]) and any(c.isdigit() for c in worst["text"])
     assert verdict({name: Curve(c.step, c.value * np.nan) for name, c in make(warn + step).items()}) == []
     for name in make(warn):
@@ -114,9 +117,106 @@ def test_accuracies_that_say_nothing_are_not_called_good():
     assert never["level"] == "warn" and "Nothing is right in any of the 50 evaluations" in never["text"]
     said = [s["text"] for s in verdict(curves(eval__dense__accuracy=0.5, eval__sparse__accuracy=(0.5, 0.555)))]
     assert said == [
-        "Held-out accuracy on the dense cache stayed at 0.500.",
-        "On the small cache held-out accuracy is 0.055 higher than on the dense cache (at the start the same).",
+        "Held-out accuracy on the dense cache stayed at 0.500 between steps 1 and 50.",
+        "Held-out accuracy on the small cache went from 0.500 to 0.555 between steps 1 and 50; it is 0.055 higher than "
+        "on the dense cache (at the start the same).",
     ]
+
+
+SMALL, DENSE = "eval/sparse/accuracy", "eval/dense/accuracy"
+
+
+def held_out(dense, sparse, aim):
+    """figure -> its sentence, of three evaluations on each cache."""
+    steps = np.array([0, 10, 20])
+    told = verdict({DENSE: Curve(steps, np.array(dense)), SMALL: Curve(steps, np.array(sparse))}, aim)
+    assert len(told) == 2  # both caches, whatever became of them
+    return {s["figure"]: s for s in told}
+
+
+def test_a_run_is_judged_on_the_cache_that_it_is_for():
+    fell, rose = (0.531, 0.4, 0.2), (0.2, 0.3, 0.4)
+    for method in ("shadow", "smd"):
+        aim = aim_of({"learn": {"method": method}, "eval": {"prompts": 200}})
+        told = held_out(fell, rose, aim)
+        assert told[SMALL]["level"] == "good" and told[DENSE]["level"] == "warn"  # never fail: it is not for this cache
+        assert "trains the small cache" in told[DENSE]["text"]
+        told = held_out(rose, fell, aim)
+        assert told[SMALL]["level"] == "fail" and told[DENSE]["level"] == "good"
+        assert "learn.method" not in told[SMALL]["text"]
+        told = held_out((0.5, 0.5, 0.55), (0.06, 0.08, 0.09), aim)  # it rose, and is still useless
+        assert told[SMALL]["level"] == "warn" and "0.460 lower than on the dense cache" in told[SMALL]["text"]
+    for method in ("naive", "none", "tis", "sparse-rl"):
+        aim = aim_of({"learn": {"method": method}, "eval": {"prompts": 200}})
+        told = held_out(fell, rose, aim)
+        assert told[DENSE]["level"] == "fail" and told[SMALL]["level"] == "good"
+        assert ("sparse-rl" in told[DENSE]["text"]) == (method != "sparse-rl")
+        assert "went from 0.200 to 0.400" in told[SMALL]["text"]
+        told = held_out(fell, (0.5, 0.3, 0.2), aim)  # both fell
+        assert [told[DENSE]["level"], told[SMALL]["level"]] == ["fail", "warn"]
+
+
+def test_the_numbers_beside_a_metric_are_its_last_evaluation():
+    for aim in (Aim("shadow", small=True), Aim("sparse-rl")):
+        told = held_out((0.4, 0.5, 0.47), (0.25, 0.3, 0.46), aim)
+        assert told[DENSE]["value"] == 0.47 and told[SMALL]["value"] == 0.46
+        assert "went from 0.400 to 0.470 between steps 0 and 20" in told[DENSE]["text"]
+        assert "went from 0.250 to 0.460 between steps 0 and 20" in told[SMALL]["text"]
+    rewards = {
+        f"eval/dense/{name}": Curve(np.arange(6), np.arange(6.0) / by) for name, by in (("reward", 5), ("accuracy", 9))
+    }
+    (said,) = [s for s in verdict(rewards) if s["figure"] == "eval/dense/reward"]
+    assert "went from 0.100 to 0.900 (means of the first 2 and the last 2 evaluations)" in said["text"]
+
+
+@pytest.mark.parametrize(("problems", "expected"), [(16, "good"), (64, "good"), (2000, "warn"), (None, "warn")])
+def test_a_fall_that_may_be_chance_is_no_warning(problems, expected):
+    told = held_out((0.531, 0.422, 0.453), (0.5, 0.5, 0.5), Aim("sparse-rl", problems=problems))
+    assert told[DENSE]["level"] == expected
+    assert (f"{problems:,} problems" if problems else "between steps 0 and 20:") in told[DENSE]["text"]
+
+
+def test_chance_covers_what_two_evaluations_of_one_model_differ_by():
+    draw = np.random.default_rng(0)
+    for problems, share in ((32, 0.05), (64, 0.5), (500, 0.2)):
+        pairs = draw.binomial(problems, share, size=(2000, 2)) / problems
+        beyond = [abs(a - b) > Aim(problems=problems).chance((a, b)) for a, b in pairs.tolist()]
+        assert np.mean(beyond) < 0.06
+
+
+def test_no_method_is_advised_to_those_who_use_it():
+    bad = curves(
+        reject__trajectories__frac=0.9,
+        reject__rewarded__frac=0.9,
+        reject__unrewarded__frac=0.1,
+        gap__alpha__p05=0.1,
+        old__entropy__mean=0.5,
+        eval__dense__accuracy=(0.6, 0.2),
+        eval__sparse__accuracy=(0.6, 0.1),
+    )
+    for method in ("shadow", "smd", "tis", "mis", "naive", "sparse-rl", "sparse-rl-released"):
+        for text in (s["text"] for s in verdict(bad, aim_of({"learn": {"method": method}}))):
+            advised = text.partition("learn.method: ")[2].rstrip(".)").split(" or ")
+            assert method not in advised, text
+            assert not (method == "smd" and "shadow" in advised), text
+    (alpha,) = [s for s in verdict(bad, Aim("shadow", small=True)) if s["figure"] == "gap/alpha/p05"]
+    assert alpha["level"] == "warn"  # the learner sees what the sampler saw
+
+
+def test_students_are_judged_on_their_own_evaluations():
+    told = verdict(curves(eval__dense__accuracy=0.6, eval__c8__accuracy=(0.1, 0.3)), Aim(problems=100))
+    (said,) = [s for s in told if s["figure"] == "eval/c8/accuracy"]
+    assert said["level"] == "warn" and said["value"] == 0.3 and "of student c8 went from 0.100 to 0.300" in said["text"]
+
+
+def test_the_aim_of_recipes_in_any_state():
+    assert aim_of({}) == UNKNOWN
+    learn = {"method": "none", "view": "shadow"}
+    assert aim_of({"learn": learn, "eval": {"prompts": 64}, "task": {"holdout": 40}}) == Aim("none", True, 40)
+    other = {"prompts": 64, "options": {"files": "test.jsonl"}}
+    assert aim_of({"learn": learn, "eval": other, "task": {"holdout": 40}}).problems == 64
+    assert aim_of({"learn": {"method": "shadow"}, "rollout": {"compressor": "dense"}}) == Aim("dense")
+    assert aim_of({"learn": {"method": ["a"], "view": 3}, "eval": {"prompts": "many"}}).problems is None
 
 
 def test_numbers_that_look_alike_are_not_called_a_range():

@@ -86,7 +86,8 @@ class Chart {
     const { title, names, keys = [], about } = this.figure;
     const legend = keys.map(([dash, label]) => el("span", { class: `key ${dash ? "dashed" : ""}` }, label));
     this.extra = el("span", { class: "extra" });
-    return [el("h3", {}, title, this.extra), el("p", { class: "names" }, names[0] === title ? "" : said(names.join(", "), "mono"), ...legend), ...(about ? [el("p", { class: "hint" }, about)] : [])];
+    this.labels = el("span", { class: "labels" }); // of curves whose names only the runs know
+    return [el("h3", {}, title, this.extra), el("p", { class: "names" }, names[0] === title ? "" : said(names.join(", "), "mono"), ...legend, this.labels), ...(about ? [el("p", { class: "hint" }, about)] : [])];
   }
 
   traces() {
@@ -110,6 +111,8 @@ class Chart {
     if (y0 > y1) [y0, y1] = [0, 1];
     for (const line of this.figure.lines ?? []) { y0 = Math.min(y0, line.y); y1 = Math.max(y1, line.y); }
     if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
+    const missing = (this.figure.span ?? 0) - (y1 - y0); // to the least height
+    if (missing > 0) [y0, y1] = [y0 - missing / 2, y1 + missing / 2];
     if (y0 >= 0 && y0 < 0.6 * y1) y0 = 0;
     const pad = 0.05 * (y1 - y0) || 0.05 * Math.abs(y1) || 0.5;
     return { x0, x1, y0: y0 === 0 ? 0 : y0 - pad, y1: y1 + pad };
@@ -119,6 +122,7 @@ class Chart {
     this.dirty = false;
     const [g, width, height] = sharp(this.canvas, this.figure.height ?? 190);
     const traces = (this.drawn = this.traces());
+    if (this.figure.labels) this.labels.replaceChildren(...this.figure.labels().map(([style, label]) => el("span", { class: `key ${style}` }, label)));
     const r = this.range(traces);
     const inner = { w: width - MARGIN.left - MARGIN.right, h: height - MARGIN.top - MARGIN.bottom };
     const X = (x) => MARGIN.left + ((x - r.x0) / (r.x1 - r.x0)) * inner.w;
@@ -158,9 +162,11 @@ class Chart {
     g.textAlign = "right";
     g.textBaseline = "middle";
     const unit = this.figure.format === bytes ? 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(1, r.y1)) / 10)) : 1;
-    for (const y of niceTicks(r.y0 / unit, r.y1 / unit, 5)) {
+    const ticks = niceTicks(r.y0 / unit, r.y1 / unit, 5);
+    const plain = new Set(ticks.map(short)).size === ticks.length ? short : (y) => num(y, 8); // ticks must not look alike
+    for (const y of ticks) {
       path(g, [[MARGIN.left, this.Y(y * unit)], [width - MARGIN.right, this.Y(y * unit)]]);
-      g.fillText(unit > 1 || this.figure.format === bytes ? bytes(y * unit) : this.figure.format === percent ? percent(y) : short(y), MARGIN.left - 6, this.Y(y * unit));
+      g.fillText(unit > 1 || this.figure.format === bytes ? bytes(y * unit) : this.figure.format === percent ? percent(y) : plain(y), MARGIN.left - 6, this.Y(y * unit));
     }
     g.textAlign = "center";
     g.textBaseline = "top";
@@ -185,7 +191,7 @@ class Chart {
     for (const t of traces) {
       g.strokeStyle = g.fillStyle = t.colour;
       g.lineJoin = "round";
-      g.setLineDash(t.dash ? [5, 4] : []);
+      g.setLineDash(t.dash === "dotted" ? [2, 3] : t.dash ? [5, 4] : []);
       for (const [values, alpha, wide] of t.smooth ? [[t.curve.mean, 0.28, 1], [t.smooth, 1, 1.8]] : [[t.curve.mean, 1, 1.5]]) {
         g.globalAlpha = alpha;
         g.lineWidth = wide;

@@ -20,6 +20,17 @@ function apart(run, one, other) {
 }
 
 const NAMED = /^reward\/(?!right\/)[^/]+\/mean$/;
+const STUDENT = /^student\/.*\/kl$/;
+
+// A figure of all metrics that match, one line each. A name has the same style in every run; the legend tells which.
+function family(match, short, more) {
+  const every = () => [...new Set(state.doc.runs.flatMap((run) => Object.keys(run.curves)))].filter((n) => match.test(n)).sort();
+  const styled = () => every().map((n, k) => [["", "dashed", "dotted"][k % 3], n]);
+  return {
+    match, labels: () => styled().map(([style, n]) => [style, visible(short(n))]),
+    series: (run) => styled().filter(([, n]) => Object.hasOwn(run.curves, n)).map(([dash, n]) => ({ label: visible(short(n)), curve: curve(run, n), dash })), ...more,
+  };
+}
 
 const FIGURES = [
   {
@@ -28,11 +39,11 @@ const FIGURES = [
       ? [{ label: "reward", curve: curve(run, "reward/mean") }, { label: "share right", dash: true, curve: curve(run, "reward/right/frac") }]
       : [{ label: "", curve: curve(run, "reward/mean") }]),
   },
-  { title: "Named rewards", names: ["reward/NAME/mean"], match: NAMED, when: (run) => Object.keys(run.curves).some((n) => NAMED.test(n)), about: "What the reward is made of, before weights.", series: (run) => Object.keys(run.curves).filter((n) => NAMED.test(n)).map((n, k) => ({ label: visible(n.slice(7, -5)), curve: curve(run, n), dash: k % 2 === 1 })) },
+  family(NAMED, (n) => n.slice(7, -5), { title: "Named rewards", names: ["reward/NAME/mean"], when: (run) => Object.keys(run.curves).some((n) => NAMED.test(n)), about: "What the reward is made of, before weights." }),
   pair("Held-out accuracy", "eval/dense/accuracy", "eval/sparse/accuracy", ["dense cache", "sparse cache"]),
   pair("Held-out reward", "eval/dense/reward", "eval/sparse/reward", ["dense cache", "sparse cache"], { when: (run) => ["dense", "sparse"].some((cache) => apart(run, `eval/${cache}/reward`, `eval/${cache}/accuracy`)) }),
   single("Rejected trajectories", "reject/trajectories/frac", { about: "Share rejected because a token was too unlikely for the learner." }),
-  { title: "\u03be: learner over sampler", names: ["gap/xi/p50", "gap/xi/p05", "gap/xi/p95"], series: xiBand, about: "Ratio of a token\u2019s probabilities: median, and 5th to 95th percentile." },
+  { title: "\u03be: learner over sampler", names: ["gap/xi/p50", "gap/xi/p05", "gap/xi/p95"], series: xiBand, span: 0.04, about: "Ratio of a token\u2019s probabilities: median, and 5th to 95th percentile." },
   single("\u03b1\u2085: overlap with dense", "gap/alpha/p05", { lines: [{ y: 0.86, label: "0.86" }], about: "5th percentile over tokens; healthy above 0.86." }),
   pair("KL to the reference", "old/kl/mean", "update/kl/mean", ["all tokens", "tokens that count"]),
   single("Clipped tokens", "update/clip/frac"),
@@ -46,7 +57,7 @@ const FIGURES = [
     ],
   },
   single("Sampling speed", "rollout/tokens_per_s", { about: "Tokens per second." }),
-  { title: "Students\u2019 KL", names: ["student/NAME/kl"], match: /^student\/.*\/kl$/, about: "KL(teacher || student), nats per response token.", series: (run) => Object.keys(run.curves).filter((n) => /^student\/.*\/kl$/.test(n)).map((n, k) => ({ label: visible(n.slice(8, -3)), curve: curve(run, n), dash: k % 2 === 1 })) },
+  family(STUDENT, (n) => n.slice(8, -3), { title: "Students\u2019 KL", names: ["student/NAME/kl"], about: "KL(teacher || student), nats per response token." }),
 ];
 
 // Shares of a step's seconds, stacked, of one run at a time.
