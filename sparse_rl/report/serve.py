@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def handle_one_request(self) -> None:
-        self.late = threading.Timer(self.timeout or PATIENCE, self.stop_reading)
+        self.late = threading.Timer(self.timeout or PATIENCE, self.hang_up)
         self.late.daemon = True
         self.late.start()
         try:
@@ -98,9 +98,9 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             self.late.cancel()
 
-    def stop_reading(self) -> None:
+    def hang_up(self) -> None:
         with suppress(OSError):  # it has ended meanwhile
-            self.connection.shutdown(socket.SHUT_RD)
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         port = self.server.server_port
