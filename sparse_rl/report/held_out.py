@@ -27,7 +27,7 @@ def held_out(curves: Curves, aim: Aim) -> list[Sentence]:
     said = [sentence for cache in (reversed(caches) if aim.small else caches) for sentence in cache]
     for figure in curves:
         if (found := STUDENT.fullmatch(figure)) is not None and figure not in (dense, sparse):
-            said += trained(curves, aim, figure, f"of student {found[1]}")
+            said += trained(curves, aim, figure, f"of student {found[1]}", student=True)
     return said
 
 
@@ -44,7 +44,7 @@ def on_dense(curves: Curves, aim: Aim, figure: str) -> list[Sentence]:
     return [Sentence("warn" if warn else "good", text if warn else f"{said}.", figure, last)]
 
 
-def trained(curves: Curves, aim: Aim, figure: str, where: str) -> list[Sentence]:
+def trained(curves: Curves, aim: Aim, figure: str, where: str, student: bool = False) -> list[Sentence]:
     """Accuracy where it should grow, so that a fall, or staying behind the dense cache, is bad news."""
     if (ends := first_and_last(curves, figure)) is None:
         return []
@@ -52,13 +52,14 @@ def trained(curves: Curves, aim: Aim, figure: str, where: str) -> list[Sentence]
     said = moved(aim, where, ends)
     found = level("held_out", fall(aim, first, last))
     if found != "good":
-        return [Sentence(found, f"{said}: what is learned does not carry over; {carry(aim)}.", figure, last)]
+        remedy = "lower student.lr" if student else carry(aim)
+        return [Sentence(found, f"{said}: what is learned does not carry over; {remedy}.", figure, last)]
     dense = at_both_ends(curves, "eval/dense/accuracy", figure)
     if dense is None or figure == "eval/dense/accuracy":
         return [Sentence("good", f"{said}.", figure, last)]
     said = f"{said}; it is {' '.join(beside(dense[1] - last))} on the dense cache"
     behind = dense[1] - last if dense[1] - last > aim.chance((dense[1], last)) else 0.0
-    remedy = f"train longer, or {'raise rollout.budget' if figure == 'eval/sparse/accuracy' else 'raise student.lr'}"
+    remedy = "train longer" if student else "train longer, or raise rollout.budget"
     return judged("behind", last, figure, f"{said}.", f"{said}: {remedy}.", judge=behind)
 
 

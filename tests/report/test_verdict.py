@@ -207,6 +207,8 @@ def test_students_are_judged_on_their_own_evaluations():
     told = verdict(curves(eval__dense__accuracy=0.6, eval__c8__accuracy=(0.1, 0.3)), Aim(problems=100))
     (said,) = [s for s in told if s["figure"] == "eval/c8/accuracy"]
     assert said["level"] == "warn" and said["value"] == 0.3 and "of student c8 went from 0.100 to 0.300" in said["text"]
+    told = verdict(curves(eval__dense__accuracy=0.6, eval__c8__accuracy=(0.6, 0.2)), Aim(problems=100))
+    assert told[0]["level"] == "fail" and "lower student.lr" in told[0]["text"]
 
 
 def test_the_aim_of_recipes_in_any_state():
