@@ -51,7 +51,7 @@ from sparse_rl.models import load_model
 HANG = 20.0  # seconds after which an input or a folder is said to hang
 STUCK = 180.0  # seconds after which a run that nobody kills is
 MEMORY = 16 << 30  # bytes of address space of a child
-BOMBS = 250  # of a case
+BOMBS = 1000  # of a case: a step of completions that are all bombs
 SMALL = {
     "model": {"name": "tiny"},
     "task": {"name": "sums", "count": 3},
