@@ -122,7 +122,7 @@ def source_of(name: str) -> tuple[str, dict[str, Any]]:
     if not name.endswith(".gguf"):
         return name, {}
     try:
-        import gguf  # noqa: F401
+        import gguf  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise SparseRLError(f"{name} is a GGUF file, which needs gguf: pip install 'sparse-rl[gguf]'.") from error
     return str(Path(name).parent), {"gguf_file": Path(name).name}
