@@ -52,9 +52,17 @@ def failing(monkeypatch, folder: Path, number: int):
 
         return call
 
+    really_open = os.open
+
+    def guarded_open(path, flags, *args, **options):
+        if flags & (os.O_WRONLY | os.O_RDWR) and Path(os.fsdecode(path)).is_relative_to(folder):
+            raise OSError(number, os.strerror(number), path)
+        return really_open(path, flags, *args, **options)
+
     with monkeypatch.context() as patch:
         for name in originals:
             patch.setattr(Path, name, guarded(name))
+        patch.setattr(os, "open", guarded_open)
         yield
 
 
