@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError
-from .record import FILE, Record, read_object, record_of
+from .folder import read_object
+from .record import FILE, Record, record_of
 from .tiny import is_tiny
 
 CONFIG = "adapter_config.json"

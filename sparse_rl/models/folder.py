@@ -64,17 +64,23 @@ def no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, which may be a stranger's."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
+        raise SparseRLError(f"{path} is not JSON ({error}); copy it again from where the model comes.") from error
+    if not isinstance(values, dict):
+        raise SparseRLError(f"{path} holds {type(values).__name__}, not an object with keys; copy it again.")
+    return values
+
+
 def check_layers(source: str) -> None:
     """Refuse a config.json that is not an object, or whose number of layers is absurd. `source`: it, or its folder."""
     path = Path(source) if source.endswith(".json") else Path(source) / "config.json"
     if not path.is_file():
         return
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
-        raise SparseRLError(f"{path} is not JSON ({error}); copy it again from where the model comes.") from error
-    if not isinstance(config, dict):
-        raise SparseRLError(f"{path} holds {type(config).__name__}, not the keys of a model's config; copy it again.")
+    config = read_object(path)
     for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
         for key in _LAYERS:
             value = part.get(key)

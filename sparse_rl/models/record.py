@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import SparseRLError
 from ..files import BEST, find_checkpoints
+from .folder import read_object
 from .logits import check_logits
 
 FILE = "sparse_rl.json"
@@ -110,17 +111,6 @@ def read_record(source: str) -> Record | None:
         values = read_object(path)
         return Record.from_dict(values, str(path)) if name == FILE else _from_config(values, str(path))
     return None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, which may be a stranger's."""
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
-        raise SparseRLError(f"{path} is not JSON ({error}); copy it again from where the model comes.") from error
-    if not isinstance(values, dict):
-        raise SparseRLError(f"{path} holds {type(values).__name__}, not an object with keys; copy it again.")
-    return values
 
 
 def find_model(name: str) -> str:

@@ -16,7 +16,7 @@ from ..compressors import Compressor
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import names_python_file
+from ..files import names_python_file, split_python_file
 from ..learn.learner import Learner
 from ..learn.loss import Loss
 from ..learn.shards import Sharded
@@ -81,11 +81,14 @@ def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def found_anywhere(name: str) -> str:
-    """The name of a compressor; of a user's file (FILE.py or FILE.py:CLASS) with its full path."""
+    """The name of a compressor; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full path."""
     if not names_python_file(name):
         return name
-    file, end, cls = name.partition(".py")
-    return f"{Path(file).expanduser().resolve()}{end}{cls}"
+    outer, colon, inner = name.partition(":")
+    if colon and names_python_file(inner):
+        return f"{outer}:{found_anywhere(inner)}"
+    path, cls = split_python_file(name)
+    return f"{path}:{cls}" if cls else str(path)
 
 
 def make_loss(recipe: Recipe) -> Loss:

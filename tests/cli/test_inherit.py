@@ -9,7 +9,7 @@ from sparse_rl import generate, load_model
 from sparse_rl.cli.inherit import line_about
 from sparse_rl.models import Record, read_record, set_record
 from sparse_rl.train.checkpoint import save_model
-from sparse_rl.train.parts import with_full_paths
+from sparse_rl.train.parts import found_anywhere, with_full_paths
 from sparse_rl.train.run import train
 from tests.helpers.evaluating import lines
 from tests.helpers.runs import recipe, run
@@ -195,3 +195,11 @@ def test_a_checkpoint_finds_its_task_files_from_anywhere(tmp_path, monkeypatch):
         assert first == str(tmp_path / "sums.jsonl") and found["holdout"] == 2
         assert isinstance(files, str) or found["files"][1] == "hub:someone/sums"
     assert with_full_paths({"count": 3}) == {"count": 3}
+
+
+def test_a_compressors_file_is_recorded_with_its_full_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert found_anywhere("rkv") == "rkv" and found_anywhere("prompt-only:rkv") == "prompt-only:rkv"
+    assert found_anywhere("mine.py") == f"{tmp_path}/mine.py"
+    assert found_anywhere("mine.py:Loud") == f"{tmp_path}/mine.py:Loud"
+    assert found_anywhere("prompt-only:mine.py:Loud") == f"prompt-only:{tmp_path}/mine.py:Loud"
