@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SparseRLError, cut
-from ..files import names_python_file, refuse_foreign_code
+from ..files import names_python_file, refuse_foreign_code, split_python_file
 from ..models import Record, find_model, read_record
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def same_task(first: str, second: str) -> bool:
     """Whether two names mean one task; a file may be named by any path to it."""
     if not (names_python_file(first) and names_python_file(second)):
         return first == second
-    (one, _, its), (other, _, others) = (name.partition(".py") for name in (first, second))
-    return its == others and Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    return split_python_file(first) == split_python_file(second)
 
 
 def agreed(values: Mapping[str, Any], what: str, option: str) -> Any:
