@@ -13,11 +13,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from sparse_rl import COMPRESSORS
 from tests.helpers.models import ARCHITECTURES, tiny
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # a shell's background jobs, and pytest's own workers, start with Ctrl-C ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_test_leaves_a_compressor_behind():
+    known = dict(COMPRESSORS)
+    yield
+    COMPRESSORS.clear()
+    COMPRESSORS.update(known)
 
 
 @pytest.fixture(params=ARCHITECTURES)
