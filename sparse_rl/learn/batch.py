@@ -27,8 +27,9 @@ from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
+from .fused import fused
 from .loss import Loss, token_scale
-from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
+from .score import batch_logprobs, hidden_states, replay_of, score_of
 
 # Mean nats by which two kernels may differ in their log-probs: ten times what is seen.
 _ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}
@@ -152,12 +153,11 @@ def score(
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     micro_batches = pack(sampled.lengths, micro_batch_tokens)
-    with evaluating(model):
+    with evaluating(model), fused(model):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
-            function = logprobs_entropies_ranks(temperature)
-            values = over_chunks(model, states, response.to(device), function, tokens[response].to(device)).cpu()
+            values = score_of(model, states, tokens.to(device), response.to(device), temperature).cpu()
             for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
     if view == "shadow":
@@ -165,7 +165,7 @@ def score(
     if reference is None:
         return Scored(sampled, old, entropies, ranks, view=view)
     references = torch.zeros_like(old)
-    with reference as other, evaluating(other):
+    with reference as other, evaluating(other), fused(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = replay(model, sampled, rows) if (reference_view or view) == "shadow" else None

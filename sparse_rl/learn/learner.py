@@ -23,6 +23,7 @@ from ..errors import SparseRLError
 from ..models import evaluating
 from .batch import Batch, pack, replay
 from .distill import DISTILL_WEIGHT, distillation
+from .fused import fused
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .score import batch_logprobs, hidden_states, logprobs_of
@@ -108,7 +109,7 @@ class Learner:
         `clipped` is filled in for this process's own rows.
         """
         sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
-        with learning(self.model):
+        with learning(self.model), fused(self.model):
             for rows in self._micro_batches(batch, active):
                 if not len(rows):
                     self._accumulate(self._empty_micro_batch() * 0.0)
@@ -150,7 +151,7 @@ class Learner:
         All processes get those of all.
         """
         sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
-        with evaluating(self.model):
+        with evaluating(self.model), fused(self.model):
             for rows in self._micro_batches(batch, self.objective.active(batch).nonzero()[:, 0]):
                 if not len(rows):
                     self._empty_micro_batch()
