@@ -96,7 +96,9 @@ class _Statistics(torch.autograd.Function):
             with torch.autocast(weight.device.type, enabled=False):
                 if to_hidden is not None:
                     to_hidden += wide_product(gradients, part.to(dtype).t())
-                if to_weight is not None:
+                if to_weight is not None and dtype == weight.dtype:
+                    torch.mm(gradients.t(), rows, out=to_weight[start:end])
+                elif to_weight is not None:
                     to_weight[start:end] = gradients.t() @ rows
             start = end
         return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, None, None, None, None

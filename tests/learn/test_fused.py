@@ -5,6 +5,9 @@ kernels themselves.
 """
 
 import copy
+import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ from tests.helpers.learning import batches_of
 from tests.helpers.models import prompts_of, tiny
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
-WAYS = ("modules", "twins", "kernels")
+ROOT = Path(__file__).parent.parent.parent
 
 
 def use(monkeypatch, way: str) -> None:
@@ -232,6 +235,34 @@ def test_gradient_checkpointing_computes_layers_again_by_the_same_kernels(shadow
     use(monkeypatch, "twins")
     _checkpoint(model, True)
     assert_close(found_by(model, done, shadow), expected, 2e-4)
+
+
+def test_a_backward_pass_after_the_with_is_refused_not_wrong(monkeypatch):
+    """Layers that are computed again by their modules do not match what the kernels saved."""
+    model = copy.deepcopy(tiny("qwen3", num_hidden_layers=1))
+    tokens = torch.tensor(prompts_of(6))
+    use(monkeypatch, "kernels")
+    _checkpoint(model, True)
+    with fused(model):
+        value = batch_logprobs(model, tokens, torch.arange(6)[None] > 0).sum()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        value.backward()
+
+
+def test_the_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import learner_gpu
+
+    command = ["learner_gpu.py", "--model", "tiny", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--ways", "modules,fused", "--views", "shadow"])
+    learner_gpu.main()
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    stages, apart = [x for x in lines if "stage" in x], [x for x in lines if "gradients" in x]
+    assert [(x["stage"], x["way"]) for x in stages] == [
+        (s, w) for s in ("score", "update") for w in ("modules", "fused")
+    ]
+    assert all(x["ms"] > 0 for x in stages)
+    assert apart[1]["way"] == "fused" and apart[1]["gradients"] < 2 * apart[0]["gradients_to_fp32"]
 
 
 @pytest.mark.parametrize("method", ["sparse-rl", "shadow"])
