@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import accepted_rows, collate, score
+from ..learn.packing import packs
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
@@ -129,6 +130,7 @@ class Sampler:
                 reference,
                 self.method.view,
                 "dense" if self.recipe.dpo.reference == "dense" else None,
+                packs(self.model, learn.packing),
             )
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
