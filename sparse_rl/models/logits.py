@@ -63,7 +63,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in fp32 or, if they are, wider. x [n, hidden], W [V, hidden], of one dtype -> [n, V]"""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight)
-    if x.is_cuda:
+    if x.is_cuda and len(x):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     size = max(64, _BLOCK // weight.shape[1])
     return torch.cat([F.linear(x.float(), part.float()) for part in weight.split(size)], 1)

@@ -268,7 +268,7 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["sparse-rl", "shadow"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_of_the_learner(method, dtype, monkeypatch):
-    """Old log-probs, metrics and next weights. In bf16 a step of 1e-3 moves weights by about their rounding."""
+    """Old log-probs, metrics and next weights, in fp32 packed too. In bf16 a step moves weights by their rounding."""
     settings = OptimizerSettings(lr=1e-3)
     found = []
     for way in ("modules", "twins"):
@@ -276,13 +276,17 @@ def test_a_step_of_the_learner(method, dtype, monkeypatch):
             model = set_logits(copy.deepcopy(tiny("qwen3", tie_word_embeddings=method == "shadow")).to(dtype))
             done = rollouts(model, 12, 0.8)
             use(patch, way)
-            scored = score(model, collate(done), 64, 0.8, view="shadow" if method == "shadow" else "dense")
+            packing = way == "twins" and dtype == torch.float32
+            view = "shadow" if method == "shadow" else "dense"
+            scored = score(model, collate(done), 64, 0.8, view=view, packing=packing)
             rewards = torch.tensor([1.0, 0.0] * (len(done) // 2))
             advantages, _ = advantage(rewards, torch.tensor([t.prompt_index for t in done]))
             correction = PRESETS["none" if method == "shadow" else method]
             (batch,) = batches_of(scored, advantages, correction, Loss())
             _checkpoint(model, True)
-            result = Learner(model, settings, Loss(), temperature=0.8, micro_batch_tokens=64).step(batch)
+            result = Learner(model, settings, Loss(), temperature=0.8, micro_batch_tokens=64, packing=packing).step(
+                batch
+            )
             found.append(
                 (scored, result.metrics, torch.cat([p.detach().flatten().float() for p in model.parameters()]))
             )
@@ -377,8 +381,9 @@ def test_parts_of_a_vocabulary():
     assert vocabulary_part(10**7, 151936, 1024) == 31 and vocabulary_part(10**9, 151936, 1024) == 1
 
 
-def test_a_model_that_is_divided_among_processes(tmp_path, monkeypatch):
-    """One process whose learner is divided (among itself), its layers recomputed: the same gradients."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_that_is_divided_among_processes(checkpointing, tmp_path, monkeypatch):
+    """One process whose learner is divided (among itself): the same gradients."""
     import torch.distributed as dist
 
     from sparse_rl.learn.shards import full, shard
@@ -390,7 +395,7 @@ def test_a_model_that_is_divided_among_processes(tmp_path, monkeypatch):
     use(monkeypatch, "twins")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        _checkpoint(model, True)
+        _checkpoint(model, checkpointing)
         divided = shard(model, 1)
         with fused(divided.model):
             assert all("forward" in vars(layer) for layer in divided.model.model.layers)
