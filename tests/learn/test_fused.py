@@ -197,6 +197,13 @@ def test_a_head_that_does_more_than_its_product_is_called(change, monkeypatch):
     assert plain_head(model) is None
 
 
+def test_a_head_under_autocast_is_called(monkeypatch):
+    use(monkeypatch, "twins")
+    with torch.autocast("cpu"):
+        assert plain_head(tiny("llama")) is None
+    assert plain_head(tiny("llama")) is not None
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora(checkpointing, monkeypatch):
     """Adapters around linear layers stay in force; weights that are frozen get no gradient."""
