@@ -53,7 +53,8 @@ SIZES = {
     ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "ffn_hidden_size", "dim_ff"), 64
+        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "ffn_hidden_size", "dim_ff"),
+        64,
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 512),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
@@ -72,8 +73,8 @@ SIZES = {
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 64, "mamba_chunk_size": 16, "chunk_size": 16,
-    "rotary_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
-    "word_embed_proj_dim": 32, "project_dim": 32, "laurel_rank": 8, "pad_token_id": 0, "is_decoder": True,
+    "rotary_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2, "word_embed_proj_dim": 32, "project_dim": 32, "laurel_rank": 8, "pad_token_id": 0, "is_decoder": True,
     "add_cross_attention": False, "use_cache": True, "initializer_range": 0.2, "init_std": 0.2,
 }  # fmt: skip
 # What the sizes above do not settle.
@@ -223,9 +224,9 @@ def page(findings: list[Finding]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"Every causal LM of transformers {transformers.__version__}, as a tiny random model: `make survey` writes this",
-        "page. **Exact** means, within 1e-4 nats in fp32: greedy rollouts on a dense cache are those of `generate`, and",
-        "rollouts on a dense and on evicting caches (R-KV, window) have the learner's log-probs under their trace.",
+        f"Every causal LM of transformers {transformers.__version__} as a tiny random model; `make survey` writes this",
+        "page. **Exact** means, within 1e-4 nats in fp32: greedy rollouts on a dense cache are those of `generate`,",
+        "and rollouts on a dense and on evicting caches (R-KV, window) have the learner's log-probs under their trace.",
         "",
         "| " + " | ".join(KINDS) + " | all |",
         "|" + "---|" * (len(KINDS) + 1),

@@ -263,7 +263,8 @@ def store_and_attend(
         HEADS=heads, GROUP=group, GROUP_BLOCK=group_block,
         RING=0 if ring is None else ring.shape[2], DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block,
         NORM=norms is not None, ROPE=rope is not None, SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
-        SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+        SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         split_block = triton.next_power_of_2(splits)

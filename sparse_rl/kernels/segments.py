@@ -350,7 +350,8 @@ class _SegmentAttention(torch.autograd.Function):
         kept, counts = layout.lists(layer, key.shape[1])
         meta = dict(GROUP=query_heads // key.shape[1], DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
         _forward[(table.shape[1], query_heads, rows)](
-            query, key, value, query if sinks is None else sinks, out, lse, kept, counts, table, scaling, table.shape[1], kept.shape[-1], tokens,
+            query, key, value, query if sinks is None else sinks, out, lse, kept, counts, table, scaling,
+            table.shape[1], kept.shape[-1], tokens,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
             *kept.stride()[:2], *counts.stride()[:2],
             **meta, SINKS=sinks is not None, QUERIES=tile.queries, KEYS=tile.keys,
