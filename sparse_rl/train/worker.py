@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import accepted_rows, collate, score
+from ..learn.critic import Critic
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
@@ -45,8 +46,10 @@ class Sampler:
         task: Task,
         rank: int = 0,
         processes: int = 1,
+        critic: Critic | None = None,
     ):
         self.recipe, self.model, self.tokenizer, self.task = recipe, model, tokenizer, task
+        self.critic = critic
         self.rank, self.processes = rank, processes
         self.method = recipe.learn.resolve_method()
         rollout = recipe.rollout
@@ -129,6 +132,7 @@ class Sampler:
                 reference,
                 self.method.view,
                 "dense" if self.recipe.dpo.reference == "dense" else None,
+                self.critic,
             )
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
