@@ -4,8 +4,8 @@
     delta_t  = rho_t + gamma V_{t+1} - V_t                                              V after the last token is 0
     A_t      = delta_t + gamma lam A_{t+1}                                              GAE, over response tokens
     R_t      = A_t + V_t                                                                what the critic learns
-    loss     = surrogate(A) + beta k3  + value_weight * 1/2 mean_t max( (V - R)^2, (V_old + clip(V - V_old) - R)^2 )
-                                                                                        beta k3 only with `kl: loss`
+    value    = 1/2 mean_t max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
+    loss     = surrogate(A) + beta k3 + value_weight value                              beta k3 only with `kl: loss`
 
 V_t is the value of the state before token t, in the learner's view; V_old comes with the old log-probs. A is whitened
 over the tokens of a step that count; R is not. The mean is `loss.mean`, as everywhere.
@@ -176,7 +176,7 @@ def value_loss(
     """
     error, clipped = (values - returns).square(), torch.zeros_like(mask)
     if clip is not None:
-        bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+        bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
         clipped = (bounded > error) & mask
         error = torch.maximum(error, bounded)
     return 0.5 * torch.where(mask, scale * error, 0.0).sum(), clipped
