@@ -30,6 +30,7 @@ from sparse_rl.learn.score import hidden_states, replay_of
 from sparse_rl.models import load_model, with_lora
 from sparse_rl.train.fit import Fitting
 from sparse_rl.train.run import plan_run, train
+from sparse_rl.train.terminal import TerminalTable
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.processes import recorded
 from tests.helpers.runs import recipe, run, weights
@@ -333,6 +334,9 @@ def test_a_run_goes_on_to_the_byte(name, tmp_path):
     assert lines[0]["value/old/mean"] == 0 and lines[-1]["value/old/mean"] != 0
     assert all(line["update/value_loss"] > 0 and "value/return/mean" in line for line in lines)
     assert not any("groups_without_variance" in key for line in lines for key in line)
+    view = TerminalTable("a run", 3)
+    view.show(3, lines[-1])
+    assert view.cells(lines[-1])["critic explains"].endswith("%")
     if name == "trunk-shadow":  # two optimizer steps a line, three of them of the critic alone
         assert lines[0]["update/grad_norm"] == 0 < lines[1]["update/grad_norm"]
         assert run("export", whole, "--to", tmp_path / "plain").returncode == 0
