@@ -27,7 +27,7 @@ from ..learn.distill import DISTILL_WEIGHT
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
 from ..learn.method import Method, method
-from ..learn.objective import ALGORITHMS, Objective
+from ..learn.objective import ALGORITHMS, RELATIVES, Objective, settings_of
 from ..learn.optimizer import OptimizerSettings
 from ..learn.packing import PACKING
 from ..learn.student import MAX_RANK, StudentSettings
@@ -143,6 +143,11 @@ class LearnSettings:
         require_int(at_least=0, **{"learn.refill": self.refill})
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
+        if self.algorithm in RELATIVES:
+            raise SparseRLError(
+                f"learn.algorithm is {self.algorithm!r}, which is grpo with other settings; use "
+                f"{settings_of(self.algorithm)}."
+            )
         if self.algorithm not in ALGORITHMS:
             raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
         if self.packing not in PACKING:
