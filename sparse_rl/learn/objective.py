@@ -32,6 +32,10 @@ RELATIVES: dict[str, tuple[str, dict[str, str | float]]] = {
         "clips the ratio of whole responses",
         {"loss.level": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
     ),
+    "dapo": (
+        "clips higher, means over tokens, replaces prompts that teach nothing, and punishes responses near their limit",
+        {"loss.clip_high": 0.28, "loss.mean": "token-mean", "learn.dynamic": 10, "task.overlong": 0.2},
+    ),
     "cispo": (
         "clips the weight of a token's gradient, so that no token is dropped",
         {"loss.clip": "weight", "loss.clip_low": 1.0, "loss.clip_high": 4.0, "loss.mean": "token-mean"},
