@@ -27,7 +27,7 @@ from ..learn.distill import DISTILL_WEIGHT
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
 from ..learn.method import Method, method
-from ..learn.objective import ALGORITHMS, Objective
+from ..learn.objective import ALGORITHMS, RELATIVES, Objective, settings_of
 from ..learn.optimizer import OptimizerSettings
 from ..learn.packing import PACKING
 from ..learn.ppo import PPO, ActorCritic
@@ -66,6 +66,15 @@ class ModelSettings:
 class TaskSettings:
     name: str = key("a name from `sparse-rl list tasks`, `gym:NAME`, `file.py` or `file.py:Class`")
     options: dict = key("the task's own options; in a recipe they stand beside `name`", {})
+    overlong: float = key(
+        "the last share of rollout.max_new_tokens over which a reward `overlong` falls from 0 to -1, such as 0.2 "
+        "(DAPO's soft punishment); 0: none",
+        0.0,
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.overlong <= 1:
+            raise SparseRLError(f"task.overlong is {self.overlong}; it is a share of max_new_tokens, from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,11 @@ class LearnSettings:
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
     rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
+    dynamic: int = key(
+        "rounds of sampling other prompts in place of those whose completions all have the same reward (DAPO's dynamic "
+        "sampling); 0: none",
+        0,
+    )
     minibatches: int = key("optimizer steps per rollout", 4)
     micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
     packing: str = key(
@@ -141,9 +155,19 @@ class LearnSettings:
 
     def __post_init__(self):
         require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
-        require_int(at_least=0, **{"learn.refill": self.refill})
+        require_int(at_least=0, **{"learn.refill": self.refill, "learn.dynamic": self.dynamic})
+        if self.refill and self.dynamic:
+            raise SparseRLError(
+                f"learn.refill is {self.refill} and learn.dynamic is {self.dynamic}: one samples a prompt again, the "
+                "other replaces it; set one of them to 0."
+            )
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
+        if self.algorithm in RELATIVES:
+            raise SparseRLError(
+                f"learn.algorithm is {self.algorithm!r}, which is grpo with other settings; use "
+                f"{settings_of(self.algorithm)}."
+            )
         if self.algorithm not in ALGORITHMS:
             raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
         if self.packing not in PACKING:

@@ -2,6 +2,9 @@
 
     L = sum over tokens of  scale_it * ( w_it * surrogate_it + beta * k3_it )
 
+    surrogate = -min( r A, clip(r) A )            clip: ratio.   A token whose gain was clipped has no gradient
+              = -stopped(clip(r)) A log pi        clip: weight.  CISPO: every token keeps its gradient, at most so large
+
 `token_scale` turns the choice of means into one number per token, before the batch is cut into micro-batches. So the
 losses of the micro-batches add up to the loss of the optimizer step, however it was cut.
 
@@ -27,10 +30,16 @@ if TYPE_CHECKING:
 
 MEANS = ("sequence-mean", "token-mean", "dr-grpo")
 LEVELS = ("token", "sequence")
+CLIPS = ("ratio", "weight")
 
 
 @dataclass(frozen=True)
 class Loss:
+    clip: str = key(
+        "what is clipped: the `ratio` (a clipped token has no gradient), or the `weight` of each token's gradient "
+        "(CISPO: no token is dropped)",
+        "ratio",
+    )
     clip_low: float = key("the ratio is clipped at 1 - this", 0.2)
     clip_high: float = key("the ratio is clipped at 1 + this", 0.2)
     beta: float = key(
@@ -46,7 +55,7 @@ class Loss:
     renormalise: bool = key("divide by accepted trajectories instead of all", False)
 
     def __post_init__(self):
-        for name, known in (("mean", MEANS), ("level", LEVELS)):
+        for name, known in (("mean", MEANS), ("level", LEVELS), ("clip", CLIPS)):
             if getattr(self, name) not in known:
                 raise SparseRLError(f"loss.{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
         negative = min(self.clip_low, self.clip_high, self.beta) < 0
@@ -140,10 +149,12 @@ def surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Every token's weighted, clipped loss before any mean, and which tokens were clipped.
 
-    All tensors are [N, T]; advantages may be [N, 1].
+    All tensors are [N, T]; advantages may be [N, 1]. Tokens off the mask mean nothing.
     """
     r = ratio(logprobs, old_logprobs, mask, loss.level)
     clipped = r.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    if loss.clip == "weight":
+        return weights * -clipped.detach() * advantages * logprobs, (clipped != r) & (advantages != 0) & mask
     gain, clipped_gain = r * advantages, clipped * advantages
     return weights * -torch.minimum(gain, clipped_gain), (clipped_gain < gain) & mask
 

@@ -20,10 +20,36 @@ from .batch import Batch, Scored
 from .correct import Corrected
 
 ALGORITHMS = {
-    "grpo": "a clipped ratio times the group's advantage; loss.* and learn.advantage make it GSPO, Dr. GRPO, RLOO",
+    "grpo": "a clipped ratio times the group's advantage; loss.* and learn.advantage make it one of its relatives",
     "online-dpo": "the better of two completions of a prompt against the worse, held to a reference; dpo.*",
     "ppo": "a clipped ratio times what a critic says each token was worth; ppo.*, loss.*",
 }
+
+# The relatives of GRPO, which are settings of it: what each does, and its settings.
+RELATIVES: dict[str, tuple[str, dict[str, str | float]]] = {
+    "rloo": ("compares a completion with the mean of the others", {"learn.advantage": "rloo"}),
+    "dr-grpo": (
+        "divides neither by the group's spread nor by a response's length",
+        {"learn.advantage": "dr-grpo", "loss.mean": "dr-grpo"},
+    ),
+    "gspo": (
+        "clips the ratio of whole responses",
+        {"loss.level": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+    ),
+    "dapo": (
+        "clips higher, means over tokens, replaces prompts that teach nothing, and punishes responses near their limit",
+        {"loss.clip_high": 0.28, "loss.mean": "token-mean", "learn.dynamic": 10, "task.overlong": 0.2},
+    ),
+    "cispo": (
+        "clips the weight of a token's gradient, so that no token is dropped",
+        {"loss.clip": "weight", "loss.clip_low": 1.0, "loss.clip_high": 4.0, "loss.mean": "token-mean"},
+    ),
+}
+
+
+def settings_of(relative: str) -> str:
+    """The settings of a relative of GRPO, as a command takes them."""
+    return " ".join(f"--{name} {value}" for name, value in RELATIVES[relative][1].items())
 
 
 class Objective(Protocol):

@@ -197,8 +197,7 @@ class Trainer:
         """What compression did, over everything that was sampled."""
         interval, skipped = self.sampler.engine.compressor.interval, sum(self.task.skipped.values())
         with clock.stage("diagnose"):
-            refill = bool(self.recipe.learn.refill)
-            return step_metrics(rollout, corrected, self.correction, interval, skipped, refill)
+            return step_metrics(rollout, corrected, self.correction, interval, skipped, self.recipe.learn)
 
     def teach_students(self, rollout: StepRollout, clock: Clock) -> dict[str, float]:
         """One optimizer step of every student per minibatch, from the model as it was when it sampled."""

@@ -321,10 +321,11 @@ def test_lengths_are_learned_from_prompts_seen_and_from_those_of_like_length():
     assert not fresh.known and fresh.expect([Prompt("", 0, 0)], [10]) == pytest.approx([110])
 
 
-@pytest.mark.parametrize("refill", [0, 2])
-def test_the_shares_of_processes_are_the_rollout_of_one(refill):
+@pytest.mark.parametrize("refill,dynamic", [(0, 0), (2, 0), (0, 3)])
+def test_the_shares_of_processes_are_the_rollout_of_one(refill, dynamic):
     """To the bit: the same tokens, traces and log-probs in the same order, and the same ones chosen."""
-    settings = recipe(learn={"correction": {"reject_below": 0.5}, "refill": refill, "micro_batch_tokens": 400})
+    learn = {"correction": {"reject_below": 0.5}, "refill": refill, "dynamic": dynamic, "micro_batch_tokens": 400}
+    settings = recipe(learn=learn)
     model, tokenizer = load_model("tiny-sums")
 
     def part(rank, processes):
@@ -336,7 +337,7 @@ def test_the_shares_of_processes_are_the_rollout_of_one(refill):
     merged = merge(sent, settings.rollout.group_size)
     assert step_positions(merged, 4) == step_positions(whole, 4)
     assert merged.chosen_rows.equal(whole.chosen_rows) and merged.texts == whole.texts
-    assert (len(whole.trajectories) > len(whole.chosen_rows)) == (refill > 0)
+    assert (len(whole.trajectories) > len(whole.chosen_rows)) == (refill + dynamic > 0)
     for field in ("tokens", "lengths", "mask", "sampler_logprobs"):
         assert getattr(merged.scored.sampled, field).equal(getattr(whole.scored.sampled, field)), field
     torch.testing.assert_close(merged.scored.old_logprobs, whole.scored.old_logprobs, rtol=1e-5, atol=1e-6)
