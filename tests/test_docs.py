@@ -168,6 +168,7 @@ def test_public_names_exist():
 def test_the_pages_list_every_key_and_preset():
     from sparse_rl.config import table_of_keys
     from sparse_rl.learn.method import METHODS
+    from sparse_rl.learn.objective import RELATIVES, settings_of
 
     page = (ROOT / "docs/keys.md").read_text()
     table = page[page.index("<!-- keys -->") : page.index("<!-- /keys -->")].splitlines()[3:]
@@ -178,6 +179,8 @@ def test_the_pages_list_every_key_and_preset():
     page = (ROOT / "docs/methods.md").read_text()
     for preset in METHODS:
         assert f"`{preset}`" in page
+    for relative in RELATIVES:
+        assert f"| `{settings_of(relative)}` |" in page
 
 
 def test_the_memory_plans_on_the_page_are_those_of_the_recipes():

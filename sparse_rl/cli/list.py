@@ -45,9 +45,10 @@ def presets() -> list[tuple[str, ...]]:
 
 
 def algorithms() -> list[tuple[str, ...]]:
-    from ..learn.objective import ALGORITHMS
+    from ..learn.objective import ALGORITHMS, RELATIVES, settings_of
 
-    return list(ALGORITHMS.items())
+    relatives = [(name, f"{idea}: grpo with {settings_of(name)}") for name, (idea, _) in RELATIVES.items()]
+    return [*ALGORITHMS.items(), *relatives]
 
 
 def recipes() -> list[tuple[str, ...]]:

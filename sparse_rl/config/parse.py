@@ -103,8 +103,10 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
 
 
 def _section(name: str, content: dict):
-    if name == "task":  # every key but `name` is an option of the task
-        content = {"name": content.get("name"), "options": {k: v for k, v in content.items() if k != "name"}}
+    if name == "task":  # every key that is not ours is an option of the task
+        ours = [key for key in names_of(SECTIONS[name]) if key != "options"]
+        own = {key: value for key, value in content.items() if key not in ours}
+        content = {"name": None} | {key: content[key] for key in ours if key in content} | {"options": own}
     return settings_of(SECTIONS[name], content, name)
 
 

@@ -27,9 +27,10 @@ from ..learn.distill import DISTILL_WEIGHT
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
 from ..learn.method import Method, method
-from ..learn.objective import ALGORITHMS, Objective
+from ..learn.objective import ALGORITHMS, RELATIVES, Objective, settings_of
 from ..learn.optimizer import OptimizerSettings
 from ..learn.packing import PACKING
+from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
@@ -65,6 +66,15 @@ class ModelSettings:
 class TaskSettings:
     name: str = key("a name from `sparse-rl list tasks`, `gym:NAME`, `file.py` or `file.py:Class`")
     options: dict = key("the task's own options; in a recipe they stand beside `name`", {})
+    overlong: float = key(
+        "the last share of rollout.max_new_tokens over which a reward `overlong` falls from 0 to -1, such as 0.2 "
+        "(DAPO's soft punishment); 0: none",
+        0.0,
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.overlong <= 1:
+            raise SparseRLError(f"task.overlong is {self.overlong}; it is a share of max_new_tokens, from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,11 @@ class LearnSettings:
     advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
     rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
+    dynamic: int = key(
+        "rounds of sampling other prompts in place of those whose completions all have the same reward (DAPO's dynamic "
+        "sampling); 0: none",
+        0,
+    )
     minibatches: int = key("optimizer steps per rollout", 4)
     micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
     packing: str = key(
@@ -140,9 +155,19 @@ class LearnSettings:
 
     def __post_init__(self):
         require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
-        require_int(at_least=0, **{"learn.refill": self.refill})
+        require_int(at_least=0, **{"learn.refill": self.refill, "learn.dynamic": self.dynamic})
+        if self.refill and self.dynamic:
+            raise SparseRLError(
+                f"learn.refill is {self.refill} and learn.dynamic is {self.dynamic}: one samples a prompt again, the "
+                "other replaces it; set one of them to 0."
+            )
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
+        if self.algorithm in RELATIVES:
+            raise SparseRLError(
+                f"learn.algorithm is {self.algorithm!r}, which is grpo with other settings; use "
+                f"{settings_of(self.algorithm)}."
+            )
         if self.algorithm not in ALGORITHMS:
             raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
         if self.packing not in PACKING:
@@ -235,6 +260,7 @@ class Recipe:
     learn: LearnSettings = dataclasses.field(default_factory=LearnSettings)
     loss: Loss = dataclasses.field(default_factory=Loss)
     dpo: DPO = dataclasses.field(default_factory=DPO)
+    ppo: PPO = dataclasses.field(default_factory=PPO)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
@@ -268,12 +294,15 @@ class Recipe:
                 f"learn.minibatches is {self.learn.minibatches} but a step has {trajectories} trajectories "
                 f"({prompts} prompts x {group_size}); use at most {trajectories}."
             )
-        if group_size < 2:
+        if group_size < 2 and self.learn.algorithm != "ppo":
             raise SparseRLError(
-                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
+                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2; ppo "
+                "compares with a critic instead."
             )
 
     def _check_algorithm(self) -> None:
+        if self.learn.algorithm == "ppo":
+            self._check_ppo()
         if self.learn.algorithm != "online-dpo":
             return
         if self.loss.beta:
@@ -286,6 +315,19 @@ class Recipe:
                 f"learn.minibatches is {self.learn.minibatches} but a step has {self.rollout.prompts} prompts, and "
                 "online DPO keeps the completions of a prompt in one optimizer step; use at most "
                 f"{self.rollout.prompts}."
+            )
+
+    def _check_ppo(self) -> None:
+        if self.learn.advantage != "grpo" or self.learn.rebaseline:
+            key = "learn.rebaseline is true" if self.learn.rebaseline else f"learn.advantage is {self.learn.advantage}"
+            raise SparseRLError(
+                f"{key}, but PPO's advantages come from its critic, not from the group; leave learn.advantage at grpo "
+                "and learn.rebaseline at false."
+            )
+        if self.has_separate_critic and self.model.shard:
+            raise SparseRLError(
+                "model.shard divides the learner, but a separate critic would stay whole on every process; use "
+                "ppo.critic: trunk, or set model.shard to false."
             )
 
     def _check_rejection(self) -> None:
@@ -340,7 +382,12 @@ class Recipe:
 
     def objective(self, loss: Loss) -> Objective:
         """What the learner follows: `loss`, or the section of another algorithm."""
-        return {"grpo": loss, "online-dpo": self.dpo}[self.learn.algorithm]
+        return {"grpo": loss, "online-dpo": self.dpo, "ppo": ActorCritic(self.ppo, loss)}[self.learn.algorithm]
+
+    @property
+    def has_separate_critic(self) -> bool:
+        """Whether a second model is kept to estimate values."""
+        return self.learn.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
     def _folds(self) -> bool:

@@ -39,7 +39,20 @@ class GroupRewards:
 
 
 Estimator = Callable[[GroupRewards, float], Tensor]  # (group, eps) -> advantages [N]
+Estimated = tuple[Tensor, dict[str, float]]  # advantages [N] and metrics
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What an objective (objective.py) makes of a step's rewards."""
+
+    advantages: Tensor  # [N], or [N, T] where every token has its own
+    metrics: dict[str, float]
+    returns: Tensor | None = None  # [N, T]: what a critic learns
+
+
 ESTIMATORS: dict[str, Estimator] = {}
+_EQUAL = 1e-12  # rewards whose mean distance to their mean is no more are equal
 
 
 def estimator(name: str) -> Callable[[Estimator], Estimator]:
@@ -82,9 +95,15 @@ def find_estimator(name: str) -> Estimator:
     return cast(Estimator, found)
 
 
+def without_variance(rewards: Tensor) -> Tensor:
+    """Groups in which all completions have the same reward, so that nothing can be learned. [G, n] -> bool [G]"""
+    rewards = rewards.double()
+    return (rewards - rewards.mean(1, keepdim=True)).abs().mean(1) <= _EQUAL
+
+
 def advantage(
     rewards: Tensor, group: Tensor, estimator: str = "grpo", members: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, dict[str, float]]:
+) -> Estimated:
     """fp64 advantages [N] and metrics.
 
     rewards [N]; group int64 [N]: the group's id; members bool [N]: the trajectories that set the baseline (None: all).
@@ -105,7 +124,7 @@ def advantage(
     mean = per_group(rewards) / count.clamp(min=1)
     centred = rewards - mean[group_of]
     variance = per_group(centred**2) / (count - 1).clamp(min=1)
-    flat = per_group(centred.abs()) <= 1e-12 * count  # the group's members all have the same reward
+    flat = per_group(centred.abs()) <= _EQUAL * count  # the group's members all have the same reward
     statistics = GroupRewards(rewards, centred, variance.sqrt()[group_of], count[group_of])
     found = estimate(statistics, eps)
     if not isinstance(found, Tensor) or found.shape != rewards.shape:

@@ -2,6 +2,9 @@
 
     L = sum over tokens of  scale_it * ( w_it * surrogate_it + beta * k3_it )
 
+    surrogate = -min( r A, clip(r) A )            clip: ratio.   A token whose gain was clipped has no gradient
+              = -stopped(clip(r)) A log pi        clip: weight.  CISPO: every token keeps its gradient, at most so large
+
 `token_scale` turns the choice of means into one number per token, before the batch is cut into micro-batches. So the
 losses of the micro-batches add up to the loss of the optimizer step, however it was cut.
 
@@ -19,16 +22,24 @@ from torch import Tensor
 
 from ..errors import SparseRLError, nearest
 from ..keys import key
+from .advantage import Credit, Estimated
 
 if TYPE_CHECKING:
-    from .batch import Batch
+    from .batch import Batch, Scored
+    from .correct import Corrected
 
 MEANS = ("sequence-mean", "token-mean", "dr-grpo")
 LEVELS = ("token", "sequence")
+CLIPS = ("ratio", "weight")
 
 
 @dataclass(frozen=True)
 class Loss:
+    clip: str = key(
+        "what is clipped: the `ratio` (a clipped token has no gradient), or the `weight` of each token's gradient "
+        "(CISPO: no token is dropped)",
+        "ratio",
+    )
     clip_low: float = key("the ratio is clipped at 1 - this", 0.2)
     clip_high: float = key("the ratio is clipped at 1 + this", 0.2)
     beta: float = key(
@@ -44,7 +55,7 @@ class Loss:
     renormalise: bool = key("divide by accepted trajectories instead of all", False)
 
     def __post_init__(self):
-        for name, known in (("mean", MEANS), ("level", LEVELS)):
+        for name, known in (("mean", MEANS), ("level", LEVELS), ("clip", CLIPS)):
             if getattr(self, name) not in known:
                 raise SparseRLError(f"loss.{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
         negative = min(self.clip_low, self.clip_high, self.beta) < 0
@@ -60,6 +71,11 @@ class Loss:
     def needs_reference(self) -> bool:
         return self.beta > 0
 
+    def credit(
+        self, by_group: Callable[[], Estimated], rewards: Tensor, scored: Scored, corrected: Corrected
+    ) -> Credit:
+        return Credit(*by_group())
+
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
         return batch, {}  # no row depends on another
 
@@ -67,7 +83,9 @@ class Loss:
         moves = batch.mask.any(1)
         return moves if self.beta > 0 else moves & (batch.advantages != 0)
 
-    def micro_batch(self, logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def micro_batch(
+        self, logprobs: Tensor, part: Batch, values: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         return policy_loss(
             logprobs,
             part.old_logprobs,
@@ -131,10 +149,12 @@ def surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Every token's weighted, clipped loss before any mean, and which tokens were clipped.
 
-    All tensors are [N, T]; advantages may be [N, 1].
+    All tensors are [N, T]; advantages may be [N, 1]. Tokens off the mask mean nothing.
     """
     r = ratio(logprobs, old_logprobs, mask, loss.level)
     clipped = r.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    if loss.clip == "weight":
+        return weights * -clipped.detach() * advantages * logprobs, (clipped != r) & (advantages != 0) & mask
     gain, clipped_gain = r * advantages, clipped * advantages
     return weights * -torch.minimum(gain, clipped_gain), (clipped_gain < gain) & mask
 
@@ -152,10 +172,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The loss of a micro-batch, the sums its metrics are made of, and which tokens were clipped.
 
-    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T].
+    logprobs [N, T] carry the gradient; advantages [N] or [N, T]; mask bool, weights, scale [N, T].
     -> (loss, sums, clipped bool [N, T])
     """
-    token_loss, clipped = surrogate(logprobs, old_logprobs, advantages[:, None], mask, weights, loss)
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    token_loss, clipped = surrogate(logprobs, old_logprobs, advantages, mask, weights, loss)
     sums = {
         "tokens": mask.sum(),
         "clipped": clipped.sum(),

@@ -1,5 +1,6 @@
 from . import benchmarks, countdown, linsys, math, recall, stargraph, stories, sums  # noqa: F401  (they register themselves)
 from .base import (
+    FAR,
     TASKS,
     UNGRADED,
     GeneratedTask,
@@ -15,6 +16,7 @@ from .base import (
 )
 
 __all__ = [
+    "FAR",
     "TASKS",
     "UNGRADED",
     "GeneratedTask",

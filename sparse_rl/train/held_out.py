@@ -15,6 +15,7 @@ from ..records import Trajectory, mean_entries
 from ..rollout import Engine, Sampling
 from ..tasks import UNGRADED, Grade, Prompt, Task, mean_parts
 from ..tasks.answering import Answers
+from .rewards import AddedRewards
 
 
 def accuracy(
@@ -33,14 +34,16 @@ def complete(
     sampling: Sampling,
     seed: int,
     members: Sequence[Sequence[int]] | None = None,
+    rewards: AddedRewards | None = None,
 ) -> tuple[list[Trajectory], list[Grade]]:
-    """`members`: which of every prompt's samples are wanted; None: all."""
+    """`members`: which of every prompt's samples are wanted; None: all. `rewards`: those that a run adds."""
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
     trajectories = engine.generate(ids, samples, sampling, seed, samples=members)
     if not trajectories:  # a process may have no share; from no responses, tokenizers would make one text
         return [], []
     texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
-    return trajectories, task.grade([prompts[t.prompt_index] for t in trajectories], texts)
+    asked = [prompts[t.prompt_index] for t in trajectories]
+    return trajectories, rewards.grade(task, asked, trajectories, texts) if rewards else task.grade(asked, texts)
 
 
 def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> dict[str, float]:

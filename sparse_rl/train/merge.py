@@ -37,7 +37,7 @@ def first_head_trace(trace: Trace) -> Trace:
     return Trace(trace.evicted_at[:1, :1].clone())
 
 
-def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepted: Tensor) -> StepRollout:
+def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepted: Tensor | None = None) -> StepRollout:
     """The rows of a rollout, then those of another."""
     return replace(
         rollout,

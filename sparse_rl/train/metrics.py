@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from ..config.recipe import RolloutSettings
+from ..config.recipe import LearnSettings, RolloutSettings
 from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
@@ -17,7 +17,12 @@ from .step import StepRollout
 
 
 def step_metrics(
-    rollout: StepRollout, corrected: Corrected, correction: Correction, interval: int, skipped: int, refill: bool
+    rollout: StepRollout,
+    corrected: Corrected,
+    correction: Correction,
+    interval: int,
+    skipped: int,
+    learn: LearnSettings,
 ) -> dict[str, float]:
     """Metrics over everything that was sampled, and over the mask before any rejection.
 
@@ -42,8 +47,12 @@ def step_metrics(
         metrics[f"grade/{verdict.replace(' ', '_')}/count"] = float(count)
     if scored.reference_logprobs is not None:
         metrics["old/kl/mean"] = k3(scored.old_logprobs, scored.reference_logprobs)[mask].double().mean().item()
-    if refill:
-        metrics["reject/replaced/count"] = float((rollout.chosen_rows >= len(rollout.chosen_rows)).sum())
+    replaced = float((rollout.chosen_rows >= len(rollout.chosen_rows)).sum())
+    if learn.refill:
+        metrics["reject/replaced/count"] = replaced
+    if learn.dynamic:
+        sampled_again = float(len(trajectories) - len(rollout.chosen_rows))
+        metrics["dynamic/sampled/count"], metrics["dynamic/replaced/count"] = sampled_again, replaced
     if rollout.alpha:
         alpha = torch.cat(list(rollout.alpha.values()))
         metrics["gap/alpha/p05"] = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
@@ -61,5 +70,5 @@ def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers
         no_answer=metrics.get("grade/no_answer/count", 0.0) / count,
         max_new_tokens=rollout.max_new_tokens,
         groups=rollout.prompts,
-        flat=metrics["advantage/groups_without_variance/frac"],
+        flat=metrics.get("advantage/groups_without_variance/frac", 0.0),
     )

@@ -4,7 +4,7 @@ Completions of a step are counted in four ways:
 
     position      0 .. N - 1: the place in the step that a completion was sampled for, prompt * group_size + member
     row           0 .. R - 1: one completion of all that were sampled, in the lists and tensors of a StepRollout. With
-                  `learn.refill` a position may have several rows, so R >= N; without it R = N
+                  `learn.refill` or `learn.dynamic` a position may have several rows, so R >= N; else R = N
     chosen_rows   int64 [N]: for every position, the row that is learned from
     owner_rank    int64 [R]: the process that sampled the row; it alone has the whole trace, and learns from it
 

@@ -18,23 +18,28 @@ from torch import Tensor, nn
 
 from ..config import Recipe
 from ..errors import SparseRLError
+from ..learn.advantage import without_variance
 from ..learn.batch import accepted_rows, collate, score
+from ..learn.critic import Critic
 from ..learn.packing import packs
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
-from ..tasks import Grade, Prompt, Task
+from ..tasks import FAR, Grade, Prompt, Task
 from .budget import BudgetControl, compressor_of
 from .deal import LengthsSeen, deal
 from .held_out import complete
 from .log import Clock
 from .merge import append, first_head_trace
+from .rewards import AddedRewards
 from .step import StepRollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SPARE = FAR // 2  # where the prompts begin that replace others: beyond those of any run, before held-out ones
 
 
 class Sampler:
@@ -46,8 +51,10 @@ class Sampler:
         task: Task,
         rank: int = 0,
         processes: int = 1,
+        critic: Critic | None = None,
     ):
         self.recipe, self.model, self.tokenizer, self.task = recipe, model, tokenizer, task
+        self.critic = critic
         self.rank, self.processes = rank, processes
         self.method = recipe.learn.resolve_method()
         rollout = recipe.rollout
@@ -61,11 +68,12 @@ class Sampler:
         self.sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, stop_ids=self._stop_ids(), for_correction=True
         )
+        self.rewards = AddedRewards(recipe)
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
 
     def step(self, number: int, clock: Clock) -> StepRollout:
-        """Completions of this process's prompts of a step, graded and scored; replaced where the recipe refills."""
+        """Completions of this process's prompts of a step, graded and scored; replaced where the recipe says so."""
         count, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
         with clock.stage("rollout"):
             prompts = self.task.sample(number * count, count)
@@ -76,6 +84,8 @@ class Sampler:
         rollout = self._complete(number, 0, prompts, ids, own_positions, clock)
         if self.recipe.learn.refill:
             rollout = self._refill(rollout, number, prompts, ids, own_positions, clock)
+        if self.recipe.learn.dynamic:
+            rollout = self._replace_flat_groups(rollout, number, own_positions, clock)
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, own_positions, count * group)
         return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
@@ -103,6 +113,32 @@ class Sampler:
             rollout = append(rollout, more, chosen_rows, torch.cat([rollout.accepted, good]))
         return rollout
 
+    def _replace_flat_groups(
+        self, rollout: StepRollout, number: int, own_positions: list[int], clock: Clock
+    ) -> StepRollout:
+        """Sample other prompts for groups whose rewards are all equal, in up to `learn.dynamic` rounds.
+
+        A round has a prompt of its own for every position of the step, of which those that are needed are completed;
+        so they do not depend on how positions were dealt.
+        """
+        count, group, rounds = self.recipe.rollout.prompts, self.recipe.rollout.group_size, self.recipe.learn.dynamic
+        positions = torch.tensor(own_positions).view(-1, group)
+        for turn in range(1, rounds + 1):
+            chosen_rows = rollout.chosen_rows.view(-1, group)
+            flat = without_variance(rollout.rewards[chosen_rows])
+            if not flat.any():
+                break
+            with clock.stage("rollout"):
+                prompts = self.task.sample(SPARE + (number * rounds + turn - 1) * count, count)
+                ids = self.encode(prompts)
+            more = self._complete(number, turn, prompts, ids, positions[flat].flatten().tolist(), clock)
+            rows = torch.arange(len(more.trajectories)).view(-1, group)
+            better = ~without_variance(more.rewards[rows])
+            chosen_rows = chosen_rows.clone()
+            chosen_rows[flat.nonzero()[better, 0]] = len(rollout.trajectories) + rows[better]
+            rollout = append(rollout, more, chosen_rows.flatten())
+        return rollout
+
     def _complete(
         self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], positions: list[int], clock: Clock
     ) -> StepRollout:
@@ -118,7 +154,7 @@ class Sampler:
             asked = [prompts[t.prompt_index] for t in trajectories]
             responses = [t.response_tokens.tolist() for t in trajectories]
             texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-            grades = self.task.grade(asked, texts)
+            grades = self.rewards.grade(self.task, asked, trajectories, texts)
         with clock.stage("score"):
             reference = self.reference() if self.reference else None
             sampled, temperature = collate(trajectories, self.rank), self.sampling.temperature
@@ -131,6 +167,7 @@ class Sampler:
                 self.method.view,
                 "dense" if self.recipe.dpo.reference == "dense" else None,
                 packs(self.model, learn.packing),
+                self.critic,
             )
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
@@ -158,7 +195,9 @@ class Sampler:
         """This process's share of held-out completions; with several processes, one head of each trace."""
         members = [list(range(samples)) if i % self.processes == self.rank else [] for i in range(len(prompts))]
         seed = stream_key(self.recipe.run.seed, [-2])
-        trajectories, grades = complete(engine, self.tokenizer, task, prompts, samples, sampling, seed, members)
+        trajectories, grades = complete(
+            engine, self.tokenizer, task, prompts, samples, sampling, seed, members, self.rewards
+        )
         if self.processes > 1:
             trajectories = [replace(t, trace=first_head_trace(t.trace)) for t in trajectories]
         return list(zip(trajectories, grades, strict=True))

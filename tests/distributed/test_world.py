@@ -142,6 +142,19 @@ def test_two_processes_make_the_run_of_one(alone, tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_two_processes_make_the_ppo_run_of_one(tmp_path):
+    """Old values are exchanged, the critic agrees; divided between two, then whole."""
+    learn = {"algorithm": "ppo", "method": "shadow"}
+    given = write_recipe(tmp_path, learn=learn, loss={"beta": 0.01}, eval={"every": 2})
+    run_here("train", given, "--out", tmp_path / "one")
+    run("train", given, "--out", tmp_path / "two", "--num-processes", 2)
+    same_run(tmp_path / "one", tmp_path / "two")
+    run("train", given, "--out", tmp_path / "parts", "--num-processes", 2, "--run.steps", 2, "--model.shard", "true")
+    run_here("train", tmp_path / "parts", "--resume", "--run.steps", 4, "--model.shard", "false")
+    same_run(tmp_path / "one", tmp_path / "parts")
+
+
 @pytest.mark.parametrize(
     "stages", [[(4, 1)], pytest.param([(3, 1), (4, 3)], marks=pytest.mark.slow)], ids=["one", "one, then three"]
 )
@@ -308,10 +321,11 @@ def test_lengths_are_learned_from_prompts_seen_and_from_those_of_like_length():
     assert not fresh.known and fresh.expect([Prompt("", 0, 0)], [10]) == pytest.approx([110])
 
 
-@pytest.mark.parametrize("refill", [0, 2])
-def test_the_shares_of_processes_are_the_rollout_of_one(refill):
+@pytest.mark.parametrize("refill,dynamic", [(0, 0), (2, 0), (0, 3)])
+def test_the_shares_of_processes_are_the_rollout_of_one(refill, dynamic):
     """To the bit: the same tokens, traces and log-probs in the same order, and the same ones chosen."""
-    settings = recipe(learn={"correction": {"reject_below": 0.5}, "refill": refill, "micro_batch_tokens": 400})
+    learn = {"correction": {"reject_below": 0.5}, "refill": refill, "dynamic": dynamic, "micro_batch_tokens": 400}
+    settings = recipe(learn=learn)
     model, tokenizer = load_model("tiny-sums")
 
     def part(rank, processes):
@@ -323,7 +337,7 @@ def test_the_shares_of_processes_are_the_rollout_of_one(refill):
     merged = merge(sent, settings.rollout.group_size)
     assert step_positions(merged, 4) == step_positions(whole, 4)
     assert merged.chosen_rows.equal(whole.chosen_rows) and merged.texts == whole.texts
-    assert (len(whole.trajectories) > len(whole.chosen_rows)) == (refill > 0)
+    assert (len(whole.trajectories) > len(whole.chosen_rows)) == (refill + dynamic > 0)
     for field in ("tokens", "lengths", "mask", "sampler_logprobs"):
         assert getattr(merged.scored.sampled, field).equal(getattr(whole.scored.sampled, field)), field
     torch.testing.assert_close(merged.scored.old_logprobs, whole.scored.old_logprobs, rtol=1e-5, atol=1e-6)

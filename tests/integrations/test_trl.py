@@ -69,6 +69,14 @@ OBJECTIVES = {
         dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-2, beta=0.3),
         Loss(level="sequence", clip_low=3e-2, clip_high=3e-2, beta=0.3),
     ),
+    "cispo": (  # their bound is the largest weight itself, and there is no smallest
+        dict(loss_type="cispo", epsilon_high=1.05),
+        Loss(clip="weight", clip_low=1.0, clip_high=0.05, mean="token-mean"),
+    ),
+    "cispo-kl": (
+        dict(loss_type="cispo", epsilon_high=1.05, beta=0.3),
+        Loss(clip="weight", clip_low=1.0, clip_high=0.05, mean="token-mean", beta=0.3),
+    ),
 }
 _OFF = dict(vllm_importance_sampling_correction=False)
 _TRUNCATE = dict(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0)
@@ -233,10 +241,11 @@ def test_loss_and_gradient(trainer_of, objective, preset):
     theirs = their_loss(trainer, their_batch(trainer))
     ours, sums = our_loss(options, loss, PRESETS[preset])
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    assert (
-        metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
-    )  # both ends of the clip are at work
-    if loss.level == "token":
+    if loss.clip == "weight":  # they count the tokens that would gain alone
+        assert 0 < metrics["cispo_clip_ratio"] < (sums["clipped"] / sums["tokens"]).item() < 1
+    else:  # both ends of the clip are at work
+        assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
+    if loss.level == "token" and loss.clip == "ratio":
         assert (sums["clipped"] / sums["tokens"]).item() == pytest.approx(metrics["clip_ratio/region_mean"])
     if loss.beta:
         assert (sums["kl"] / sums["tokens"]).item() == pytest.approx(metrics["kl"], rel=1e-5)
@@ -282,7 +291,7 @@ def test_masked_tokens_count_in_the_means_of_trl(trainer_of, objective):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-@pytest.mark.parametrize("objective", ["grpo-kl", "dr-grpo-kl", "dapo", "gspo"])
+@pytest.mark.parametrize("objective", ["grpo-kl", "dr-grpo-kl", "dapo", "gspo", "cispo"])
 def test_accumulated_micro_batches(trainer_of, objective, micro_batches):
     """TRL's training steps, which shuffle and cut the rollouts, add up to our loss of the whole optimizer step."""
     options, loss = OBJECTIVES[objective]

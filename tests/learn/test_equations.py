@@ -117,8 +117,12 @@ def reference_loss(preset, sampler, old, logprobs, ref, mask, rewards, loss: Los
                 spread = {u: 1 / len(tokens) for u in tokens}
             bounded = min(max(r, 1 - loss.clip_low), 1 + loss.clip_high)
             surrogate = -min(r * adv[i], bounded * adv[i])
-            value += scale * w[i][t] * surrogate
-            if r * adv[i] <= bounded * adv[i]:  # not clipped away: d(-r A)/d(logprob) = -r A
+            if loss.clip == "weight":  # the bounded ratio is a constant: d(-c A logprob)/d(logprob) = -c A
+                value += scale * w[i][t] * -bounded * adv[i] * logprobs[i][t]
+                gradient[i, t] += scale * w[i][t] * -bounded * adv[i]
+            else:
+                value += scale * w[i][t] * surrogate
+            if loss.clip == "ratio" and r * adv[i] <= bounded * adv[i]:  # not clipped away: d(-r A)/d(logprob) = -r A
                 for u, share in spread.items():
                     gradient[i, u] += scale * w[i][t] * -r * adv[i] * share
             if loss.beta:
@@ -140,11 +144,14 @@ LOSSES = [
     Loss(renormalise=True),
     Loss(mean="dr-grpo", constant=16, renormalise=True),
     Loss(level="sequence", clip_low=3e-2, clip_high=4e-2),
+    Loss(clip="weight", mean="token-mean", clip_low=1.0, clip_high=0.28),
+    Loss(clip="weight", beta=0.05),
+    Loss(clip="weight", level="sequence", clip_low=3e-2, clip_high=4e-2, mean="dr-grpo", constant=16),
 ]
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.mean}-{loss.level}-{loss.beta}-{loss.renormalise}")
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(map(str, vars(loss).values())))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_loss_and_gradient_equal_the_loops(preset, loss, seed):
     sampler, old, logprobs, reference, mask, rewards = planted_batch(seed)
@@ -163,6 +170,25 @@ def test_loss_and_gradient_equal_the_loops(preset, loss, seed):
     value.backward()
     assert value.item() == pytest.approx(expected, rel=1e-5, abs=1e-9)
     torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-9)
+
+
+def test_no_token_loses_its_gradient_where_the_weight_is_clipped():
+    _, old, logprobs, _, mask, rewards = planted_batch(0)
+    advantages, _ = advantage(rewards, torch.tensor(GROUP))
+
+    def moved(loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = logprobs.clone().requires_grad_()
+        scale = token_scale(mask, mask.any(1), loss)
+        value, sums, clipped = policy_loss(leaf, old, advantages, mask, torch.ones_like(scale), scale, loss)
+        value.backward()
+        assert sums["clipped"] == clipped.sum() > 0 and not (clipped & ~mask).any()
+        return leaf.grad != 0, clipped
+
+    for loss, dropped in ((Loss(clip_low=0.1, clip_high=0.1), True), (Loss("weight", 0.1, 0.1), False)):
+        gradient, clipped = moved(loss)
+        assert torch.equal(gradient, mask & ~clipped if dropped else mask)
+    outside = ((logprobs - old).exp() - 1).abs() > 0.1
+    assert torch.equal(clipped, outside & mask)  # on both sides, whatever the sign of the advantage
 
 
 def test_micro_batches_add_up():
@@ -227,6 +253,8 @@ def test_parts_combine_and_are_checked():
         correction("mis", mask_outside=(2, 1))
     with pytest.raises(SparseRLError, match="did you mean 'token-mean'"):
         Loss(mean="tokenmean")
+    with pytest.raises(SparseRLError, match=r"loss.clip is 'wieght'; did you mean 'weight'"):
+        Loss(clip="wieght")
     with pytest.raises(SparseRLError, match="did you mean 'rloo'"):
         advantage(torch.ones(2), torch.zeros(2), "rlo")
 
