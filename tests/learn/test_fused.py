@@ -143,6 +143,26 @@ def test_nothing_stays(error, monkeypatch):
     assert all(dict(vars(kind)) == was for kind, was in classes.items())
 
 
+def test_a_critic_beside_the_policy_is_fused_with_it(monkeypatch):
+    from sparse_rl.learn.critic import Critic
+
+    policy, trunk = copy.deepcopy(tiny("llama")), copy.deepcopy(tiny("llama"))
+    critic, sampled = Critic(policy, trunk), collate(rollouts(policy))
+    critic.weight.data.normal_()
+    found = []
+    for way in ("modules", "twins"):
+        with monkeypatch.context() as patch, torch.no_grad():
+            use(patch, way)
+            with fused(policy, critic), fused(policy, None):
+                assert (
+                    ("forward" in vars(trunk.model.norm)) == ("forward" in vars(policy.model.norm)) == (way == "twins")
+                )
+                states = hidden_states(policy, sampled.tokens)
+                found.append(critic(states, sampled.tokens, sampled.mask))
+    assert not any("forward" in vars(m) for model in (policy, critic) for m in model.modules())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_cpu_changes_nothing():
     model = copy.deepcopy(tiny("llama"))
     with fused(model):
