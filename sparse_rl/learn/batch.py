@@ -28,6 +28,7 @@ from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
 from .loss import Loss, token_scale
+from .packing import pack_groups, packed_replay
 from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
 
 if TYPE_CHECKING:
@@ -158,21 +159,22 @@ def score(
     reference: AbstractContextManager[nn.Module] | None = None,
     view: str = "dense",
     reference_view: str | None = None,
+    packing: bool = False,
     critic: Critic | None = None,
 ) -> Scored:
     """Teacher-forced old log-probs in a view, and a critic's values from the same pass.
 
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
-    of its own.
+    of its own. `packing`: micro-batches are packed rows (packing.py).
     """
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
-    micro_batches = pack(sampled.lengths, micro_batch_tokens)
+    micro_batches = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
     with evaluating(model), nullcontext() if critic is None else evaluating(critic):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
-            seen = replay(model, sampled, rows) if view == "shadow" else None
+            seen = seen_by(model, sampled, rows, view == "shadow", packing)
             states = hidden_states(model, tokens.to(device), seen)
             function = logprobs_entropies_ranks(temperature)
             found = over_chunks(model, states, response.to(device), function, tokens[response].to(device)).cpu()
@@ -188,7 +190,7 @@ def score(
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
-            seen = replay(model, sampled, rows) if (reference_view or view) == "shadow" else None
+            seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
             logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
     return Scored(sampled, old, entropies, ranks, references, values, view)
@@ -279,11 +281,27 @@ def make_batches(
     return batches
 
 
-def replay(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Replay:
-    """What the queries of some rows could see."""
-    traces = record.traces
-    assert traces is not None, "a batch of the dense view has no traces"
-    return replay_of(model, [(record.tokens[i, : record.lengths[i]], traces[i]) for i in rows.tolist()])
+def seen_by(
+    model: nn.Module, record: Sampled | Batch, rows: Tensor, shadow: bool, packing: bool = False
+) -> Replay | None:
+    """What the queries of some rows see, and whether they go through the model as one packed row.
+
+    None: everything before them, row by row, as stock attention has it.
+    """
+    traces = [record.traces[i] for i in rows.tolist()] if shadow and record.traces is not None else None
+    assert not shadow or traces is not None, "a batch of the dense view has no traces"
+    lengths = record.lengths[rows]
+    tokens = record.tokens[rows, : int(lengths.max())]
+    if packing and (packed := packed_replay(model, tokens, lengths, traces)) is not None:
+        return packed
+    if traces is None:
+        return None
+    return replay_of(model, [(row[:n], trace) for row, n, trace in zip(tokens, lengths.tolist(), traces)])
+
+
+def micro_batches_of(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool) -> list[Tensor]:
+    """Rows in micro-batches."""
+    return pack_groups(tokens, lengths, micro_batch_tokens) if packing else pack(lengths, micro_batch_tokens)
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:

@@ -18,10 +18,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..attention import Replay
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
-from .batch import Batch, pack, replay
+from .batch import Batch, micro_batches_of, seen_by
 from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
 from .objective import Objective
@@ -53,6 +54,7 @@ class Learner:
         objective: Objective,
         *,
         micro_batch_tokens: int = 16384,
+        packing: bool = False,
         temperature: float = 1.0,
         max_skipped: int = 5,
         distill: str | None = None,
@@ -63,13 +65,15 @@ class Learner:
         critic_lr: float | None = None,
         critic_warmup: int = 0,
     ):
-        """`sharded`: the model divided among the processes; None: every process has all of it.
+        """`packing`: micro-batches are packed rows (packing.py).
+
+        `sharded`: the model divided among the processes; None: every process has all of it.
 
         `critic`: learns values beside the policy, for the first `critic_warmup` optimizer steps alone.
         """
         self.model, self.objective = model, objective
         self.world, self.sharded = world or World(), sharded
-        self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
+        self.micro_batch_tokens, self.packing, self.temperature = micro_batch_tokens, packing, temperature
         self.max_skipped = max_skipped
         self.distill, self.distill_weight = distill, distill_weight
         self.critic, self.critic_warmup = critic, critic_warmup
@@ -117,16 +121,17 @@ class Learner:
 
         `clipped` is filled in for this process's own rows.
         """
-        sums = dict.fromkeys(_SUMS, 0.0)
+        sums, found = dict.fromkeys(_SUMS, 0.0), []
         with learning(self.model), nullcontext() if self.critic is None else learning(self.critic):
             for rows in self._micro_batches(batch, active):
-                if not len(rows):
+                if len(rows):
+                    found.append((rows, *self._backward(batch, rows)))
+                else:
                     self._accumulate(self._empty_micro_batch() * 0.0)
-                    continue
-                found, cut = self._backward(batch, rows)
-                clipped[rows, : cut.shape[1]] = cut
-                for name, value in found.items():
-                    sums[name] += value
+        for rows, values, cut in found:  # only now: to look at a number is to wait for the device
+            clipped[rows, : cut.shape[1]] = cut.cpu()
+            for name, value in values.items():
+                sums[name] += float(value)
         sums = self.world.add_numbers(sums)
         if self.sharded is None:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
@@ -135,11 +140,11 @@ class Learner:
             self.world.add(gradients)
         return sums
 
-    def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, float], Tensor]:
+    def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
         tokens, mask = part.tokens, part.mask
-        seen = None if batch.traces is None else replay(self.model, batch, rows)
+        seen = self._seen(batch, rows)
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states = hidden_states(model, tokens, seen)
@@ -155,7 +160,7 @@ class Learner:
             loss = loss + self.distill_weight * (part.scale * view_kl).sum()
             sums["distill"] = view_kl.detach().sum()
         self._accumulate(loss)
-        return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}, clipped.cpu()
+        return {"loss": loss.detach(), **sums}, clipped
 
     @torch.no_grad()
     def _row_sums(self, batch: Batch) -> Tensor:
@@ -170,7 +175,7 @@ class Learner:
                     self._empty_micro_batch()
                     continue
                 part = batch.part(rows, self.device)
-                seen = None if batch.traces is None else replay(self.model, batch, rows)
+                seen = self._seen(batch, rows)
                 logprobs = self._call(
                     lambda model, part=part, seen=seen: batch_logprobs(
                         model, part.tokens, part.mask, self.temperature, seen
@@ -193,7 +198,11 @@ class Learner:
             yield from [rows[:0]] * (max(map(len, shares)) - len(own))
 
     def _packed(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        return [rows[part] for part in pack(batch.lengths[rows], self.micro_batch_tokens)]
+        parts = micro_batches_of(batch.tokens[rows], batch.lengths[rows], self.micro_batch_tokens, self.packing)
+        return [rows[part] for part in parts]
+
+    def _seen(self, batch: Batch, rows: Tensor) -> Replay | None:
+        return seen_by(self.model, batch, rows, batch.traces is not None, self.packing)
 
     def _call(self, forward: Callable[[nn.Module], T]) -> T:
         """Everything that is done with the model happens inside one call, where the weights may be divided."""

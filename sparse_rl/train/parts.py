@@ -20,6 +20,7 @@ from ..files import names_python_file, split_python_file
 from ..learn.critic import Critic
 from ..learn.learner import Learner
 from ..learn.loss import Loss
+from ..learn.packing import packs
 from ..learn.shards import Sharded
 from ..learn.student import Students, copied
 from ..models import Record, load_model, set_record, with_lora
@@ -133,6 +134,7 @@ def make_learner(
         recipe.scheduled_optimizer(),
         recipe.objective(loss),
         micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        packing=packs(model, recipe.learn.packing),
         temperature=recipe.rollout.temperature,
         max_skipped=recipe.run.max_skipped,
         distill=method.distill,

@@ -20,6 +20,7 @@ from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import accepted_rows, collate, score
 from ..learn.critic import Critic
+from ..learn.packing import packs
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
@@ -132,6 +133,7 @@ class Sampler:
                 reference,
                 self.method.view,
                 "dense" if self.recipe.dpo.reference == "dense" else None,
+                packs(self.model, learn.packing),
                 self.critic,
             )
         size = sum(t.trace.nbytes for t in trajectories)
