@@ -63,15 +63,29 @@ def fits_tiles(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> boo
 
 
 def fits_segments(
-    query: Tensor, key: Tensor, value: Tensor, replay: Replay, softcap: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    replay: Replay,
+    softcap: float | None,
+    dropout: float,
+    sinks: Tensor | None,
 ) -> bool:
     """Memory then follows the tokens."""
     return fits_tiles(query, key, value, dropout) and replay.segments.are_few
 
 
-def fits_flex(query: Tensor, key: Tensor, value: Tensor, replay: Replay, softcap: float | None, dropout: float) -> bool:
-    """FlexAttention cannot differentiate a soft-cap of dynamic shapes."""
-    return fits_tiles(query, key, value, dropout) and softcap is None and replay.packing is None
+def fits_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    replay: Replay,
+    softcap: float | None,
+    dropout: float,
+    sinks: Tensor | None,
+) -> bool:
+    """FlexAttention cannot differentiate a soft-cap of dynamic shapes; sinks and packed rows it is not given."""
+    return fits_tiles(query, key, value, dropout) and softcap is None and sinks is None and replay.packing is None
 
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and the twin where none does
@@ -124,9 +138,10 @@ def store_and_attend(
     norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     return _function("store_and_attend", query)(
-        query, key, value, slots, used, index, live, scaling, rope, norms, softcap, sliding_window
+        query, key, value, slots, used, index, live, scaling, rope, norms, softcap, sliding_window, sinks
     )
 
 
@@ -173,9 +188,10 @@ def trace_attention(
     sliding_window: int | None,
     softcap: float | None,
     dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    attend = _function("trace_attention", query, query, key, value, replay, softcap, dropout)
-    return attend(query, key, value, replay, layer, scaling, sliding_window, softcap, dropout)
+    attend = _function("trace_attention", query, query, key, value, replay, softcap, dropout, sinks)
+    return attend(query, key, value, replay, layer, scaling, sliding_window, softcap, dropout, sinks)
 
 
 # ----------------------------------------------------------------------------------------------- how a rollout runs

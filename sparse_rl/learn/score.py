@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,16 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     """
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
-    inputs = {"input_ids": tokens, "use_cache": False}
-    packing = None if replay is None else replay.packing
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    packing, beacon = None if replay is None else replay.packing, beacon_of(model)
+    taken = inspect.signature(causal_lm_of(model).forward).parameters
     if replay is not None and packing is not None:
         inputs["input_ids"], inputs["position_ids"] = pack_tokens(tokens, replay.lengths, packing)
-    beacon = beacon_of(model)
-    if beacon is not None:
+    elif beacon is not None:
         inputs["position_ids"] = beacon.positions(tokens)
-    if "logits_to_keep" in inspect.signature(causal_lm_of(model).forward).parameters:
+    elif "position_ids" in taken:  # as the engine counts: some models would begin elsewhere
+        inputs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if "logits_to_keep" in taken:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
         if replay is None:
@@ -131,13 +133,14 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     causal_lm = causal_lm_of(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
-    name, decoder = causal_lm.base_model_prefix, _decoder(model)
-    setattr(causal_lm, name, _FixedOutput(given))
+    holder, name = _decoder_place(model)
+    decoder = getattr(holder, name)
+    setattr(holder, name, _FixedOutput(given))
     try:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
         return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
     finally:
-        setattr(causal_lm, name, decoder)
+        setattr(holder, name, decoder)
 
 
 def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -242,14 +245,20 @@ def causal_lm_of(model: nn.Module) -> PreTrainedModel:
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
 
 
-def _decoder(model: nn.Module) -> nn.Module:
+def _decoder_place(model: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds the decoder, and the decoder's name there."""
     causal_lm = causal_lm_of(model)
-    decoder = getattr(causal_lm, causal_lm.base_model_prefix, None)
-    if decoder is None:
-        raise SparseRLError(
-            f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: it is not supported."
-        )
-    return decoder
+    name = causal_lm.base_model_prefix
+    base = getattr(causal_lm, name, None)
+    if base is None:
+        raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {name!r}: it is not supported.")
+    if isinstance(getattr(base, "decoder", None), nn.Module):  # models that were cut out of an encoder-decoder, and OPT
+        return base, "decoder"
+    return causal_lm, name
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    return getattr(*_decoder_place(model))
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
