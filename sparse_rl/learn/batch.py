@@ -27,9 +27,10 @@ from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
+from .fused import fused
 from .loss import Loss, token_scale
 from .packing import pack_groups, packed_replay
-from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
+from .score import batch_logprobs, hidden_states, replay_of, score_of
 
 if TYPE_CHECKING:
     from .critic import Critic
@@ -171,13 +172,12 @@ def score(
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
     micro_batches = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
-    with evaluating(model), nullcontext() if critic is None else evaluating(critic):
+    with evaluating(model), fused(model), nullcontext() if critic is None else evaluating(critic):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, view == "shadow", packing)
             states = hidden_states(model, tokens.to(device), seen)
-            function = logprobs_entropies_ranks(temperature)
-            found = over_chunks(model, states, response.to(device), function, tokens[response].to(device)).cpu()
+            found = score_of(model, states, tokens.to(device), response.to(device), temperature).cpu()
             for whole, part in zip((old, entropies, ranks), found.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
             if critic is not None and values is not None:
@@ -187,7 +187,7 @@ def score(
     if reference is None:
         return Scored(sampled, old, entropies, ranks, values=values, view=view)
     references = torch.zeros_like(old)
-    with reference as other, evaluating(other):
+    with reference as other, evaluating(other), fused(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)

@@ -25,6 +25,7 @@ from ..models import evaluating
 from .batch import Batch, micro_batches_of, seen_by
 from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
+from .fused import fused
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .score import batch_logprobs, hidden_states, logprobs_of
@@ -68,7 +69,6 @@ class Learner:
         """`packing`: micro-batches are packed rows (packing.py).
 
         `sharded`: the model divided among the processes; None: every process has all of it.
-
         `critic`: learns values beside the policy, for the first `critic_warmup` optimizer steps alone.
         """
         self.model, self.objective = model, objective
@@ -122,7 +122,8 @@ class Learner:
         `clipped` is filled in for this process's own rows.
         """
         sums, found = dict.fromkeys(_SUMS, 0.0), []
-        with learning(self.model), nullcontext() if self.critic is None else learning(self.critic):
+        critic = nullcontext() if self.critic is None else learning(self.critic)
+        with learning(self.model), fused(self.model), critic:
             for rows in self._micro_batches(batch, active):
                 if len(rows):
                     found.append((rows, *self._backward(batch, rows)))
@@ -169,7 +170,7 @@ class Learner:
         All processes get those of all.
         """
         sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
-        with evaluating(self.model):
+        with evaluating(self.model), fused(self.model):
             for rows in self._micro_batches(batch, self.objective.active(batch).nonzero()[:, 0]):
                 if not len(rows):
                     self._empty_micro_batch()
