@@ -99,6 +99,7 @@ class Trainer:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:
+                self.sampler.check_prompts_of_files(progress.steps)
                 while True:
                     if self._due(recipe.eval.every) and progress.evaluated != progress.steps:
                         self.evaluate()

@@ -8,6 +8,7 @@ not depend on the other processes: a completion's random numbers belong to its p
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SPARE = FAR // 2  # where the prompts begin that replace others: beyond those of any run, before held-out ones
+
+
+MOST_CHECKED = 20_000  # prompts that are encoded before a run begins, about a millisecond each
 
 
 class Sampler:
@@ -89,6 +93,28 @@ class Sampler:
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, own_positions, count * group)
         return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
+
+    def check_prompts_of_files(self, steps_done: int) -> None:
+        """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
+        rollout = self.recipe.rollout
+        begin, known = steps_done * rollout.prompts, self.task.num_prompts or 0
+        count = min(self.recipe.run.steps * rollout.prompts - begin, known, MOST_CHECKED)
+        refused: list[tuple[int, SparseRLError]] = []
+        for start in range(begin, begin + count, 1000):
+            prompts = self.task.sample(start, min(1000, begin + count - start))
+            with warnings.catch_warnings():  # of long prompts, which are given when they are sampled from
+                warnings.simplefilter("ignore")
+                for place, ids in enumerate(self.encode(prompts), start):
+                    try:
+                        self.engine.check([ids], self.sampling)
+                    except SparseRLError as error:
+                        refused.append((place, error))
+        if refused:
+            place, error = refused[0]
+            raise SparseRLError(
+                f"{len(refused)} of the next {count:,} prompts cannot be sampled from, the first in step "
+                f"{place // rollout.prompts + 1}: {error}"
+            )
 
     def _refill(
         self,
