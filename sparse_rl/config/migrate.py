@@ -24,7 +24,10 @@ RENAMED_VALUES = {
 REMOVED_KEYS = {
     "learn.shuffle_advantages": (False, "benchmarks/learning_cpu.py --methods shuffled trains with shuffled advantages")
 }
-ADDED_KEYS = {"model.logits": ("model", "earlier versions rounded logits to the dtype of the model")}
+ADDED_KEYS = {
+    "model.logits": ("model", "earlier versions rounded logits to the dtype of the model"),
+    "learn.rescore": ("always", "earlier versions scored every trajectory"),
+}
 
 
 def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -130,11 +130,18 @@ class LearnSettings:
     rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
     minibatches: int = key("optimizer steps per rollout", 4)
+    rescore: str = key(
+        "whether a pass of its own finds the old log-probs: always, or auto: not in the shadow view, where they are "
+        "the sampler's up to rounding and the update checks them",
+        "auto",
+    )
     micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
 
     def __post_init__(self):
         require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
         require_int(at_least=0, **{"learn.refill": self.refill})
+        if self.rescore not in ("auto", "always"):
+            raise SparseRLError(f"learn.rescore is {self.rescore!r}; it must be auto or always.")
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.algorithm not in ALGORITHMS:
@@ -324,6 +331,23 @@ class Recipe:
                 f"{given.warmup_steps}; lower optimizer.warmup_steps, or set optimizer.decay_steps."
             )
         return dataclasses.replace(given, decay_steps=steps)
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether every trajectory is scored before the update.
+
+        In the shadow view its old log-probs are the sampler's, unless something depends on what is left of the gap, or
+        the update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), or
+        because students learn from the trajectories first.
+        """
+        chosen = self.learn.resolve_method()
+        checked = chosen.view == "shadow" and not (self.rollout.ahead or self.student.chunks)
+        return self.learn.rescore == "always" or not checked or chosen.correction.looks_at_gap
+
+    @property
+    def rows_together(self) -> int:
+        """Neighbouring positions that stay in one optimizer step."""
+        return self.rollout.group_size if self.learn.algorithm == "online-dpo" else 1
 
     @property
     def keeps_reference(self) -> bool:

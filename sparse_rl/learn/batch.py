@@ -52,11 +52,31 @@ class Scored:
     ranks: Tensor  # fp32 [N, T]: of the tokens in the old distributions, 1 for the likeliest; 0 off the mask
     reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
     view: str = "dense"  # in which the log-probs were computed, and in which the learner must see the trajectories
+    # bool [N]: the rows that went through the model, and that metrics are made of; None: all did. In the shadow view
+    # the others need not: their old log-probs are the sampler's, which are the learner's up to rounding.
+    seen: Tensor | None = None
 
     @property
     def gap(self) -> Tensor:
         """What compression changed: old - sampler log-prob, 0 off the mask. fp32 [N, T]"""
         return self.old_logprobs - self.sampled.sampler_logprobs
+
+    def with_seen(self, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> Scored:
+        """With what the model said of some more rows. int64 [n], fp32 [n, T] each"""
+        assert self.seen is not None
+        width = logprobs.shape[1]
+        old, spread, seen = self.old_logprobs.clone(), self.entropies.clone(), self.seen.clone()
+        old[rows, :width], spread[rows, :width], seen[rows] = logprobs, entropies, True
+        return replace(self, old_logprobs=old, entropies=spread, seen=seen)
+
+    def with_shown(self, other: Scored) -> Scored:
+        """With the log-probs, entropies and ranks of rows that another pass scored and this one did not; they do not
+        count as seen.
+        """
+        assert self.seen is not None and other.seen is not None
+        taken = (other.seen & ~self.seen)[:, None]
+        names = ("old_logprobs", "entropies", "ranks")
+        return replace(self, **{n: torch.where(taken, getattr(other, n), getattr(self, n)) for n in names})
 
     def rows(self, index: Tensor) -> Scored:
         traces = tuple(self.sampled.traces[i] for i in index.tolist())
@@ -131,6 +151,7 @@ def join(*parts: Scored) -> Scored:
         ranks=padded([part.ranks for part in parts]),
         reference_logprobs=padded(references) if references else None,
         view=parts[0].view,
+        seen=None if parts[0].seen is None else torch.cat([part.seen for part in parts if part.seen is not None]),
     )
 
 
@@ -143,17 +164,24 @@ def score(
     reference: AbstractContextManager[nn.Module] | None = None,
     view: str = "dense",
     reference_view: str | None = None,
+    only: Tensor | None = None,
 ) -> Scored:
     """Teacher-forced old log-probs in a view.
 
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
-    of its own.
+    of its own. `only` int64 [n]: the rows to score, in the shadow view; the others keep the sampler's log-probs.
     """
+    assert only is None or view == "shadow", "in the dense view the sampler's log-probs are others"
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
-    micro_batches = pack(sampled.lengths, micro_batch_tokens)
+    micro_batches = to_score = pack(sampled.lengths, micro_batch_tokens)
+    marked = None  # the rows that go through the model, where some do not
+    if only is not None:
+        old, marked = sampled.sampler_logprobs.clone(), torch.zeros_like(sampled.lengths, dtype=torch.bool)
+        marked[only] = True
+        to_score = [only[part] for part in pack(sampled.lengths[only], micro_batch_tokens)]
     with evaluating(model):
-        for rows in micro_batches:
+        for rows in to_score:
             tokens, response = _cut(sampled, rows)
             states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
             function = logprobs_entropies_ranks(temperature)
@@ -161,9 +189,11 @@ def score(
             for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
     if view == "shadow":
-        check_replay(old - sampled.sampler_logprobs, sampled.mask, next(model.parameters()).dtype)
+        checked = slice(None) if only is None else only
+        gap, mask = (old - sampled.sampler_logprobs)[checked], sampled.mask[checked]
+        check_replay(gap, mask, next(model.parameters()).dtype)
     if reference is None:
-        return Scored(sampled, old, entropies, ranks, view=view)
+        return Scored(sampled, old, entropies, ranks, view=view, seen=marked)
     references = torch.zeros_like(old)
     with reference as other, evaluating(other):
         for rows in micro_batches:
@@ -171,7 +201,7 @@ def score(
             seen = replay(model, sampled, rows) if (reference_view or view) == "shadow" else None
             logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
-    return Scored(sampled, old, entropies, ranks, references, view)
+    return Scored(sampled, old, entropies, ranks, references, view, marked)
 
 
 def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
@@ -193,8 +223,11 @@ def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
 
 
 def ratio_baseline(scored: Scored, correction: Correction) -> Tensor:
-    """The log-probs that a correction takes for old: recomputed, or (naive) the sampler's own. fp32 [N, T]"""
-    return scored.sampled.sampler_logprobs if correction.old == "sampler" else scored.old_logprobs
+    """The log-probs that a correction takes for old: recomputed, or the sampler's own: for naive, and where only some
+    rows were scored, so that all are treated alike. fp32 [N, T]
+    """
+    own = correction.old == "sampler" or scored.seen is not None
+    return scored.sampled.sampler_logprobs if own else scored.old_logprobs
 
 
 def accepted_rows(scored: Scored, correction: Correction) -> Tensor:
@@ -231,8 +264,7 @@ def make_batches(
     group_size: so many neighbours stay in one optimizer step.
     """
     batches = []
-    for units in torch.arange(len(advantages)).view(-1, group_size).tensor_split(minibatches):
-        rows = units.reshape(-1)
+    for rows in minibatch_rows(len(advantages), minibatches, group_size):
         part = scored.rows(rows)
         sampled = part.sampled
         kept = normalise_weights(corrected.rows(rows), sampled.mask, correction)
@@ -254,6 +286,11 @@ def make_batches(
             )
         )
     return batches
+
+
+def minibatch_rows(count: int, minibatches: int, group_size: int = 1) -> list[Tensor]:
+    """The rows of every optimizer step, of `count` in all; `group_size` neighbours stay together."""
+    return [rows.reshape(-1) for rows in torch.arange(count).view(-1, group_size).tensor_split(minibatches)]
 
 
 def replay(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Replay:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
-from .batch import Batch, pack, replay
+from .batch import Batch, check_replay, pack, replay
 from .distill import DISTILL_WEIGHT, distillation
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
-from .score import batch_logprobs, hidden_states, logprobs_of
+from .score import batch_logprobs, hidden_states, logprobs_entropies_of, logprobs_of
 from .shards import Sharded
 
 T = TypeVar("T")
@@ -41,6 +41,16 @@ class UpdateResult:
 
     metrics: dict[str, float]
     clipped: Tensor  # bool [N, T]: the tokens whose gain was clipped; of this process's own rows only
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the model said of a batch before its weights moved; all processes have that of all."""
+
+    rows: Tensor  # int64 [n]: those that went through the model
+    logprobs: Tensor  # fp32 [n, T]; 0 where a token does not count
+    entropies: Tensor  # fp32 [n, T]
 
 
 class Learner:
@@ -72,8 +82,17 @@ class Learner:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step(self, batch: Batch) -> UpdateResult:
-        """Forward, loss, backward, clip, update."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        return next(self.model.parameters()).dtype if self.sharded is None else self.sharded.dtype
+
+    def step(self, batch: Batch, check: bool = False) -> UpdateResult:
+        """Forward, loss, backward, clip, update.
+
+        check: the batch's old log-probs are the sampler's, and these weights sampled it in the same view, so they must
+        find the same log-probs. If they do not, nothing is updated and an error is raised.
+        """
         if self.distill is not None and batch.traces is None:
             raise SparseRLError(
                 "distillation needs the shadow view, but the batch was scored in the dense one: "
@@ -84,28 +103,47 @@ class Learner:
         if not len(active):
             return UpdateResult({"update/empty/count": 1.0}, clipped)
         batch, found = self.objective.prepare(batch, self._row_sums)
-        sums = self._accumulate_gradients(batch, active, clipped)
+        found_logprobs = torch.zeros(2, *batch.mask.shape, device=self.device) if check else None
+        sums = self._accumulate_gradients(batch, active, clipped, found_logprobs)
+        seen = None if found_logprobs is None else self._check(batch, active, found_logprobs)
         norm, lr = self.optimizer.step(self.version, sums["loss"])
         self.skipped = count_skipped(self.skipped, norm)
         check_skipped(self.skipped, self.max_skipped, self._diverged(sums, norm))
         if self.skipped:
-            return UpdateResult({"update/skipped/count": 1.0}, clipped)
+            return UpdateResult({"update/skipped/count": 1.0}, clipped, seen)
         self.version += 1
         metrics = {"update/loss": sums["loss"], "update/grad_norm": norm, "update/lr": lr}
         metrics |= self.objective.metrics(sums, batch) | found
         if self.distill is not None:
             metrics["update/distill/mean"] = sums["distill"] / max(sums["tokens"], 1)
-        return UpdateResult(metrics, clipped)
+        return UpdateResult(metrics, clipped, seen)
+
+    def _check(self, batch: Batch, active: Tensor, found: Tensor) -> Seen:
+        """Refuse to learn where the learner's log-probs are not the sampler's; all processes refuse alike.
+
+        found fp32 [2, N, T]: log-probs and entropies of this process's own rows, 0 elsewhere
+        """
+        self.world.add([found])
+        logprobs, entropies = found[:, active.to(self.device)].cpu()
+        mask = batch.mask[active]
+        try:
+            check_replay(torch.where(mask, logprobs - batch.old_logprobs[active], 0.0), mask, self.dtype)
+        except SparseRLError:
+            self.optimizer.clear()
+            raise
+        return Seen(active, logprobs, entropies)
 
     def _active_rows(self, batch: Batch) -> Tensor:
         """The rows that can move the weights."""
         moves = self.objective.active(batch) if self.distill is None else batch.mask.any(1)
         return moves.nonzero()[:, 0]
 
-    def _accumulate_gradients(self, batch: Batch, active: Tensor, clipped: Tensor) -> dict[str, float]:
+    def _accumulate_gradients(
+        self, batch: Batch, active: Tensor, clipped: Tensor, seen: Tensor | None = None
+    ) -> dict[str, float]:
         """The gradients of some rows, over all processes; returns the sums that metrics are made of.
 
-        `clipped` is filled in for this process's own rows.
+        `clipped` is filled in for this process's own rows, and so is `seen`: log-probs and entropies, [2, N, T].
         """
         sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
         with learning(self.model):
@@ -113,7 +151,7 @@ class Learner:
                 if not len(rows):
                     self._accumulate(self._empty_micro_batch() * 0.0)
                     continue
-                found, cut = self._backward(batch, rows)
+                found, cut = self._backward(batch, rows, seen)
                 clipped[rows, : cut.shape[1]] = cut
                 for name, value in found.items():
                     sums[name] += value
@@ -122,7 +160,7 @@ class Learner:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
         return sums
 
-    def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, float], Tensor]:
+    def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, float], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
         tokens, mask = part.tokens, part.mask
@@ -130,7 +168,11 @@ class Learner:
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None]:
             states = hidden_states(model, tokens, seen)
-            logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+            if found is None:
+                logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+            else:
+                logprobs, entropies = logprobs_entropies_of(model, states, tokens, mask, self.temperature)
+                found[:, rows.to(self.device), : tokens.shape[1]] = torch.stack([logprobs.detach(), entropies])
             if self.distill is None:
                 return logprobs, None
             return logprobs, distillation(model, tokens, mask, states, self.distill, self.temperature or 1.0)

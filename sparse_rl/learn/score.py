@@ -61,6 +61,16 @@ def logprobs_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, t
     return values.new_zeros(tokens.shape).masked_scatter(target_mask, values)
 
 
+def logprobs_entropies_of(
+    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_of`, to the bit, and the entropies of the distributions, which carry no gradient. fp32 [B, T] each"""
+    values = over_chunks(model, states, target_mask, logprobs_entropies(temperature or 1.0), tokens[target_mask])
+    empty = values.new_zeros(tokens.shape)
+    logprobs, entropies = (empty.masked_scatter(target_mask, column) for column in values.unbind(-1))
+    return logprobs, entropies.detach()
+
+
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
     """What the decoder hands to the head, as the model's own output record.
 
@@ -130,6 +140,22 @@ def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     def function(logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits / temperature
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+    return function
+
+
+def logprobs_entropies(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `over_chunks`: log-probs of the targets, and the entropies of their distributions, without a gradient.
+
+    Entropies come last, so that a checkpoint's recomputation ends before them. -> [n, 2]
+    """
+    of_targets = chosen_logprobs(temperature)
+
+    def function(logits: Tensor, targets: Tensor) -> Tensor:
+        chosen = of_targets(logits, targets)
+        with torch.no_grad():
+            entropies = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
+        return torch.stack([chosen, entropies], dim=-1)
 
     return function
 

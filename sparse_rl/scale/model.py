@@ -116,7 +116,7 @@ class Work:
             minibatches=learn.minibatches,
             micro_batch_tokens=learn.micro_batch_tokens,
             seen=capacity if method.view == "shadow" else math.inf,
-            views=2 if recipe.keeps_reference else 1,
+            views=recipe.scores_all + recipe.keeps_reference,
             passes=(1 + backward + recipe.model.gradient_checkpointing) * (2 if method.distill else 1),
             shard=recipe.model.shard,
         )

@@ -44,9 +44,9 @@ from .metrics import step_answers, step_metrics
 from .parts import load_for_training, make_learner, make_loss, make_students, make_tasks
 from .prefetch import PrefetchSource, SyncSource
 from .progress import Progress, Versions, is_due
-from .samples import positions_to_write, write_samples
+from .samples import positions_to_write, samples_due, write_samples
 from .saving import save, save_after, save_if_best
-from .step import StepRollout
+from .step import StepRollout, with_seen
 from .terminal import TerminalTable
 from .worker import Sampler
 
@@ -121,19 +121,22 @@ class Trainer:
     def step(self) -> None:
         """One step of the algorithm. Its weights and its log lines change together, or not at all.
 
-        A method that replays (view: shadow) does so twice: where `collect` scores, and where the learner updates.
+        A method that replays (view: shadow) does so where the learner updates; where `collect` scores, for a few
+        trajectories only, unless the recipe asks for all (`Recipe.scores_all`).
         """
         clock = Clock(self.terminal.show_stage)
         rollout = self.collect(clock)  # sample, grade, and score: log-probs in the learner's view
         corrected = apply_correction(rollout.scored, self.correction, rollout.accepted)
         advantages, metrics = self.advantages(rollout, corrected.accepted)
         pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
-        metrics |= found | self.diagnose(rollout, corrected, clock)
+        metrics |= found
         with uninterrupted():
             self.progress.begin()
-            metrics |= self.teach_students(rollout, clock)  # before the update: from the weights that sampled
+            students = self.teach_students(rollout, clock)  # before the update: from the weights that sampled
             batches = self.batches(rollout, corrected, advantages, pairs, clock)
             updates = self.update(batches, clock)
+            rollout = with_seen(rollout, batches, updates)
+            metrics |= self.diagnose(rollout, corrected, clock) | students
             metrics |= average([update.metrics for update in updates])
             self.finish_update(clock)  # sampler and students get the new weights
             evidence = self.sample_evidence(rollout, batches, updates)
@@ -207,14 +210,20 @@ class Trainer:
         """One batch per optimizer step, of the rows that are learned from."""
         rows = rollout.chosen_rows
         scored, kept, minibatches = rollout.scored.rows(rows), corrected.rows(rows), self.recipe.learn.minibatches
-        together = 1 if pairs is None else self.recipe.rollout.group_size
+        together = self.recipe.rows_together
         with clock.stage("update"):
             return make_batches(scored, kept, advantages, self.correction, self.loss, minibatches, pairs, together)
 
     def update(self, batches: list[Batch], clock: Clock) -> list[UpdateResult]:
-        """The learner's optimizer steps; none where only students learn."""
+        """The learner's optimizer steps; none where only students learn.
+
+        Trajectories that nobody scored are checked as long as the weights are those that sampled them.
+        """
+        if self.recipe.student.freeze_teacher:
+            return []
+        unscored, version = not self.recipe.scores_all, self.learner.version
         with clock.stage("update"):
-            return [] if self.recipe.student.freeze_teacher else [self.learner.step(batch) for batch in batches]
+            return [self.learner.step(batch, unscored and self.learner.version == version) for batch in batches]
 
     def finish_update(self, clock: Clock) -> None:
         """Sampler and students get the new weights; a sampler that is at work gets them later (prefetch.py)."""
@@ -244,13 +253,11 @@ class Trainer:
         self, rollout: StepRollout, batches: list[Batch], updates: list[UpdateResult]
     ) -> dict[int, tuple[Trajectory, Tensor]]:
         """By position, trajectories with their traces and clipped tokens, from the processes that have them: of some
-        completions after the first step, every 10 steps and where the run evaluates.
+        completions of a step whose samples are due.
         """
-        step, last = self.progress.steps + 1, self.recipe.run.steps
-        due = step == 1 or any(is_due(step, every, last) for every in (10, self.recipe.eval.every))
-        if not (self.recipe.run.samples and due):
+        if not samples_due(self.recipe, self.progress.steps + 1):
             return {}
-        positions = positions_to_write(rollout, self.recipe.run.samples)
+        positions = positions_to_write(len(rollout.chosen_rows), self.recipe.run.samples)
         rows, owner_rank = rollout.chosen_rows.tolist(), rollout.scored.sampled.owner_rank
         found = [update.clipped for update in updates] or [torch.zeros_like(batch.mask) for batch in batches]
         clipped = torch.cat(found)  # by position
