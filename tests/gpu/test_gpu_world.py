@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -37,8 +36,8 @@ def test_rollouts_ahead_are_those_of_the_weights_that_sampled(tmp_path, method):
 
 @pytest.fixture
 def nccl(tmp_path):
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29507"}
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     yield World(0, 1, torch.distributed.new_group(backend="gloo"))
     torch.distributed.destroy_process_group()
 
