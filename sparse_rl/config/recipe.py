@@ -32,8 +32,10 @@ from ..learn.optimizer import OptimizerSettings
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
+from .sections import EvalSettings, RunSettings, WarmupSettings
 from .values import convert, plain, types_of
 
+DEFAULT_TOKENS = 16384  # of a micro-batch
 RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
 
 
@@ -46,8 +48,10 @@ class ModelSettings:
     logits: str = key(
         "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
     )
-    gradient_checkpointing: bool = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time", False
+    gradient_checkpointing: bool | str = key(
+        "keep one activation per layer and recompute the rest: less memory, a third more time; auto: where the memory "
+        "plan needs it",
+        False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
@@ -58,6 +62,9 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
+        if self.gradient_checkpointing not in (True, False, "auto"):
+            given = self.gradient_checkpointing
+            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false or auto.")
 
 
 @dataclass(frozen=True)
@@ -135,10 +142,18 @@ class LearnSettings:
         "the sampler's up to rounding and the update checks them",
         "auto",
     )
-    micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
+    micro_batch_tokens: int | str = key(
+        "tokens of a forward-backward pass, padding included; auto: as many as the memory plan has room for, at most "
+        "65536 (without a GPU 16384)",
+        DEFAULT_TOKENS,
+    )
 
     def __post_init__(self):
-        require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
+        require_int(**{"learn.minibatches": self.minibatches})
+        if isinstance(self.micro_batch_tokens, str) and self.micro_batch_tokens != "auto":
+            given = self.micro_batch_tokens
+            raise SparseRLError(f"learn.micro_batch_tokens is {given!r}; it must be a whole number or auto.")
+        require_int(**{"learn.micro_batch_tokens": self.tokens})
         require_int(at_least=0, **{"learn.refill": self.refill})
         if self.rescore not in ("auto", "always"):
             raise SparseRLError(f"learn.rescore is {self.rescore!r}; it must be auto or always.")
@@ -159,6 +174,11 @@ class LearnSettings:
             )
         self.resolve_method()
 
+    @property
+    def tokens(self) -> int:
+        """`micro_batch_tokens`, with the default for auto."""
+        return DEFAULT_TOKENS if isinstance(self.micro_batch_tokens, str) else self.micro_batch_tokens
+
     def resolve_method(self) -> Method:
         """The method with the parts that the recipe changes."""
         parts = {
@@ -171,59 +191,6 @@ class LearnSettings:
         if self.algorithm == "online-dpo":
             correction = only_rejection(correction, self.method)
         return method(self.method, correction=correction, **chosen)
-
-
-@dataclass(frozen=True)
-class EvalSettings:
-    every: int = key("steps between evaluations on held-out prompts; 0: never", 10)
-    prompts: int = key("held-out prompts", 64)
-    samples: int = key("completions per held-out prompt", 1)
-    temperature: float = key("the temperature of evaluations; 0 is greedy", 1.0)
-    options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
-
-    def __post_init__(self):
-        require_int(at_least=0, **{"eval.every": self.every})
-        require_int(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
-        check_count("completions of an evaluation", self.prompts * self.samples)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    steps: int = key("steps of the run; each learns from one rollout", 100)
-    seed: int = key("seed of sampling and of random weights; the task's prompts follow task.seed", 0)
-    checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
-    keep: int = key("number of checkpoints that are kept", 2)
-    samples: int = key("completions written to samples/ at every evaluation and every 10 steps", 8)
-    diagnose: int = key(
-        "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
-    )
-    max_skipped: int = key(
-        "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
-    )
-    trackers: list[str] = key("tensorboard, trackio or wandb, through accelerate", [])
-    project: str = key("the project under which trackers file the run", "sparse-rl")
-
-    def __post_init__(self):
-        require_int(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
-        require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
-        if self.seed >= 2**63:
-            raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
-
-
-@dataclass(frozen=True)
-class WarmupSettings:
-    steps: int = key("optimizer steps on worked solutions", 300)
-    batch: int = key("solutions per step", 64)
-    lr: float = key("learning rate, constant after 20 steps", 2e-3)
-    workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
-    eval_every: int = key("steps between evaluations on held-out problems: loss and accuracy; 0: only at the end", 100)
-    checkpoint_every: int = key("steps between checkpoints; 0: only when it is stopped", 100)
-
-    def __post_init__(self):
-        require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
-        check_count("solutions per step", self.batch)
-        counts = ("workers", "eval_every", "checkpoint_every")
-        require_int(at_least=0, **{f"warmup.{name}": getattr(self, name) for name in counts})
 
 
 @dataclass(frozen=True)
@@ -333,15 +300,25 @@ class Recipe:
         return dataclasses.replace(given, decay_steps=steps)
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """With the default for auto; a run has put its choice in place of auto (train/auto.py)."""
+        return self.learn.tokens
+
+    @property
+    def checkpoints_gradients(self) -> bool:
+        """With the default for auto, likewise."""
+        return self.model.gradient_checkpointing is True
+
+    @property
     def scores_all(self) -> bool:
         """Whether every trajectory is scored before the update.
 
         In the shadow view its old log-probs are the sampler's, unless something depends on what is left of the gap, or
         the update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), or
-        because students learn from the trajectories first.
+        because students learn from the trajectories first. An algorithm may ask for more than log-probs.
         """
-        chosen = self.learn.resolve_method()
-        checked = chosen.view == "shadow" and not (self.rollout.ahead or self.student.chunks)
+        chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
+        checked = chosen.view == "shadow" and known and not (self.rollout.ahead or self.student.chunks)
         return self.learn.rescore == "always" or not checked or chosen.correction.looks_at_gap
 
     @property

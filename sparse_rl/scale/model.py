@@ -114,10 +114,10 @@ class Work:
             capacity=capacity,
             start=bound.budget if bound.evicts_prompt(prompt_tokens) else prompt_tokens,
             minibatches=learn.minibatches,
-            micro_batch_tokens=learn.micro_batch_tokens,
+            micro_batch_tokens=recipe.micro_batch_tokens,
             seen=capacity if method.view == "shadow" else math.inf,
             views=recipe.scores_all + recipe.keeps_reference,
-            passes=(1 + backward + recipe.model.gradient_checkpointing) * (2 if method.distill else 1),
+            passes=(1 + backward + recipe.checkpoints_gradients) * (2 if method.distill else 1),
             shard=recipe.model.shard,
         )
 

@@ -13,7 +13,9 @@ writes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +37,14 @@ from ..records import Trajectory
 from ..rollout import Sampling
 from ..signals import uninterrupted
 from ..streams import stream_key
+from ..tasks import Task
 from ..tasks.answering import Answers, Names, cannot_answer
 from .best import Measured, has_fallen, measured
 from .held_out import described, engines_for, held_out_answers
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
 from .metrics import step_answers, step_metrics
-from .parts import load_for_training, make_learner, make_loss, make_students, make_tasks
+from .parts import checkpoint_gradients, load_for_training, make_learner, make_loss, make_students, make_tasks
 from .prefetch import PrefetchSource, SyncSource
 from .progress import Progress, Versions, is_due
 from .samples import positions_to_write, samples_due, write_samples
@@ -54,14 +57,24 @@ PAIRS_STREAM = 0x9A125  # separates the draws of pairs from other random numbers
 
 
 class Trainer:
-    def __init__(self, recipe: Recipe, folder: Path, show: bool = True, world: World | None = None):
-        self.recipe, self.folder = recipe, folder
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        show: bool = True,
+        world: World | None = None,
+        settle: Callable[[Recipe, Task, Any], Recipe] = lambda recipe, task, tokenizer: recipe,
+    ):
+        """`settle`: puts values in place of `auto` (train/auto.py), once task and tokenizer are there."""
+        self.folder = folder
         self.world = world = world or World()
         self.correction = recipe.learn.resolve_method().correction
         self.loss = make_loss(recipe)
         find_estimator(recipe.learn.advantage)  # so that a mistake ends the run before it begins
         self.task, self.held_out = make_tasks(recipe)
         self.model, self.tokenizer = load_for_training(recipe)
+        self.recipe = recipe = settle(recipe, self.task, self.tokenizer)
+        checkpoint_gradients(recipe, self.model)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model
@@ -334,10 +347,10 @@ class Trainer:
 
     def _out_of_memory(self, error: Exception) -> OutOfMemory:
         """Memory ran out while learning; the engine explains its own errors."""
-        learn, rows = self.recipe.learn, self.recipe.rollout.rows
+        rows = self.recipe.rollout.rows
         return OutOfMemory(
             f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
-            f"{learn.micro_batch_tokens}, at least one trajectory) or rollout.rows (now {rows}), or set "
+            f"{self.recipe.micro_batch_tokens}, at least one trajectory) or rollout.rows (now {rows}), or set "
             "model.gradient_checkpointing; `sparse-rl plan --recipe` says what each takes."
         )
 

@@ -133,7 +133,7 @@ class Sampler:
         Where the update checks the trajectories of its first minibatch, only one of each minibatch is scored, and
         those that are written for reading: apart, because nothing else may depend on what is written.
         """
-        tokens, view = self.recipe.learn.micro_batch_tokens, self.method.view
+        tokens, view = self.recipe.micro_batch_tokens, self.method.view
         reference_view = "dense" if self.recipe.dpo.reference == "dense" else None
 
         def rows(wanted: Iterable[int]) -> Tensor:
