@@ -4,6 +4,10 @@ A query of a segment that begins at e sees the tokens kept there, {k < e: evicte
 tokens up to itself. So work and memory follow the budget, not the square of the length. Nothing is assumed of the
 traces: where heads evict at different moments there are only more segments.
 
+Trajectories may be packed into one row, one behind the other without padding, and those of a group may share the tokens
+with which all of them begin (`Packing`). A packed row is a row of segments, too: only the lists of what they keep point
+to several places.
+
 Shapes: B rows, L layers, H KV heads, T tokens, S segments (of the row that has most), K tokens kept (where most are).
 """
 
@@ -30,30 +34,50 @@ class Segments:
     are_few: bool  # whether listing what each keeps takes memory in proportion to the tokens
 
 
+@dataclass(frozen=True)
+class Packing:
+    """B trajectories in one row of tokens. The tokens that a trajectory brings lie side by side, in the order of
+    trajectories; those before `first` are an earlier trajectory's, which begins with the same ones.
+    """
+
+    place: Tensor  # int64 [B, T]: where every token of a trajectory lies; 0 beyond its end
+    first: Tensor  # int64 [B]: the first token that it brings itself
+    size: int  # tokens in the row
+
+
 @dataclass
 class Replay:
-    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument."""
+    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument.
+
+    With a packing the model is fed the one packed row; traces and lengths stay those of the B trajectories.
+    """
 
     evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding; L = H = 1 where all layers and heads share it
     lengths: Tensor  # int64 [B]: tokens without padding
+    packing: Packing | None = None
     layouts: dict[Any, Any] = field(default_factory=dict)  # of kernels, by what they depend on
 
     @cached_property
     def segments(self) -> Segments:
-        return find_segments(self.evicted_at, self.lengths)
+        return find_segments(self.evicted_at, self.lengths, None if self.packing is None else self.packing.first)
 
     def of_layer(self, layer: int, heads: int) -> Tensor:
         """int32 [B, H, T]"""
         return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0].expand(-1, heads, -1)
 
 
-def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
-    """evicted_at int32 [B, L, H, T] (L = H = 1 where all share it); lengths int64 [B], without padding"""
+def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = None) -> Segments:
+    """evicted_at int32 [B, L, H, T] (L = H = 1 where all share it); lengths int64 [B], without padding
+
+    cuts int64 [B]: where a segment begins although nothing is evicted.
+    """
     rows, layers, heads, tokens = evicted_at.shape
     gone = evicted_at.clamp(max=tokens).flatten(1).long()  # [B, L * H * T]
     index = torch.arange(tokens + 1, device=evicted_at.device)
     moments = torch.zeros(rows, tokens + 1, dtype=torch.bool, device=evicted_at.device).scatter_(1, gone, True)
     moments[:, 0] = True
+    if cuts is not None:
+        moments.scatter_(1, cuts[:, None], True)
     moments &= index < lengths[:, None]
     most = int(moments.sum(1).max())
     begins = torch.where(moments, index, lengths[:, None]).sort(1).values[:, :most]  # [B, S]
@@ -68,6 +92,20 @@ def find_segments(evicted_at: Tensor, lengths: Tensor) -> Segments:
     most_kept = int(counts.max())
     few = most * most_kept <= _MOST_KEPT * (_SHARED if layers * heads == 1 else 1) * int(lengths.max())
     return Segments(begins.to(torch.int32), counts.view(rows, layers, heads, most), lengths, most_kept, few)
+
+
+def pack_segments(segments: Segments, packing: Packing) -> tuple[Segments, Tensor]:
+    """The segments of a packed row, and which of the trajectories' segments they are (int64 [M], of B * S).
+
+    A trajectory's segments before its `first` are those of the trajectory that brings these tokens.
+    """
+    begins, lengths = segments.begins.long(), segments.lengths[:, None]
+    own = ((begins >= packing.first[:, None]) & (begins < lengths)).flatten().nonzero()[:, 0]
+    placed = packing.place.gather(1, begins.clamp(max=packing.place.shape[1] - 1)).flatten()[own]
+    counts = segments.counts.permute(1, 2, 0, 3).flatten(2)[..., own][None]  # [1, L, H, M]
+    size = torch.tensor([packing.size], device=begins.device)
+    row = Segments(placed[None].to(torch.int32), counts, size, segments.most_kept, segments.are_few)
+    return row, own
 
 
 def query_tiles(segments: Segments, size: int) -> Tensor:
@@ -86,8 +124,7 @@ def key_tiles(segments: Segments, size: int) -> Tensor:
     Where a head keeps fewer tokens than another, its last tiles are empty.
     """
     begins, ends = _spans(segments)
-    kept = torch.full_like(begins, segments.most_kept)
-    kept[:, 0] = 0
+    kept = segments.counts.amax((1, 2)).cpu().long()
     seen = torch.where(ends > begins, ends - begins + kept, 0)
     return _tiles(begins, ends, seen, size, first=torch.zeros_like(begins))
 

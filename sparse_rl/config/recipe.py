@@ -29,6 +29,7 @@ from ..learn.loss import Loss
 from ..learn.method import Method, method
 from ..learn.objective import ALGORITHMS, Objective
 from ..learn.optimizer import OptimizerSettings
+from ..learn.packing import PACKING
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
@@ -147,6 +148,11 @@ class LearnSettings:
         "65536 (without a GPU 16384)",
         DEFAULT_TOKENS,
     )
+    packing: str = key(
+        "feed trajectories as one row without padding, and what the completions of a prompt begin with only once: "
+        "`auto` (on a GPU, where the architecture is known), `always` or `never`",
+        "auto",
+    )
 
     def __post_init__(self):
         require_int(**{"learn.minibatches": self.minibatches})
@@ -161,6 +167,8 @@ class LearnSettings:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.algorithm not in ALGORITHMS:
             raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
+        if self.packing not in PACKING:
+            raise SparseRLError(f"learn.packing is {self.packing!r}; {nearest(self.packing, PACKING)}")
         if self.advantage not in ESTIMATORS and not names_python_file(self.advantage):  # which runs only in a run
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:

@@ -71,7 +71,7 @@ def fits_segments(
 
 def fits_flex(query: Tensor, key: Tensor, value: Tensor, replay: Replay, softcap: float | None, dropout: float) -> bool:
     """FlexAttention cannot differentiate a soft-cap of dynamic shapes."""
-    return fits_tiles(query, key, value, dropout) and softcap is None
+    return fits_tiles(query, key, value, dropout) and softcap is None and replay.packing is None
 
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and the twin where none does

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cache.segments import Replay, Segments, key_tiles, query_tiles, typical_length
+from ..cache.segments import Packing, Replay, Segments, key_tiles, pack_segments, query_tiles, typical_length
 from .jit import jit
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -264,8 +264,13 @@ def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles,
     return Tiles(min(queries, 128), 32, 4, 4), Tiles(min(queries, 64), 32, 4, 3), Tiles(min(queries, 64), 64, 4, 2)
 
 
-def make_layout(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype) -> Layout:
-    """evicted_at int32 [B, L, H, T], in which the segments were found; L = H = 1 where all layers and heads share it"""
+def make_layout(
+    segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype, packing: Packing | None = None
+) -> Layout:
+    """evicted_at int32 [B, L, H, T], in which the segments were found; L = H = 1 where all layers and heads share it
+
+    With a packing the layout is that of its one row.
+    """
     rows, layers, heads, tokens = evicted_at.shape
     num_segments, device = segments.begins.shape[1], evicted_at.device
     kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
@@ -273,6 +278,10 @@ def make_layout(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.d
         evicted_at.contiguous(), segments.begins.contiguous(), kept, layers * heads, tokens, num_segments,
         kept.shape[-1], BLOCK=1024,
     )  # fmt: skip
+    if packing is not None:
+        segments, own = pack_segments(segments, packing)
+        kept = packing.place.gather(1, kept.flatten(1).long()).view(kept.shape).to(torch.int32)
+        kept = kept.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, own][None].contiguous()  # [1, L, H, M, K]
     forward, d_queries, d_keys = tiles_for(typical_length(segments), dim, dtype)
     return Layout(
         kept=kept,
@@ -287,7 +296,7 @@ def make_layout(segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.d
 def layout_of(replay: Replay, dim: int, dtype: torch.dtype) -> Layout:
     """The layout of a micro-batch, made once for all layers."""
     if (dim, dtype) not in replay.layouts:
-        replay.layouts[dim, dtype] = make_layout(replay.segments, replay.evicted_at, dim, dtype)
+        replay.layouts[dim, dtype] = make_layout(replay.segments, replay.evicted_at, dim, dtype, replay.packing)
     return replay.layouts[dim, dtype]
 
 

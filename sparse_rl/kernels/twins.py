@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache import LayerSlots
-from ..cache.segments import Replay
+from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
 from ..streams import uniform
 
@@ -286,6 +286,8 @@ def trace_attention(
     query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists.
     """
     mask = layer_mask(replay.of_layer(layer, key.shape[1]), sliding_window)
+    if replay.packing is not None:
+        mask = packed_mask(mask, replay.lengths, replay.packing)
     return attend(query, key, value, mask, scaling, softcap, dropout)
 
 
@@ -296,6 +298,14 @@ def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:
         return mask
     index = torch.arange(evicted_at.shape[-1], device=evicted_at.device)
     return mask & (index[:, None] - index[None, :] < sliding_window)
+
+
+def packed_mask(mask: Tensor, lengths: Tensor, packing: Packing) -> Tensor:
+    """What the queries of a packed row see: each as in the trajectory that brings it. [B, H, T, T] -> [1, H, S, S]"""
+    packed = torch.zeros(1, mask.shape[1], packing.size, packing.size, dtype=torch.bool, device=mask.device)
+    for own, place, first, length in zip(mask, packing.place, packing.first.tolist(), lengths.tolist(), strict=True):
+        packed[0][:, place[first:length, None], place[None, :length]] = own[:, first:length, :length]
+    return packed
 
 
 def attend(

@@ -28,6 +28,7 @@ from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
 from .loss import Loss, token_scale
+from .packing import pack_groups, packed_replay
 from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
 
 # Mean nats by which two kernels may differ in their log-probs: ten times what is seen.
@@ -164,26 +165,29 @@ def score(
     reference: AbstractContextManager[nn.Module] | None = None,
     view: str = "dense",
     reference_view: str | None = None,
+    packing: bool = False,
     only: Tensor | None = None,
 ) -> Scored:
     """Teacher-forced old log-probs in a view.
 
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
-    of its own. `only` int64 [n]: the rows to score, in the shadow view; the others keep the sampler's log-probs.
+    of its own. `packing`: micro-batches are packed rows (packing.py). `only` int64 [n]: the rows to score, in the
+    shadow view; the others keep the sampler's log-probs.
     """
     assert only is None or view == "shadow", "in the dense view the sampler's log-probs are others"
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
-    micro_batches = to_score = pack(sampled.lengths, micro_batch_tokens)
+    micro_batches = to_score = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
     marked = None  # the rows that go through the model, where some do not
     if only is not None:
         old, marked = sampled.sampler_logprobs.clone(), torch.zeros_like(sampled.lengths, dtype=torch.bool)
         marked[only] = True
-        to_score = [only[part] for part in pack(sampled.lengths[only], micro_batch_tokens)]
+        parts = micro_batches_of(sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
+        to_score = [only[part] for part in parts]
     with evaluating(model):
         for rows in to_score:
             tokens, response = _cut(sampled, rows)
-            states = hidden_states(model, tokens.to(device), replay(model, sampled, rows) if view == "shadow" else None)
+            states = hidden_states(model, tokens.to(device), seen_by(model, sampled, rows, view == "shadow", packing))
             function = logprobs_entropies_ranks(temperature)
             values = over_chunks(model, states, response.to(device), function, tokens[response].to(device)).cpu()
             for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
@@ -198,7 +202,7 @@ def score(
     with reference as other, evaluating(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
-            seen = replay(model, sampled, rows) if (reference_view or view) == "shadow" else None
+            seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
             logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
     return Scored(sampled, old, entropies, ranks, references, view, marked)
@@ -293,11 +297,27 @@ def minibatch_rows(count: int, minibatches: int, group_size: int = 1) -> list[Te
     return [rows.reshape(-1) for rows in torch.arange(count).view(-1, group_size).tensor_split(minibatches)]
 
 
-def replay(model: nn.Module, record: Sampled | Batch, rows: Tensor) -> Replay:
-    """What the queries of some rows could see."""
-    traces = record.traces
-    assert traces is not None, "a batch of the dense view has no traces"
-    return replay_of(model, [(record.tokens[i, : record.lengths[i]], traces[i]) for i in rows.tolist()])
+def seen_by(
+    model: nn.Module, record: Sampled | Batch, rows: Tensor, shadow: bool, packing: bool = False
+) -> Replay | None:
+    """What the queries of some rows see, and whether they go through the model as one packed row.
+
+    None: everything before them, row by row, as stock attention has it.
+    """
+    traces = [record.traces[i] for i in rows.tolist()] if shadow and record.traces is not None else None
+    assert not shadow or traces is not None, "a batch of the dense view has no traces"
+    lengths = record.lengths[rows]
+    tokens = record.tokens[rows, : int(lengths.max())]
+    if packing and (packed := packed_replay(model, tokens, lengths, traces)) is not None:
+        return packed
+    if traces is None:
+        return None
+    return replay_of(model, [(row[:n], trace) for row, n, trace in zip(tokens, lengths.tolist(), traces)])
+
+
+def micro_batches_of(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool) -> list[Tensor]:
+    """Rows in micro-batches."""
+    return pack_groups(tokens, lengths, micro_batch_tokens) if packing else pack(lengths, micro_batch_tokens)
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:

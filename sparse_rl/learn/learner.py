@@ -18,10 +18,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..attention import Replay
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
-from .batch import Batch, check_replay, pack, replay
+from .batch import Batch, check_replay, micro_batches_of, seen_by
 from .distill import DISTILL_WEIGHT, distillation
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
@@ -61,6 +62,7 @@ class Learner:
         objective: Objective,
         *,
         micro_batch_tokens: int = 16384,
+        packing: bool = False,
         temperature: float = 1.0,
         max_skipped: int = 5,
         distill: str | None = None,
@@ -68,10 +70,13 @@ class Learner:
         world: World | None = None,
         sharded: Sharded | None = None,
     ):
-        """`sharded`: the model divided among the processes; None: every process has all of it."""
+        """`packing`: micro-batches are packed rows (packing.py).
+
+        `sharded`: the model divided among the processes; None: every process has all of it.
+        """
         self.model, self.objective = model, objective
         self.world, self.sharded = world or World(), sharded
-        self.micro_batch_tokens, self.temperature = micro_batch_tokens, temperature
+        self.micro_batch_tokens, self.packing, self.temperature = micro_batch_tokens, packing, temperature
         self.max_skipped = max_skipped
         self.distill, self.distill_weight = distill, distill_weight
         self.optimizer = MasterAdamW(model.parameters(), optimizer)
@@ -146,25 +151,27 @@ class Learner:
         `clipped` is filled in for this process's own rows, and so is `seen`: log-probs and entropies, [2, N, T].
         """
         sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
+        found = []
         with learning(self.model):
             for rows in self._micro_batches(batch, active):
-                if not len(rows):
+                if len(rows):
+                    found.append((rows, *self._backward(batch, rows, seen)))
+                else:
                     self._accumulate(self._empty_micro_batch() * 0.0)
-                    continue
-                found, cut = self._backward(batch, rows, seen)
-                clipped[rows, : cut.shape[1]] = cut
-                for name, value in found.items():
-                    sums[name] += value
+        for rows, values, cut in found:  # only now: to look at a number is to wait for the device
+            clipped[rows, : cut.shape[1]] = cut.cpu()
+            for name, value in values.items():
+                sums[name] += float(value)
         sums = self.world.add_numbers(sums)
         if self.sharded is None:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
         return sums
 
-    def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, float], Tensor]:
+    def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
         tokens, mask = part.tokens, part.mask
-        seen = None if batch.traces is None else replay(self.model, batch, rows)
+        seen = self._seen(batch, rows)
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None]:
             states = hidden_states(model, tokens, seen)
@@ -183,7 +190,7 @@ class Learner:
             loss = loss + self.distill_weight * (part.scale * view_kl).sum()
             sums["distill"] = view_kl.detach().sum()
         self._accumulate(loss)
-        return {"loss": loss.item()} | {name: float(value) for name, value in sums.items()}, clipped.cpu()
+        return {"loss": loss.detach(), **sums}, clipped
 
     @torch.no_grad()
     def _row_sums(self, batch: Batch) -> Tensor:
@@ -198,7 +205,7 @@ class Learner:
                     self._empty_micro_batch()
                     continue
                 part = batch.part(rows, self.device)
-                seen = None if batch.traces is None else replay(self.model, batch, rows)
+                seen = self._seen(batch, rows)
                 logprobs = self._call(
                     lambda model, part=part, seen=seen: batch_logprobs(
                         model, part.tokens, part.mask, self.temperature, seen
@@ -221,7 +228,11 @@ class Learner:
             yield from [rows[:0]] * (max(map(len, shares)) - len(own))
 
     def _packed(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        return [rows[part] for part in pack(batch.lengths[rows], self.micro_batch_tokens)]
+        parts = micro_batches_of(batch.tokens[rows], batch.lengths[rows], self.micro_batch_tokens, self.packing)
+        return [rows[part] for part in parts]
+
+    def _seen(self, batch: Batch, rows: Tensor) -> Replay | None:
+        return seen_by(self.model, batch, rows, batch.traces is not None, self.packing)
 
     def _call(self, forward: Callable[[nn.Module], T]) -> T:
         """Everything that is done with the model happens inside one call, where the weights may be divided."""

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import Replay, use_attention_through_backward
 from ..beacon import beacon_of
 from ..cache import Trace
+from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..models import head_chunk
 from ..records import Trajectory
@@ -74,15 +75,18 @@ def logprobs_entropies_of(
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
     """What the decoder hands to the head, as the model's own output record.
 
-    tokens [B, T] -> last_hidden_state [B, T, hidden]
+    tokens [B, T] -> last_hidden_state [B, T, hidden]. With a packing (packing.py) the decoder reads one packed row.
     """
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
     inputs = {"input_ids": tokens, "use_cache": False}
+    packing = None if replay is None else replay.packing
+    if replay is not None and packing is not None:
+        inputs["input_ids"], inputs["position_ids"] = pack_tokens(tokens, replay.lengths, packing)
     beacon = beacon_of(model)
     if beacon is not None:
         inputs["position_ids"] = beacon.positions(tokens)
-    if "logits_to_keep" in inspect.signature(_causal_lm(model).forward).parameters:
+    if "logits_to_keep" in inspect.signature(causal_lm_of(model).forward).parameters:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
         if replay is None:
@@ -94,13 +98,25 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
         hook.remove()
     if not caught:
         raise SparseRLError(
-            f"{type(_causal_lm(model)).__name__} does not run its decoder as a whole: its log-probs are not supported."
+            f"{type(causal_lm_of(model)).__name__} does not run its decoder as a whole: its log-probs are not "
+            "supported."
         )
     states = caught[0]
+    if packing is not None:  # as a lookup, whose backward adds up what shared tokens are asked for, in fp32
+        states.last_hidden_state = nn.functional.embedding(packing.place, states.last_hidden_state[0])
     if beacon is not None:  # the token after a beacon was predicted by the state before the beacon
         after = states.last_hidden_state
         states.last_hidden_state = torch.where(beacon.is_beacon(tokens)[..., None], after.roll(1, 1), after)
     return states
+
+
+def pack_tokens(tokens: Tensor, lengths: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The tokens of a packed row, and their positions. [B, T] -> [1, S], [1, S]"""
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    there = index < lengths[:, None]
+    row, positions = torch.zeros(2, packing.size, dtype=torch.int64, device=tokens.device).unbind()
+    row[packing.place[there]], positions[packing.place[there]] = tokens[there], index[there]
+    return row[None], positions[None]
 
 
 def over_chunks(
@@ -122,7 +138,7 @@ def over_chunks(
 
 def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     """The logits that the model makes of given hidden states, in fp32. [n, hidden] -> [n, V]"""
-    causal_lm = _causal_lm(model)
+    causal_lm = causal_lm_of(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
     name, decoder = causal_lm.base_model_prefix, _decoder(model)
@@ -181,7 +197,7 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
 
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
     """The traces side by side, padded with "never": int32 [B, L, H, T]"""
-    config = _causal_lm(model).config.get_text_config(decoder=True)
+    config = causal_lm_of(model).config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     longest = max(len(tokens) for tokens, _ in items)
     padded = torch.full(
@@ -242,10 +258,10 @@ class _FixedOutput(nn.Module):
 
 
 def _chunk(model: nn.Module) -> int:
-    return head_chunk(_causal_lm(model).config.get_text_config(decoder=True).vocab_size)
+    return head_chunk(causal_lm_of(model).config.get_text_config(decoder=True).vocab_size)
 
 
-def _causal_lm(model: nn.Module) -> PreTrainedModel:
+def causal_lm_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside whatever wraps it."""
     from transformers import PreTrainedModel
 
@@ -253,7 +269,7 @@ def _causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    causal_lm = _causal_lm(model)
+    causal_lm = causal_lm_of(model)
     decoder = getattr(causal_lm, causal_lm.base_model_prefix, None)
     if decoder is None:
         raise SparseRLError(

@@ -19,6 +19,7 @@ from ..errors import SparseRLError
 from ..files import names_python_file, split_python_file
 from ..learn.learner import Learner
 from ..learn.loss import Loss
+from ..learn.packing import packs
 from ..learn.shards import Sharded
 from ..learn.student import Students
 from ..models import Record, load_model, set_record, with_lora
@@ -127,6 +128,7 @@ def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sha
         recipe.scheduled_optimizer(),
         recipe.objective(loss),
         micro_batch_tokens=recipe.micro_batch_tokens,
+        packing=packs(model, recipe.learn.packing),
         temperature=recipe.rollout.temperature,
         max_skipped=recipe.run.max_skipped,
         distill=method.distill,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import Sampled, Scored, accepted_rows, collate, minibatch_rows, score
+from ..learn.packing import packs
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
@@ -134,6 +135,7 @@ class Sampler:
         those that are written for reading: apart, because nothing else may depend on what is written.
         """
         tokens, view = self.recipe.micro_batch_tokens, self.method.view
+        packing = packs(self.model, self.recipe.learn.packing)
         reference_view = "dense" if self.recipe.dpo.reference == "dense" else None
 
         def rows(wanted: Iterable[int]) -> Tensor:
@@ -141,11 +143,13 @@ class Sampler:
 
         only = None if self.recipe.scores_all else rows(self._drawn(number))
         reference, temperature = self.reference() if self.reference else None, self.sampling.temperature
-        scored = score(self.model, sampled, tokens, temperature, reference, view, reference_view, only)
+        scored = score(self.model, sampled, tokens, temperature, reference, view, reference_view, packing, only)
         if only is None or not samples_due(self.recipe, number + 1):
             return scored
         shown = rows(positions_to_write(self._positions, self.recipe.run.samples))
-        return scored.with_shown(score(self.model, sampled, tokens, temperature, view=view, only=shown))
+        return scored.with_shown(
+            score(self.model, sampled, tokens, temperature, view=view, packing=packing, only=shown)
+        )
 
     def _drawn(self, number: int) -> list[int]:
         """One position of every minibatch of a step."""

@@ -1,0 +1,129 @@
+"""Trajectories side by side in one row, without padding, and the tokens with which a group begins only once.
+
+The completions of a prompt begin with the same tokens, and so do their hidden states, keys and values: causal attention
+does not look ahead. So the first of them brings these tokens, and the others read them. Log-probs and gradients are
+those of the rows one by one, up to rounding: the gradient of a shared token is the sum over all that read it.
+
+    tokens      p p p a a a | p p p b b     ->     p p p a a a b b
+    positions   0 1 2 3 4 5 | 0 1 2 3 4            0 1 2 3 4 5 3 4
+
+In the shadow view the trajectories must also agree in what was evicted while these tokens were fed; those that do not
+bring their own.
+
+Shapes: N rows, T tokens (padded), S tokens of the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Replay
+from ..beacon import beacon_of
+from ..cache import Trace
+from ..cache.segments import Packing
+from ..errors import SparseRLError
+from ..kernels.ops import place_of
+from .score import causal_lm_of, pad_traces
+
+PACKING = ("auto", "always", "never")
+WORTH_SHARING = 8  # tokens; sharing fewer saves nothing
+WORTH_PACKING = 0.9  # of the tokens with padding; in the dense view stock attention is the faster one
+_PADDED = 4  # rows of a micro-batch are unpacked for the head: at most this many times its tokens, with padding
+# Of these we have tested that they compute the same at explicit positions, under our attention.
+_KNOWN = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3"}
+
+
+def packs(model: nn.Module, choice: str) -> bool:
+    """Whether a model's micro-batches are packed. `auto`: on a GPU, where it is of a known architecture."""
+    config = causal_lm_of(model).config.get_text_config(decoder=True)
+    known = config.model_type in _KNOWN and beacon_of(model) is None
+    if choice == "always" and not known:
+        raise SparseRLError(
+            f"learn.packing is always, but micro-batches of {config.model_type} models"
+            f"{' with beacons' if beacon_of(model) else ''} cannot be packed; use auto or never."
+        )
+    parameter = next(model.parameters())
+    has_kernels = place_of(parameter).runs_kernels and parameter.dtype != torch.float64
+    return known and (choice == "always" or (choice == "auto" and has_kernels))
+
+
+def shared_prefixes(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows begin like a row before them: the row that brings these tokens (itself: none does), and how many.
+
+    Neighbours that begin alike are a group; all of it shares what all of it has in common. -> int64 [N], int64 [N]
+    """
+    rows = torch.arange(len(tokens))
+    shorter = torch.minimum(lengths[1:], lengths[:-1])[:, None]
+    same = (tokens[1:] == tokens[:-1]) & (torch.arange(tokens.shape[1]) < shorter)
+    alike = torch.cat([torch.zeros(1, dtype=torch.int64), same.long().cumprod(1).sum(1)])  # with the row before
+    leader = torch.where(alike < WORTH_SHARING, rows, 0).cummax(0).values
+    common = torch.full_like(rows, tokens.shape[1])
+    common.scatter_reduce_(0, leader, torch.where(leader == rows, common, alike), "amin")
+    return leader, torch.where(leader == rows, 0, common[leader])
+
+
+def pack_groups(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """Rows in micro-batches of at most `micro_batch_tokens` tokens after packing, groups with the longest rows first.
+
+    Rows of a group stay neighbours. A row that is longer than that goes alone.
+    """
+    leader, shared = shared_prefixes(tokens, lengths)
+    longest = torch.zeros_like(lengths).scatter_reduce_(0, leader, lengths, "amax")[leader]
+    order = longest.argsort(descending=True, stable=True)
+    packed: list[list[int]] = [[]]
+    size, width, here = 0, 0, -1  # tokens and longest row of the last micro-batch, and its last group
+    for row in order.tolist():
+        length, group = int(lengths[row]), int(leader[row])
+        brings = length - int(shared[row]) * (group == here)
+        wide = max(width, length) * (len(packed[-1]) + 1) > _PADDED * micro_batch_tokens
+        if packed[-1] and (size + brings > micro_batch_tokens or wide):
+            packed.append([])
+            size, width, brings = 0, 0, length
+        packed[-1].append(row)
+        size, width, here = size + brings, max(width, length), group
+    return [torch.tensor(rows) for rows in packed if rows]
+
+
+def packed_replay(model: nn.Module, tokens: Tensor, lengths: Tensor, traces: Sequence[Trace] | None) -> Replay | None:
+    """Some rows as one packed row, on the model's device. `traces`: of the shadow view; None: every token sees all.
+
+    None where that is no gain: where the dense view saves little of what stock attention would read, or where traces
+    have so many segments that the kernels cannot take a packed row.
+    """
+    device = next(model.parameters()).device
+    never = torch.iinfo(torch.int32).max
+    if traces is None:
+        evicted_at = torch.full((len(tokens), 1, 1, int(lengths.max())), never, dtype=torch.int32)
+    else:
+        evicted_at = pad_traces(model, [(row[:n], t) for row, n, t in zip(tokens, lengths.tolist(), traces)])
+    packing = pack_rows(tokens, lengths, evicted_at, share=not _slides(model))
+    if traces is None and packing.size > WORTH_PACKING * evicted_at.numel():
+        return None
+    moved = Packing(packing.place.to(device), packing.first.to(device), packing.size)
+    replay = Replay(evicted_at.to(device), lengths.to(device), moved)
+    return replay if device.type == "cpu" or replay.segments.are_few else None
+
+
+def pack_rows(tokens: Tensor, lengths: Tensor, evicted_at: Tensor, share: bool) -> Packing:
+    """Where the tokens of rows go. evicted_at int32 [N, L, H, T]"""
+    leader, shared = shared_prefixes(tokens, lengths)
+    first = torch.zeros_like(lengths)
+    for row in (shared > 0).nonzero()[:, 0].tolist() if share else []:
+        count = int(shared[row])
+        mine, theirs = (evicted_at[r, ..., :count].clamp(max=count) for r in (row, int(leader[row])))
+        first[row] = count if torch.equal(mine, theirs) else 0
+    brings = lengths - first
+    begin = brings.cumsum(0) - brings  # where the tokens that a row brings begin
+    index = torch.arange(evicted_at.shape[-1])
+    own = begin[:, None] + index - first[:, None]
+    place = torch.where(index < first[:, None], own[leader], own)  # a leader brings all of its own
+    return Packing(torch.where(index < lengths[:, None], place, 0), first, int(brings.sum()))
+
+
+def _slides(model: nn.Module) -> bool:
+    """Whether a layer has a window: its kernels count distances in the packed row, which sharing would change."""
+    config = causal_lm_of(model).config.get_text_config(decoder=True)
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
