@@ -45,7 +45,7 @@ class ModelSettings:
     name: str = key(
         "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
     )
-    dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    dtype: str | None = key("float32, bfloat16, or float16 (the loss is scaled); null: the model's own", None)
     logits: str = key(
         "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
     )

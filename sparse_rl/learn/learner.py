@@ -26,6 +26,7 @@ from .batch import Batch, check_replay, micro_batches_of, seen_by
 from .distill import DISTILL_WEIGHT, distillation
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
+from .scaler import LossScale
 from .score import batch_logprobs, hidden_states, logprobs_entropies_of, logprobs_of
 from .shards import Sharded
 
@@ -79,7 +80,8 @@ class Learner:
         self.micro_batch_tokens, self.packing, self.temperature = micro_batch_tokens, packing, temperature
         self.max_skipped = max_skipped
         self.distill, self.distill_weight = distill, distill_weight
-        self.optimizer = MasterAdamW(model.parameters(), optimizer)
+        scale = LossScale() if self.dtype == torch.float16 else None
+        self.optimizer = MasterAdamW(model.parameters(), optimizer, scale=scale)
         self.version = 0  # optimizer steps behind the weights
         self.skipped = 0  # steps in a row that were skipped because a number was not finite
 
@@ -111,13 +113,16 @@ class Learner:
         found_logprobs = torch.zeros(2, *batch.mask.shape, device=self.device) if check else None
         sums = self._accumulate_gradients(batch, active, clipped, found_logprobs)
         seen = None if found_logprobs is None else self._check(batch, active, found_logprobs)
+        scaled = {} if self.optimizer.scale is None else {"update/loss_scale": self.optimizer.scale.value}
         norm, lr = self.optimizer.step(self.version, sums["loss"])
+        if self.optimizer.overflowed:
+            return UpdateResult({"update/skipped/count": 1.0, **scaled}, clipped, seen)
         self.skipped = count_skipped(self.skipped, norm)
         check_skipped(self.skipped, self.max_skipped, self._diverged(sums, norm))
         if self.skipped:
-            return UpdateResult({"update/skipped/count": 1.0}, clipped, seen)
+            return UpdateResult({"update/skipped/count": 1.0, **scaled}, clipped, seen)
         self.version += 1
-        metrics = {"update/loss": sums["loss"], "update/grad_norm": norm, "update/lr": lr}
+        metrics = {"update/loss": sums["loss"], "update/grad_norm": norm, "update/lr": lr, **scaled}
         metrics |= self.objective.metrics(sums, batch) | found
         if self.distill is not None:
             metrics["update/distill/mean"] = sums["distill"] / max(sums["tokens"], 1)
@@ -240,7 +245,7 @@ class Learner:
 
     def _accumulate(self, loss: Tensor) -> None:
         """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of their losses."""
-        (loss if self.sharded is None else loss * self.world.size).backward()
+        self.optimizer.scaled(loss if self.sharded is None else loss * self.world.size).backward()
 
     def _empty_micro_batch(self) -> Tensor:
         """A dummy forward pass; a number that depends on all weights."""
@@ -278,11 +283,15 @@ class Learner:
             )
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict(), "version": self.version, "skipped": self.skipped}
+        scale = self.optimizer.scale
+        scaled = {} if scale is None else {"loss_scale": scale.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "version": self.version, "skipped": self.skipped, **scaled}
 
     def load_state_dict(self, state: dict) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
+        if self.optimizer.scale is not None and "loss_scale" in state:  # earlier versions trained adapters without
+            self.optimizer.scale = LossScale.from_state(state["loss_scale"])
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """AdamW that always works in fp32, whatever the model's dtype.
 
 At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So every trained
-parameter below fp32 has an fp32 master; gradients are accumulated into the master as they arise, the master is updated,
-and the parameter is the master's rounding. An fp32 parameter is its own master. Memory per trained parameter: 16 bytes
-in fp32, 18 in bf16.
+parameter below fp32 has an fp32 master (float16 also needs a scaled loss, scaler.py); gradients are accumulated into
+the master as they arise, the master is updated, and the parameter is the master's rounding. An fp32 parameter is its
+own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
+from .scaler import LossScale
 from .shards import full, put, whole_or_part
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1, to a factor of the learning rate
@@ -86,14 +87,17 @@ class OptimizerSettings:
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings):
-        self.settings = settings
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, scale: LossScale | None = None):
+        """`scale`: of the loss, for a model that computes in float16; backward starts from `scaled` losses then."""
+        self.settings, self.scale = settings, scale
+        self.overflowed = False  # whether the last step was left out only because the scale was too large
         self.parameters = [p for p in parameters if p.requires_grad]
         if not self.parameters:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
-        if any(p.dtype == torch.float16 for p in self.parameters):
+        if scale is None and any(p.dtype == torch.float16 for p in self.parameters):
             raise SparseRLError(
-                "the model is float16, in which gradients vanish; train it as bfloat16 or float32 (model.dtype)."
+                "the model is float16, in which gradients vanish; only reinforcement learning scales its loss, so "
+                "warm-ups and students need bfloat16 or float32 (model.dtype)."
             )
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -116,18 +120,32 @@ class MasterAdamW:
         steps_done: the optimizer steps before this one, for the warm-up. If the loss or the norm is not finite, nothing
         is updated and the norm that is returned is not finite. Gradients are cleared in any case.
         """
+        self.overflowed = False
         if not math.isfinite(loss):
             self.clear()
             return math.nan, math.nan
         lr = self.settings.lr_after(steps_done)
+        self._unscale()
         norm = full(nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm)).item()
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
             self._round_masters()
+        if self.scale is not None:
+            self.overflowed = not math.isfinite(norm) and self.scale.value > 1
+            self.scale = self.scale.after(math.isfinite(norm))
         self.clear()
         return norm, lr
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return loss if self.scale is None else loss * self.scale.value
+
+    def _unscale(self) -> None:
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        if self.scale is not None and gradients:
+            torch._foreach_mul_(gradients, 1 / self.scale.value)  # pyright: ignore[reportPrivateImportUsage]
 
     def is_finite(self) -> bool:
         """Whether all weights of this process are, and their moments."""
@@ -141,9 +159,9 @@ class MasterAdamW:
     @torch.no_grad()
     def _round_masters(self) -> None:
         """Every parameter becomes the rounding of its master."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        if pairs:  # one launch for many, with the bits of copy_
+            torch._foreach_copy_(*map(list, zip(*pairs)))  # pyright: ignore[reportPrivateImportUsage]
 
     def gradients(self) -> list[Tensor]:
         """The gradients accumulated so far, in fp32; zeros where there are none."""
