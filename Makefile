@@ -16,7 +16,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS  := $(VENV)/.docs
 
-.PHONY: install test quick slow demo bench lint types docs clean
+.PHONY: install test quick slow survey demo bench lint types docs clean
 
 install: $(READY)
 
@@ -29,6 +29,10 @@ $(READY): pyproject.toml
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# Every causal LM of the installed transformers: exact, refused, wrong, crash. An hour on two cores.
+survey: install
+	$(BIN)/python tests/survey.py --write docs/architectures.md
 
 # The inner loop: equations, replay, engine, learner, one tiny run.
 quick: install

@@ -29,14 +29,18 @@ def shadow_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     replay: Replay | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)"""
+    """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
+
+    s_aux [H * G]: transformers' name of attention sinks.
+    """
     replay = check_call(module, attention_mask, kwargs, replay, "replay")
     layer, scale = layer_of(module), scaling or query.shape[-1] ** -0.5
     query, key, value = (as_autocast(x) for x in (query, key, value))
-    return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout), None
+    return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None
 
 
 def as_autocast(x: Tensor) -> Tensor:

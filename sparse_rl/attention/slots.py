@@ -64,18 +64,20 @@ def slots_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     slots_feed: Feed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
 
-    The batch may be longer than the feed by rows of padding, which have no slots and get zeros.
+    The batch may be longer than the feed by rows of padding, which have no slots and get zeros. s_aux [H * G]:
+    transformers' name of attention sinks.
     """
     feed = check_call(module, attention_mask, kwargs, slots_feed, "slots_feed")
     rows = feed.slot.shape[0]
     padding = query.shape[0] - rows
     scale = scaling or query.shape[-1] ** -0.5
-    out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap)
+    out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap, s_aux)
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
 
@@ -88,6 +90,7 @@ def feed_and_attend(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Store the tokens, then attend. -> [B, T, H * G, D]"""
     cache, layer = feed.cache, _check_layer(module, query, key, value, feed)
@@ -98,14 +101,14 @@ def feed_and_attend(
     else:
         token = _one_token(cache, layer, query, key, value, feed, feed.live)
         if cache.mass is None and ops.rules(query.device).attends_while_storing:
-            out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window)
+            out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
             return out.view(query.shape[0], 1, query.shape[1], -1)
         twins.store(*token)
         if cache.mass is not None:
             cache.open_mass(layer, feed.slot[:, 0], feed.live)
-    if feed.first and sliding_window is None and softcap is None and cache.mass is None:
+    if feed.first and sliding_window is None and softcap is None and sinks is None and cache.mass is None:
         return attend_causal(query, key, value, scaling)
-    return _attend_to_slots(cache, layer, query, feed, scaling, sliding_window, softcap)
+    return _attend_to_slots(cache, layer, query, feed, scaling, sliding_window, softcap, sinks)
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -124,6 +127,7 @@ def _attend_to_slots(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
     rows = query.shape[0]
@@ -133,8 +137,8 @@ def _attend_to_slots(
         distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
         visible = visible & (distance < sliding_window)
     if cache.mass is None:
-        return attend(query, keys, values, visible, scaling, softcap)
-    out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap)
+        return attend(query, keys, values, visible, scaling, softcap, sinks=sinks)
+    out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks)
     counted = feed.counted
     received = probs if counted is None else probs * group_mask(counted, query.shape[1] // cache.shape.heads)
     cache.mass[layer, :rows, :, : feed.span] += received.sum(2)
@@ -184,7 +188,6 @@ def check_call(
         raise SparseRLError(f"{kind} brings an attention mask of its own: this architecture is not supported.")
     if getattr(module, "is_causal", True) is False:
         raise SparseRLError(f"{kind} is not causal: only causal decoders are supported.")
-    for change in ("s_aux", "position_bias"):
-        if kwargs.get(change) is not None:
-            raise SparseRLError(f"{kind} adds {change} to its attention logits: this architecture is not supported.")
+    if kwargs.get("position_bias") is not None:
+        raise SparseRLError(f"{kind} adds position_bias to its attention logits: this architecture is not supported.")
     return needed

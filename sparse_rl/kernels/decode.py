@@ -94,11 +94,12 @@ def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM
 
 @jit
 def _store_and_attend(
-    query, key, value, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight, out, partial,
-    query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window, CAPACITY,
+    query, key, value, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight, sinks, out,
+    partial, query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window, CAPACITY,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, RING: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one KV head over one part of a row's slots. Softmax to base 2, with a running maximum.
 
@@ -166,6 +167,13 @@ def _store_and_attend(
         total = total * old_share + new_prob
         acc = acc * old_share[:, None] + new_prob[:, None] * new_value.to(tl.float32)[None, :]
         top = new_top
+        if SINKS:  # as one more token, whose value is zero
+            sink = tl.load(sinks + heads, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+            new_top = tl.maximum(top, sink)
+            old_share = tl.exp2(top - new_top)
+            total = total * old_share + tl.exp2(sink - new_top)
+            acc = acc * old_share[:, None]
+            top = new_top
         if runs > 0:
             there = (first + taken) * DIM
             tl.store(keys + there + d[None, :], new_key, mask=here)
@@ -226,6 +234,7 @@ def store_and_attend(
     norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
     block: int = 32,
     num_warps: int = 2,
@@ -248,13 +257,14 @@ def store_and_attend(
     num_stages = num_stages or stages_for(block, group_block, dim_block * query.element_size(), shared)
     _store_and_attend[(rows, heads, splits)](
         query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
-        cos, sin, query_weight, key_weight, out, partial,
+        cos, sin, query_weight, key_weight, query if sinks is None else sinks, out, partial,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         eps, scaling, softcap or 1.0, sliding_window or 0, capacity,
         HEADS=heads, GROUP=group, GROUP_BLOCK=group_block,
         RING=0 if ring is None else ring.shape[2], DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block,
         NORM=norms is not None, ROPE=rope is not None, SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+        SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         split_block = triton.next_power_of_2(splits)

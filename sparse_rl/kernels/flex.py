@@ -37,9 +37,10 @@ def trace_attention(
     sliding_window: int | None,
     softcap: float | None,
     dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]. Without soft-cap and dropout."""
-    assert softcap is None and dropout == 0
+    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]. Without soft-cap, dropout and sinks."""
+    assert softcap is None and dropout == 0 and sinks is None
     group = query.shape[1] // key.shape[1]
     mask = trace_block_mask(replay.of_layer(layer, key.shape[1]), group, sliding_window)
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):

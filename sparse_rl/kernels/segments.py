@@ -95,11 +95,11 @@ def _visible(q, token, WINDOW: tl.constexpr):
 
 @jit(do_not_specialize=_SIZES)
 def _forward(
-    query, key, value, out, lse, kept, counts, tiles, scaling, num_tiles, most, tokens,
+    query, key, value, sinks, out, lse, kept, counts, tiles, scaling, num_tiles, most, tokens,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_t, out_h,
     kept_b, kept_h, count_b, count_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one query head."""
     b, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -113,6 +113,9 @@ def _forward(
     query_tile = _rows_of(query + b * query_b + head * query_h, q, q < end, d, query_t, DIM)  # [M, D]
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:  # as a token that everyone has seen, and whose value is zero
+        top = total + tl.load(sinks + head).to(tl.float32) * _LOG2E
+        total += 1.0
     result = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
     last = count + tl.minimum(first + QUERIES, end) - begin
     for start in range(0, last, KEYS):
@@ -310,11 +313,12 @@ def trace_attention(
     sliding_window: int | None,
     softcap: float | None,
     dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `segment_attention`, with the layout of the micro-batch. Without dropout."""
     assert dropout == 0
     layout = layout_of(replay, query.shape[-1], query.dtype)
-    return segment_attention(query, key, value, layout, layer, scaling, sliding_window, softcap)
+    return segment_attention(query, key, value, layout, layer, scaling, sliding_window, softcap, sinks)
 
 
 def segment_attention(
@@ -326,15 +330,19 @@ def segment_attention(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]; zeros on padding. Differentiable."""
+    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]; zeros on padding. Differentiable.
+
+    sinks [H * G]: see twins.attend.
+    """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return _SegmentAttention.apply(query, key, value, layout, layer, float(scaling), window or 0, softcap or 0.0)
+    return _SegmentAttention.apply(query, key, value, sinks, layout, layer, float(scaling), window or 0, softcap or 0.0)
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, layout, layer, scaling, window, softcap):
+    def forward(ctx, query, key, value, sinks, layout, layer, scaling, window, softcap):
         rows, query_heads, tokens, dim = query.shape
         out = torch.zeros(rows, tokens, query_heads, dim, dtype=query.dtype, device=query.device)
         lse = torch.zeros(rows, query_heads, tokens, dtype=torch.float32, device=query.device)
@@ -342,19 +350,21 @@ class _SegmentAttention(torch.autograd.Function):
         kept, counts = layout.lists(layer, key.shape[1])
         meta = dict(GROUP=query_heads // key.shape[1], DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
         _forward[(table.shape[1], query_heads, rows)](
-            query, key, value, out, lse, kept, counts, table, scaling, table.shape[1], kept.shape[-1], tokens,
+            query, key, value, query if sinks is None else sinks, out, lse, kept, counts, table, scaling,
+            table.shape[1], kept.shape[-1], tokens,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
             *kept.stride()[:2], *counts.stride()[:2],
-            **meta, QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            **meta, SINKS=sinks is not None, QUERIES=tile.queries, KEYS=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.layout, ctx.layer, ctx.scaling, ctx.meta = layout, layer, scaling, meta
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         layout, scaling, meta = ctx.layout, ctx.scaling, ctx.meta
         kept, counts = layout.lists(ctx.layer, key.shape[1])
         rows, query_heads, tokens, _ = query.shape
@@ -377,7 +387,11 @@ class _SegmentAttention(torch.autograd.Function):
             *strides, *upstream.stride()[:3], *kept.stride()[:2], *counts.stride()[:2],
             **meta, QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None, None
+        d_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:  # its share of the softmax, times what it takes from the rest
+            share = torch.exp2(sinks.float()[:, None] * _LOG2E.value - lse)  # [B, H * G, T]
+            d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None, None, None, None, None
 
 
 def _padded(size: int) -> int:

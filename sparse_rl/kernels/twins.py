@@ -1,4 +1,4 @@
-"""What every kernel of this room computes, in plain torch.
+"""What every kernel of this room computes, in plain torch; those of the learner are in twins_learner.py.
 
 B rows, Hq = H * G query heads, H KV heads, G query heads per KV head, C slots of a row, S slots in use, D head dim,
 T tokens, V vocabulary.
@@ -16,10 +16,13 @@ from ..cache import LayerSlots
 from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
 from ..streams import uniform
+from .twins_learner import add_and_norm, logit_gradients, rotate, silu_gate, token_statistics  # noqa: F401
 
 BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
 
 # ---------------------------------------------------------------------------------------- the decode step (decode.py)
+
+_WRITTEN_OUT = 1024  # queries whose logits exist at a time where attention is written out
 
 
 def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,6 +87,7 @@ def store_and_attend(
     norms: tuple[Tensor, Tensor, float] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`store`, then the attention of the new queries over what every live row holds. -> [B, Hq * D]
 
@@ -101,8 +105,9 @@ def store_and_attend(
     if sliding_window is not None:
         distance = index[:, None, None] - feed[:rows, :, :longest]
         seen = seen & (distance < sliding_window)[:, :, None]
-    out = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-    return out.flatten(1).to(query.dtype)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    probs = softmax_with_sinks(logits, None if sinks is None else sinks.float().view(heads, -1, 1))
+    return (probs @ values).flatten(1).to(query.dtype)
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -280,6 +285,7 @@ def trace_attention(
     sliding_window: int | None,
     softcap: float | None,
     dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of every query to the tokens that the sampler's cache still held for it. -> [B, T, H * G, D]
 
@@ -288,7 +294,7 @@ def trace_attention(
     mask = layer_mask(replay.of_layer(layer, key.shape[1]), sliding_window)
     if replay.packing is not None:
         mask = packed_mask(mask, replay.lengths, replay.packing)
-    return attend(query, key, value, mask, scaling, softcap, dropout)
+    return attend(query, key, value, mask, scaling, softcap, dropout, sinks)
 
 
 def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:
@@ -316,15 +322,19 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention under a mask. query [B, H * G, T, D]; key, value [B, H, S, D]; seen bool [B, 1 or H, T, S]
 
     The G query heads of a KV head become G more queries of that head, so keys and values are never repeated.
+    sinks [H * G]: a logit per query head that takes its share of the softmax, and gives nothing (gpt-oss).
     -> [B, T, H * G, D]
     """
     heads, tokens = key.shape[1], query.shape[2]
-    if softcap is not None:
-        return attend_with_probs(query, key, value, seen, scaling, softcap, dropout)[0]
+    if softcap is not None or sinks is not None:
+        parts = zip(query.split(_WRITTEN_OUT, 2), seen.expand(-1, -1, tokens, -1).split(_WRITTEN_OUT, 2), strict=True)
+        out = [attend_with_probs(q, key, value, s, scaling, softcap, dropout, sinks)[0] for q, s in parts]
+        return torch.cat(out, 1)
     mask = group_mask(seen, query.shape[1] // heads)
     out = F.scaled_dot_product_attention(
         group_heads(query, heads), key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
@@ -340,17 +350,29 @@ def attend_with_probs(
     scaling: float,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, written out, for soft-capped logits; and the probabilities [B, H, G * T, S], in fp32 or wider."""
+    """As `attend`, written out, for soft-capped logits and sinks; and the probabilities [B, H, G * T, S], in fp32 or
+    wider.
+    """
     heads, tokens = key.shape[1], query.shape[2]
     logits = group_heads(query, heads) @ key.transpose(-1, -2) * scaling
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.masked_fill(~group_mask(seen, query.shape[1] // heads), -torch.inf)
-    probs = logits.softmax(-1)
+    if sinks is not None:  # [H, G * T, 1]
+        sinks = sinks.to(logits.dtype).view(heads, -1, 1).repeat_interleave(tokens, 1)
+    probs = softmax_with_sinks(logits, sinks)
     out = F.dropout(probs.to(value.dtype), dropout) @ value
     return ungroup_heads(out, tokens), probs
+
+
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension, of which a sink takes its share. sinks: as logits, with 1 at the end"""
+    if sinks is None:
+        return logits.softmax(-1)
+    return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
 def group_heads(query: Tensor, heads: int) -> Tensor:

@@ -87,12 +87,24 @@ class OptimizerSettings:
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, scale: LossScale | None = None):
-        """`scale`: of the loss, for a model that computes in float16; backward starts from `scaled` losses then."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        critic: Iterable[nn.Parameter] = (),
+        critic_lr: float | None = None,
+        scale: LossScale | None = None,
+    ):
+        """`critic`: parameters with a learning rate of their own (None: that of the others), which follows the same
+        schedule, and a gradient norm of their own. `scale`: of the loss, for a model that computes in float16; backward
+        starts from `scaled` losses then.
+        """
         self.settings, self.scale = settings, scale
         self.overflowed = False  # whether the last step was left out only because the scale was too large
         self.parameters = [p for p in parameters if p.requires_grad]
-        if not self.parameters:
+        self.policy = len(self.parameters)  # the parameters of the critic come after so many others
+        self.parameters += [p for p in critic if p.requires_grad]
+        if not self.policy:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
         if scale is None and any(p.dtype == torch.float16 for p in self.parameters):
             raise SparseRLError(
@@ -103,9 +115,11 @@ class MasterAdamW:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
-        decays = [m for m in self.masters if m.dim() > 1]
-        plain = [m for m in self.masters if m.dim() <= 1]
-        groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = []
+        for part, rate in zip(self._parts(), (1.0, (critic_lr or settings.lr) / settings.lr), strict=True):
+            for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
+                chosen = [m for m in part if (m.dim() > 1) == decays]
+                groups.append({"params": chosen, "weight_decay": decay, "rate": rate})
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
             lr=settings.lr,
@@ -114,11 +128,13 @@ class MasterAdamW:
             fused=self.masters[0].device.type == "cuda",
         )
 
-    def step(self, steps_done: int, loss: float = 0.0) -> tuple[float, float]:
-        """One update from the accumulated gradients: (gradient norm before clipping, learning rate).
+    def step(self, steps_done: int, loss: float = 0.0, critic_only: bool = False) -> tuple[float, float]:
+        """One update from the accumulated gradients: (gradient norm before clipping, learning rate), both without the
+        critic's.
 
-        steps_done: the optimizer steps before this one, for the warm-up. If the loss or the norm is not finite, nothing
-        is updated and the norm that is returned is not finite. Gradients are cleared in any case.
+        steps_done: the optimizer steps before this one, for the warm-up. If the loss or a norm is not finite, nothing
+        is updated and the norm that is returned is not finite. Gradients are cleared in any case. critic_only: all
+        other parameters stay as they are.
         """
         self.overflowed = False
         if not math.isfinite(loss):
@@ -126,10 +142,19 @@ class MasterAdamW:
             return math.nan, math.nan
         lr = self.settings.lr_after(steps_done)
         self._unscale()
-        norm = full(nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm)).item()
+        policy, critic = self._parts()
+        if critic_only:
+            for master in policy:
+                master.grad = None
+        norm, of_critic = (
+            full(nn.utils.clip_grad_norm_(part, self.settings.max_grad_norm)).item() if part else 0.0
+            for part in (policy, critic)
+        )
+        if not math.isfinite(of_critic):
+            norm = math.nan
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["rate"]
             self.adamw.step()
             self._round_masters()
         if self.scale is not None:
@@ -147,6 +172,10 @@ class MasterAdamW:
         if self.scale is not None and gradients:
             torch._foreach_mul_(gradients, 1 / self.scale.value)  # pyright: ignore[reportPrivateImportUsage]
 
+    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The masters of the model, and those of the critic."""
+        return self.masters[: self.policy], self.masters[self.policy :]
+
     def is_finite(self) -> bool:
         """Whether all weights of this process are, and their moments."""
         moments = [value for state in self.adamw.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -159,14 +188,14 @@ class MasterAdamW:
     @torch.no_grad()
     def _round_masters(self) -> None:
         """Every parameter becomes the rounding of its master."""
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        if pairs:  # one launch for many, with the bits of copy_
-            torch._foreach_copy_(*map(list, zip(*pairs)))  # pyright: ignore[reportPrivateImportUsage]
+        rounded = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        if rounded:  # one launch for many, with the bits of copy_
+            torch._foreach_copy_([p for p, _ in rounded], [m for _, m in rounded])  # pyright: ignore[reportPrivateImportUsage]
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, critic_only: bool = False) -> list[Tensor]:
         """The gradients accumulated so far, in fp32; zeros where there are none."""
         found = []
-        for master in self.masters:
+        for master in self._parts()[1] if critic_only else self.masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             found.append(master.grad)

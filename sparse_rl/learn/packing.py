@@ -33,7 +33,7 @@ WORTH_SHARING = 8  # tokens; sharing fewer saves nothing
 WORTH_PACKING = 0.9  # of the tokens with padding; in the dense view stock attention is the faster one
 _PADDED = 4  # rows of a micro-batch are unpacked for the head: at most this many times its tokens, with padding
 # Of these we have tested that they compute the same at explicit positions, under our attention.
-_KNOWN = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3"}
+_KNOWN = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3", "gpt_oss"}
 
 
 def packs(model: nn.Module, choice: str) -> bool:

@@ -2,7 +2,8 @@
 
 The decoder runs once over whole sequences. The head runs on chunks of the target tokens, and again during backward, so
 [tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. What a model does to its
-logits (scales, soft-caps) is kept, because the head is the model's own forward with the decoder's output put in.
+logits (scales, soft-caps) is kept, because the head is the model's own forward with the decoder's output put in. On a
+GPU a head that is known to be one matrix goes through fused kernels instead (head.py).
 
 Shapes: B sequences, T tokens (padded at the end, where causal attention never looks), n target tokens, V vocabulary.
 `target_mask` bool [B, T] marks the tokens whose log-probs are wanted; it never marks the first token of a sequence.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..models import head_chunk
 from ..records import Trajectory
+from .head import plain_head, states_before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,18 +60,45 @@ def batch_logprobs(
 
 def logprobs_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0) -> Tensor:
     """`batch_logprobs` from hidden states that were computed already."""
-    values = over_chunks(model, states, target_mask, chosen_logprobs(temperature or 1.0), tokens[target_mask])
-    return values.new_zeros(tokens.shape).masked_scatter(target_mask, values)
+    values = _fused_statistics(model, states, tokens, target_mask, temperature or 1.0)
+    if values is None:
+        function = chosen_logprobs(temperature or 1.0)
+        values = [over_chunks(model, states, target_mask, function, tokens[target_mask])]
+    return values[0].new_zeros(tokens.shape).masked_scatter(target_mask, values[0])
 
 
-def logprobs_entropies_of(
+def statistics_of(
     model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """`logprobs_of`, to the bit, and the entropies of the distributions, which carry no gradient. fp32 [B, T] each"""
-    values = over_chunks(model, states, target_mask, logprobs_entropies(temperature or 1.0), tokens[target_mask])
-    empty = values.new_zeros(tokens.shape)
-    logprobs, entropies = (empty.masked_scatter(target_mask, column) for column in values.unbind(-1))
-    return logprobs, entropies.detach()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprobs_of`, to the bit, and from the same pass through the head: entropies of the targets' distributions, and
+    ranks of the targets there (1: likeliest). fp32 [B, T] each, 0 elsewhere. Only the log-probs are differentiable.
+    """
+    temperature = temperature or 1.0
+    values = _fused_statistics(model, states, tokens, target_mask, temperature)
+    if values is None:
+        both = over_chunks(model, states, target_mask, _logprobs_and_others(temperature), tokens[target_mask])
+        values = both.unbind(-1)
+    logprobs, entropies, ranks = (v.new_zeros(tokens.shape).masked_scatter(target_mask, v) for v in values)
+    return logprobs, entropies.detach(), ranks.detach()
+
+
+def score_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float) -> Tensor:
+    """Log-probs, entropies and ranks of the target tokens, side by side. fp32 [n, 3]"""
+    values = _fused_statistics(model, states, tokens, target_mask, temperature)
+    if values is None:
+        return over_chunks(model, states, target_mask, logprobs_entropies_ranks(temperature), tokens[target_mask])
+    return torch.stack(values, -1)
+
+
+def _fused_statistics(
+    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Log-probs, entropies and ranks of the target tokens, [n] each; None: the head is not known to be one matrix."""
+    known = plain_head(causal_lm_of(model))
+    if known is None:
+        return None
+    before = states_before(states.last_hidden_state, target_mask)
+    return known.statistics(before, tokens[target_mask], temperature, _chunk(model))
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
@@ -79,14 +108,16 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     """
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
-    inputs = {"input_ids": tokens, "use_cache": False}
-    packing = None if replay is None else replay.packing
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    packing, beacon = None if replay is None else replay.packing, beacon_of(model)
+    taken = inspect.signature(causal_lm_of(model).forward).parameters
     if replay is not None and packing is not None:
         inputs["input_ids"], inputs["position_ids"] = pack_tokens(tokens, replay.lengths, packing)
-    beacon = beacon_of(model)
-    if beacon is not None:
+    elif beacon is not None:
         inputs["position_ids"] = beacon.positions(tokens)
-    if "logits_to_keep" in inspect.signature(causal_lm_of(model).forward).parameters:
+    elif "position_ids" in taken:  # as the engine counts: some models would begin elsewhere
+        inputs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if "logits_to_keep" in taken:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
         if replay is None:
@@ -141,13 +172,14 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     causal_lm = causal_lm_of(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
-    name, decoder = causal_lm.base_model_prefix, _decoder(model)
-    setattr(causal_lm, name, _FixedOutput(given))
+    holder, name = _decoder_place(model)
+    decoder = getattr(holder, name)
+    setattr(holder, name, _FixedOutput(given))
     try:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
         return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
     finally:
-        setattr(causal_lm, name, decoder)
+        setattr(holder, name, decoder)
 
 
 def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -160,22 +192,6 @@ def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     return function
 
 
-def logprobs_entropies(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """For `over_chunks`: log-probs of the targets, and the entropies of their distributions, without a gradient.
-
-    Entropies come last, so that a checkpoint's recomputation ends before them. -> [n, 2]
-    """
-    of_targets = chosen_logprobs(temperature)
-
-    def function(logits: Tensor, targets: Tensor) -> Tensor:
-        chosen = of_targets(logits, targets)
-        with torch.no_grad():
-            entropies = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
-        return torch.stack([chosen, entropies], dim=-1)
-
-    return function
-
-
 def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     """For `over_chunks`: the target's log-prob, its distribution's entropy, its rank there (1: likeliest). -> [n, 3]"""
 
@@ -184,6 +200,16 @@ def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], T
         chosen = logprobs.gather(1, targets[:, None])
         ranks = 1 + (logprobs > chosen).sum(-1)
         return torch.stack([chosen[:, 0], -(logprobs.exp() * logprobs).sum(-1), ranks.float()], dim=-1)
+
+    return function
+
+
+def _logprobs_and_others(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `over_chunks`: `chosen_logprobs`, and entropies and ranks without a gradient. -> [n, 3]"""
+    chosen, others = chosen_logprobs(temperature), logprobs_entropies_ranks(temperature)
+
+    def function(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.cat([chosen(logits, targets)[:, None], others(logits.detach(), targets)[:, 1:]], 1)
 
     return function
 
@@ -268,14 +294,20 @@ def causal_lm_of(model: nn.Module) -> PreTrainedModel:
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
 
 
-def _decoder(model: nn.Module) -> nn.Module:
+def _decoder_place(model: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds the decoder, and the decoder's name there."""
     causal_lm = causal_lm_of(model)
-    decoder = getattr(causal_lm, causal_lm.base_model_prefix, None)
-    if decoder is None:
-        raise SparseRLError(
-            f"{type(causal_lm).__name__} has no decoder named {causal_lm.base_model_prefix!r}: it is not supported."
-        )
-    return decoder
+    name = causal_lm.base_model_prefix
+    base = getattr(causal_lm, name, None)
+    if base is None:
+        raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {name!r}: it is not supported.")
+    if isinstance(getattr(base, "decoder", None), nn.Module):  # models that were cut out of an encoder-decoder, and OPT
+        return base, "decoder"
+    return causal_lm, name
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    return getattr(*_decoder_place(model))
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -10,7 +10,7 @@ from .load import (
     load_model,
     with_lora,
 )
-from .logits import Float32Head, check_logits, set_logits
+from .logits import Float32Head, check_logits, set_logits, wide_product
 from .record import Record, find_model, read_record, record_of, set_record
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
@@ -49,5 +49,6 @@ __all__ = [
     "stop_ids",
     "tiny_tokenizer",
     "weight_bytes",
+    "wide_product",
     "with_lora",
 ]

@@ -52,12 +52,12 @@ def check_supported(config) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise SparseRLError(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
     for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
-        if getattr(config, key, None) is None:
+        if (value := _of_all_layers(config, key)) is None:
             raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
-        require_int(**{f"{key} of the model's config": getattr(config, key)})
+        require_int(**{f"{key} of the model's config": value})
     for key in ("num_key_value_heads", "head_dim"):
-        if getattr(config, key, None) is not None:
-            require_int(**{f"{key} of the model's config": getattr(config, key)})
+        if (value := _of_all_layers(config, key)) is not None:
+            require_int(**{f"{key} of the model's config": value})
     if getattr(config, "use_bidirectional_attention", False):
         raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
     if getattr(config, "num_kv_shared_layers", 0):
@@ -69,3 +69,20 @@ def check_supported(config) -> None:
     if others:
         supported = " and ".join(sorted(_SUPPORTED_LAYERS))
         raise SparseRLError(f"{name} has layers of type {', '.join(others)}; only {supported} layers have slots.")
+
+
+def _of_all_layers(config, key: str):
+    """A size from a config, which must be one for all layers; None where the config has none."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError as error:  # so transformers answers where layers differ
+        raise SparseRLError(
+            f"{config.model_type} has another {key} in some layers than in others: this architecture is not supported."
+        ) from error
+    if isinstance(value, (list, tuple)):
+        if len(set(value)) != 1:
+            raise SparseRLError(
+                f"{config.model_type} has a {key} per layer, {list(value)[:8]}: this architecture is not supported."
+            )
+        return value[0]
+    return value

@@ -222,6 +222,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         processes=processes,
         shard=recipe.model.shard,
         ahead=bool(recipe.rollout.ahead),
+        critic=recipe.has_separate_critic,
     )
 
 
@@ -247,6 +248,7 @@ CHANGEABLE_ON_RESUME = {
     "optimizer.lr",
     "warmup.lr",
     "student.lr",
+    "ppo.critic_lr",
     "rollout.rows",
     "rollout.budget",
     "rollout.ahead",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.batch import Sampled, Scored, accepted_rows, collate, minibatch_rows, score
+from ..learn.critic import Critic
 from ..learn.packing import packs
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
@@ -49,8 +50,10 @@ class Sampler:
         task: Task,
         rank: int = 0,
         processes: int = 1,
+        critic: Critic | None = None,
     ):
         self.recipe, self.model, self.tokenizer, self.task = recipe, model, tokenizer, task
+        self.critic = critic
         self.rank, self.processes = rank, processes
         self.method = recipe.learn.resolve_method()
         rollout = recipe.rollout
@@ -143,7 +146,9 @@ class Sampler:
 
         only = None if self.recipe.scores_all else rows(self._drawn(number))
         reference, temperature = self.reference() if self.reference else None, self.sampling.temperature
-        scored = score(self.model, sampled, tokens, temperature, reference, view, reference_view, packing, only)
+        scored = score(
+            self.model, sampled, tokens, temperature, reference, view, reference_view, packing, self.critic, only
+        )
         if only is None or not samples_due(self.recipe, number + 1):
             return scored
         shown = rows(positions_to_write(self._positions, self.recipe.run.samples))

@@ -41,6 +41,10 @@ CONFIGS = {
     "gemma2": ("Gemma2Config", dict(**_GEMMA, attn_logit_softcapping=3.0)),
     "gemma3": ("Gemma3TextConfig", dict(**_GEMMA, layer_types=_MIXED)),
     "olmo2": ("Olmo2Config", {}),
+    "gpt-oss": (
+        "GptOssConfig",
+        dict(head_dim=8, sliding_window=SLIDING, num_local_experts=4, num_experts_per_tok=2, layer_types=_MIXED),
+    ),
     "smollm3": ("SmolLM3Config", dict(no_rope_layers=[1, 1, 0])),
 }  # fmt: skip
 
@@ -54,7 +58,7 @@ def tiny(name: str, **changes):
     config_class, own = CONFIGS[name]
     config = getattr(transformers, config_class)(**{**_SMALL, **own, **changes})
     torch.manual_seed(len(name))
-    attention = "eager" if name == "gemma2" else "sdpa"  # stock sdpa refuses soft-capped logits
+    attention = "eager" if name in ("gemma2", "gpt-oss") else "sdpa"  # stock sdpa refuses soft-caps and sinks
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():

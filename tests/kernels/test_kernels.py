@@ -100,17 +100,19 @@ def token_and_cache(query_heads, heads, dim, ring, capacity, dtype):
 def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits, dtype):
     turn = tuple(draw(7, dim, dtype=dtype, seed=s) for s in (1, 2)) if rope else None
     weights = (draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6) if norms else None
-    for softcap, window in ((None, None), (2.0, None), (None, 20)) if splits is None else ((None, None),):
+    sinks = draw(heads * group, dtype=dtype, seed=9)
+    ways = ((None, None, None), (2.0, None, None), (None, 20, sinks))
+    for softcap, window, sink in ways if splits is None else ((None, None, None), (None, None, sinks)):
         token, cache, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
         mine = LayerSlots(*[None if x is None else x.clone() for x in cache])
         actual = decode.store_and_attend(
-            *token, mine, *row, 0.3, turn, weights, softcap, window, splits=splits, block=32
+            *token, mine, *row, 0.3, turn, weights, softcap, window, sink, splits=splits, block=32
         )
         live = row[2]
         theirs = LayerSlots(*[None if x is None else x.clone() for x in cache])
         twins.store(*token, theirs, *row, turn, weights)
         clean = LayerSlots(*[None if x is None else x.nan_to_num() for x in cache])
-        expected = twins.store_and_attend(*token, clean, *row, 0.3, turn, weights, softcap, window)
+        expected = twins.store_and_attend(*token, clean, *row, 0.3, turn, weights, softcap, window, sink)
         close(actual[live], expected[live], dtype)
         assert actual.isfinite().all()
         for a, b, before in zip(mine, theirs, cache, strict=True):

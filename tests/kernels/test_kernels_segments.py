@@ -122,6 +122,37 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
         assert error(a.grad, b.grad) < 2 * TOLERANCE[dtype], name
 
 
+@pytest.mark.parametrize("window, softcap", [(None, None), (25, None), (None, 3.0)])
+def test_sinks_take_their_share_and_get_their_gradient(window, softcap):
+    evicted_at, lengths = micro_batch("even")
+    (rows, _, heads, tokens), group, dim, layer, scaling = evicted_at.shape, 2, 16, 1, 0.3
+    query = draw(rows, heads * group, tokens, dim, dtype=torch.float32)
+    key, value = (draw(rows, heads, tokens, dim, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    sinks = 2 * draw(heads * group, dtype=torch.float32, seed=5)
+    upstream = draw(rows, tokens, heads * group, dim, dtype=torch.float32, seed=3)
+    upstream = upstream * (torch.arange(tokens, device=DEVICE) < lengths[:, None])[:, :, None, None]
+
+    mine = [x.detach().requires_grad_() for x in (query, key, value, sinks)]
+    layout = make_layout(find_segments(evicted_at, lengths), evicted_at, dim, torch.float32)
+    out = segment_attention(*mine[:3], layout, layer, scaling, window, softcap, mine[3])
+    out.backward(upstream)
+
+    theirs = [x.detach().double().requires_grad_() for x in (query, key, value, sinks)]
+    mask = layer_mask(evicted_at[:, layer], window)
+    expected = attend(*theirs[:3], mask, scaling, softcap, sinks=theirs[3])
+    expected.backward(upstream.double())
+    logits = theirs[0].unflatten(1, (heads, group)) @ theirs[1][:, :, None].transpose(-1, -2) * scaling
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    logits = logits.masked_fill(~mask[:, :, None], -torch.inf).flatten(1, 2)  # by the definition, once more
+    scale = (logits.logsumexp(-1) - theirs[3][:, None]).sigmoid()
+    plain = attend(*theirs[:3], mask, scaling, softcap) * scale.transpose(1, 2)[..., None]
+    real = torch.arange(tokens, device=DEVICE) < lengths[:, None]
+    assert error(expected[real], plain[real]) < 1e-12
+    assert error(out[real], expected[real]) < TOLERANCE[torch.float32]
+    for name, a, b in zip(("query", "key", "value", "sinks"), mine, theirs, strict=True):
+        assert error(a.grad, b.grad) < 2 * TOLERANCE[torch.float32], name
+
+
 @pytest.mark.parametrize("innermost", [True, False])
 def test_gradients_of_inputs_that_are_slices(innermost):
     """Queries, keys and values may be parts of one projection, with the head dim innermost in memory or not."""

@@ -29,7 +29,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def double(name, **changes):
-    return copy.deepcopy(tiny(name, **changes)).double()
+    model = copy.deepcopy(tiny(name, **changes)).double()
+    if name == "gpt-oss":
+        model.set_experts_implementation("eager")  # torch has no grouped product in fp64
+    return model
 
 
 def rollouts(model, prompts=(30, 9, 20), group=3, new=24, compressor="rkv"):
