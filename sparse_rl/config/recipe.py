@@ -34,8 +34,10 @@ from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
+from .sections import EvalSettings, RunSettings, WarmupSettings
 from .values import convert, plain, types_of
 
+DEFAULT_TOKENS = 16384  # of a micro-batch
 RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
 
 
@@ -44,12 +46,14 @@ class ModelSettings:
     name: str = key(
         "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
     )
-    dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    dtype: str | None = key("float32, bfloat16, or float16 (the loss is scaled); null: the model's own", None)
     logits: str = key(
         "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
     )
-    gradient_checkpointing: bool = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time", False
+    gradient_checkpointing: bool | str = key(
+        "keep one activation per layer and recompute the rest: less memory, a third more time; auto: where the memory "
+        "plan needs it",
+        False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
@@ -60,6 +64,9 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
+        if self.gradient_checkpointing not in (True, False, "auto"):
+            given = self.gradient_checkpointing
+            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false or auto.")
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,16 @@ class LearnSettings:
         0,
     )
     minibatches: int = key("optimizer steps per rollout", 4)
-    micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
+    rescore: str = key(
+        "whether a pass of its own finds the old log-probs: always, or auto: not in the shadow view, where they are "
+        "the sampler's up to rounding and the update checks them",
+        "auto",
+    )
+    micro_batch_tokens: int | str = key(
+        "tokens of a forward-backward pass, padding included; auto: as many as the memory plan has room for, at most "
+        "65536 (without a GPU 16384)",
+        DEFAULT_TOKENS,
+    )
     packing: str = key(
         "feed trajectories as one row without padding, and what the completions of a prompt begin with only once: "
         "`auto` (on a GPU, where the architecture is known), `always` or `never`",
@@ -154,13 +170,19 @@ class LearnSettings:
     )
 
     def __post_init__(self):
-        require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
+        require_int(**{"learn.minibatches": self.minibatches})
+        if isinstance(self.micro_batch_tokens, str) and self.micro_batch_tokens != "auto":
+            given = self.micro_batch_tokens
+            raise SparseRLError(f"learn.micro_batch_tokens is {given!r}; it must be a whole number or auto.")
+        require_int(**{"learn.micro_batch_tokens": self.tokens})
         require_int(at_least=0, **{"learn.refill": self.refill, "learn.dynamic": self.dynamic})
         if self.refill and self.dynamic:
             raise SparseRLError(
                 f"learn.refill is {self.refill} and learn.dynamic is {self.dynamic}: one samples a prompt again, the "
                 "other replaces it; set one of them to 0."
             )
+        if self.rescore not in ("auto", "always"):
+            raise SparseRLError(f"learn.rescore is {self.rescore!r}; it must be auto or always.")
         if not self.advantage_eps >= 0:
             raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
         if self.algorithm in RELATIVES:
@@ -185,6 +207,11 @@ class LearnSettings:
             )
         self.resolve_method()
 
+    @property
+    def tokens(self) -> int:
+        """`micro_batch_tokens`, with the default for auto."""
+        return DEFAULT_TOKENS if isinstance(self.micro_batch_tokens, str) else self.micro_batch_tokens
+
     def resolve_method(self) -> Method:
         """The method with the parts that the recipe changes."""
         parts = {
@@ -197,59 +224,6 @@ class LearnSettings:
         if self.algorithm == "online-dpo":
             correction = only_rejection(correction, self.method)
         return method(self.method, correction=correction, **chosen)
-
-
-@dataclass(frozen=True)
-class EvalSettings:
-    every: int = key("steps between evaluations on held-out prompts; 0: never", 10)
-    prompts: int = key("held-out prompts", 64)
-    samples: int = key("completions per held-out prompt", 1)
-    temperature: float = key("the temperature of evaluations; 0 is greedy", 1.0)
-    options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
-
-    def __post_init__(self):
-        require_int(at_least=0, **{"eval.every": self.every})
-        require_int(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
-        check_count("completions of an evaluation", self.prompts * self.samples)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    steps: int = key("steps of the run; each learns from one rollout", 100)
-    seed: int = key("seed of sampling and of random weights; the task's prompts follow task.seed", 0)
-    checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
-    keep: int = key("number of checkpoints that are kept", 2)
-    samples: int = key("completions written to samples/ at every evaluation and every 10 steps", 8)
-    diagnose: int = key(
-        "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
-    )
-    max_skipped: int = key(
-        "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
-    )
-    trackers: list[str] = key("tensorboard, trackio or wandb, through accelerate", [])
-    project: str = key("the project under which trackers file the run", "sparse-rl")
-
-    def __post_init__(self):
-        require_int(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
-        require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
-        if self.seed >= 2**63:
-            raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
-
-
-@dataclass(frozen=True)
-class WarmupSettings:
-    steps: int = key("optimizer steps on worked solutions", 300)
-    batch: int = key("solutions per step", 64)
-    lr: float = key("learning rate, constant after 20 steps", 2e-3)
-    workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
-    eval_every: int = key("steps between evaluations on held-out problems: loss and accuracy; 0: only at the end", 100)
-    checkpoint_every: int = key("steps between checkpoints; 0: only when it is stopped", 100)
-
-    def __post_init__(self):
-        require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
-        check_count("solutions per step", self.batch)
-        counts = ("workers", "eval_every", "checkpoint_every")
-        require_int(at_least=0, **{f"warmup.{name}": getattr(self, name) for name in counts})
 
 
 @dataclass(frozen=True)
@@ -374,6 +348,35 @@ class Recipe:
                 f"{given.warmup_steps}; lower optimizer.warmup_steps, or set optimizer.decay_steps."
             )
         return dataclasses.replace(given, decay_steps=steps)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """With the default for auto; a run has put its choice in place of auto (train/auto.py)."""
+        return self.learn.tokens
+
+    @property
+    def checkpoints_gradients(self) -> bool:
+        """With the default for auto, likewise."""
+        return self.model.gradient_checkpointing is True
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether every trajectory is scored before the update.
+
+        In the shadow view its old log-probs are the sampler's, unless something depends on what is left of the gap, or
+        the update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), or
+        because students learn from the trajectories first, or because it does not see all (learn.dynamic). An
+        algorithm may ask for more than log-probs.
+        """
+        chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
+        later = self.rollout.ahead or self.student.chunks or self.learn.dynamic
+        checked = chosen.view == "shadow" and known and not later
+        return self.learn.rescore == "always" or not checked or chosen.correction.looks_at_gap
+
+    @property
+    def rows_together(self) -> int:
+        """Neighbouring positions that stay in one optimizer step."""
+        return self.rollout.group_size if self.learn.algorithm == "online-dpo" else 1
 
     @property
     def keeps_reference(self) -> bool:
