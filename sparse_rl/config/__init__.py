@@ -13,9 +13,9 @@ from .recipe import (
     Recipe,
     RolloutSettings,
     RunSettings,
-    TaskSettings,
     WarmupSettings,
 )
+from .task import TaskSettings
 
 __all__ = [
     "METRICS",

@@ -33,6 +33,7 @@ from ..learn.packing import PACKING
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
+from .task import TaskSettings
 from .values import convert, plain, types_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
@@ -59,21 +60,6 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    name: str = key("a name from `sparse-rl list tasks`, `gym:NAME`, `file.py` or `file.py:Class`")
-    options: dict = key("the task's own options; in a recipe they stand beside `name`", {})
-    overlong: float = key(
-        "the last share of rollout.max_new_tokens over which a reward `overlong` falls from 0 to -1, such as 0.2 "
-        "(DAPO's soft punishment); 0: none",
-        0.0,
-    )
-
-    def __post_init__(self):
-        if not 0 <= self.overlong <= 1:
-            raise SparseRLError(f"task.overlong is {self.overlong}; it is a share of max_new_tokens, from 0 to 1.")
 
 
 @dataclass(frozen=True)

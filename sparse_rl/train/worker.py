@@ -85,7 +85,7 @@ class Sampler:
             rollout = self._replace_flat_groups(rollout, number, own_positions, clock)
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, own_positions, count * group)
-        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
+        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
 
     def _refill(
         self,
@@ -197,6 +197,11 @@ class Sampler:
         if self.processes > 1:
             trajectories = [replace(t, trace=first_head_trace(t.trace)) for t in trajectories]
         return list(zip(trajectories, grades, strict=True))
+
+    @property
+    def grading_error(self) -> str | None:
+        """The first error in a reward, of the task or of what is added to it."""
+        return self.task.last_error or self.rewards.last_error
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
