@@ -86,7 +86,7 @@ def run(args: tuple) -> dict:
         return run_plain(((seed, start, "sparse-rl", setting), *rest), KEYS[variant]) | {"method": variant}
     plain = sparse_rl.train.loop.make_batches
 
-    def other(scored, corrected, advantages, correction, loss, minibatches):
+    def other(scored, corrected, advantages, correction, loss, minibatches, *rest):
         batches = plain(scored, corrected, advantages, correction, loss, minibatches)
         parts = torch.arange(len(advantages)).tensor_split(minibatches)
         sampled = scored.sampled

@@ -74,7 +74,8 @@ SIZES = {
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 64, "mamba_chunk_size": 16, "chunk_size": 16,
     "rotary_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 2, "word_embed_proj_dim": 32, "project_dim": 32, "laurel_rank": 8, "pad_token_id": 0, "is_decoder": True,
+    "num_kv_shared_layers": 2, "word_embed_proj_dim": 32, "project_dim": 32, "laurel_rank": 8, "pad_token_id": 0,
+    "is_decoder": True,
     "add_cross_attention": False, "use_cache": True, "initializer_range": 0.2, "init_std": 0.2,
 }  # fmt: skip
 # What the sizes above do not settle.

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "compressors": "beacon cache kernels",
     "models": "beacon cache",
     "planning": "cache compressors models",
-    "learn": "attention beacon cache models records",
+    "learn": "attention beacon cache kernels models records",
     "rollout": "attention beacon cache compressors kernels models planning records",
     "config": "learn models",
     "export": "models",

@@ -13,9 +13,9 @@ from .recipe import (
     Recipe,
     RolloutSettings,
     RunSettings,
-    WarmupSettings,
 )
 from .task import TaskSettings
+from .warmup import WarmupSettings
 
 __all__ = [
     "METRICS",

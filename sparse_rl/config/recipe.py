@@ -30,11 +30,13 @@ from ..learn.method import Method, method
 from ..learn.objective import ALGORITHMS, RELATIVES, Objective, settings_of
 from ..learn.optimizer import OptimizerSettings
 from ..learn.packing import PACKING
+from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
 from .task import TaskSettings
 from .values import convert, plain, types_of
+from .warmup import WarmupSettings
 
 RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
 
@@ -222,22 +224,6 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class WarmupSettings:
-    steps: int = key("optimizer steps on worked solutions", 300)
-    batch: int = key("solutions per step", 64)
-    lr: float = key("learning rate, constant after 20 steps", 2e-3)
-    workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
-    eval_every: int = key("steps between evaluations on held-out problems: loss and accuracy; 0: only at the end", 100)
-    checkpoint_every: int = key("steps between checkpoints; 0: only when it is stopped", 100)
-
-    def __post_init__(self):
-        require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
-        check_count("solutions per step", self.batch)
-        counts = ("workers", "eval_every", "checkpoint_every")
-        require_int(at_least=0, **{f"warmup.{name}": getattr(self, name) for name in counts})
-
-
-@dataclass(frozen=True)
 class Recipe:
     model: ModelSettings
     task: TaskSettings
@@ -245,6 +231,7 @@ class Recipe:
     learn: LearnSettings = dataclasses.field(default_factory=LearnSettings)
     loss: Loss = dataclasses.field(default_factory=Loss)
     dpo: DPO = dataclasses.field(default_factory=DPO)
+    ppo: PPO = dataclasses.field(default_factory=PPO)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
@@ -278,12 +265,15 @@ class Recipe:
                 f"learn.minibatches is {self.learn.minibatches} but a step has {trajectories} trajectories "
                 f"({prompts} prompts x {group_size}); use at most {trajectories}."
             )
-        if group_size < 2:
+        if group_size < 2 and self.learn.algorithm != "ppo":
             raise SparseRLError(
-                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2."
+                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2; ppo "
+                "compares with a critic instead."
             )
 
     def _check_algorithm(self) -> None:
+        if self.learn.algorithm == "ppo":
+            self._check_ppo()
         if self.learn.algorithm != "online-dpo":
             return
         if self.loss.beta:
@@ -296,6 +286,19 @@ class Recipe:
                 f"learn.minibatches is {self.learn.minibatches} but a step has {self.rollout.prompts} prompts, and "
                 "online DPO keeps the completions of a prompt in one optimizer step; use at most "
                 f"{self.rollout.prompts}."
+            )
+
+    def _check_ppo(self) -> None:
+        if self.learn.advantage != "grpo" or self.learn.rebaseline:
+            key = "learn.rebaseline is true" if self.learn.rebaseline else f"learn.advantage is {self.learn.advantage}"
+            raise SparseRLError(
+                f"{key}, but PPO's advantages come from its critic, not from the group; leave learn.advantage at grpo "
+                "and learn.rebaseline at false."
+            )
+        if self.has_separate_critic and self.model.shard:
+            raise SparseRLError(
+                "model.shard divides the learner, but a separate critic would stay whole on every process; use "
+                "ppo.critic: trunk, or set model.shard to false."
             )
 
     def _check_rejection(self) -> None:
@@ -350,7 +353,12 @@ class Recipe:
 
     def objective(self, loss: Loss) -> Objective:
         """What the learner follows: `loss`, or the section of another algorithm."""
-        return {"grpo": loss, "online-dpo": self.dpo}[self.learn.algorithm]
+        return {"grpo": loss, "online-dpo": self.dpo, "ppo": ActorCritic(self.ppo, loss)}[self.learn.algorithm]
+
+    @property
+    def has_separate_critic(self) -> bool:
+        """Whether a second model is kept to estimate values."""
+        return self.learn.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
     def _folds(self) -> bool:

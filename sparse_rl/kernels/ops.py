@@ -88,6 +88,25 @@ def fits_flex(
     return fits_tiles(query, key, value, dropout) and softcap is None and sinks is None and replay.packing is None
 
 
+def fits_vectors(*tensors: Tensor) -> bool:
+    """Whether the learner's kernels for norms, gates and rotations know the dtype, and a whole row fits a program."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16, torch.float32}
+
+
+def fits_norm(residual: Tensor, weight: Tensor) -> bool:
+    return fits_vectors(residual, weight) and residual.shape[-1] <= 16384
+
+
+def fits_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    whole = query.shape[-1] == key.shape[-1] == cos.shape[-1] and cos.dim() == 3
+    return fits_vectors(query, key, cos, sin) and whole and query.shape[-1] % 2 == 0
+
+
+def is_fp32(logits: Tensor) -> bool:
+    return logits.dtype == torch.float32
+
+
 KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and the twin where none does
     "add_rms_norm": (Kernel("decode"),),
     "silu_mul": (Kernel("decode"),),
@@ -97,6 +116,11 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and 
     "observed_logits": (Kernel("evict", few_queries_see_all_slots),),
     "compact": (Kernel("evict"),),
     "trace_attention": (Kernel("segments", fits_segments), Kernel("flex", fits_flex)),
+    "add_and_norm": (Kernel("layers", fits_norm),),
+    "silu_gate": (Kernel("layers", fits_vectors),),
+    "rotate": (Kernel("layers", fits_rotation),),
+    "token_statistics": (Kernel("head", is_fp32),),
+    "logit_gradients": (Kernel("head", is_fp32),),
 }
 
 
@@ -194,12 +218,47 @@ def trace_attention(
     return attend(query, key, value, replay, layer, scaling, sliding_window, softcap, dropout, sinks)
 
 
-# ----------------------------------------------------------------------------------------------- how a rollout runs
+def add_and_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _function("add_and_norm", residual, residual, weight)(new, residual, weight, eps)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    return _function("silu_gate", gate, gate, up)(gate, up)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _function("rotate", query, query, key, cos, sin)(query, key, cos, sin)
+
+
+def token_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _function("token_statistics", logits, logits)(logits, targets, temperature, softcap)
+
+
+def logit_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropies: Tensor,
+    from_logprobs: Tensor,
+    from_entropies: Tensor | None,
+    start: int,
+    temperature: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _function("logit_gradients", logits, logits)(
+        logits, targets, lse, entropies, from_logprobs, from_entropies, start, temperature, softcap, dtype
+    )
+
+
+# ------------------------------------------------------------------------------- how rollouts and the learner run
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a rollout runs on a kind of device."""
+    """How rollouts and the learner run on a kind of device."""
 
     on_gpu: bool  # which copies the plan counts, and which clock times the phases
     fuses: bool  # models of the Llama family are decoded by fused kernels (rollout/fused.py)
@@ -209,6 +268,7 @@ class Rules:
     defers_checks: bool  # what a compressor keeps is checked at the next sync, not at once
     poll: tuple[int, int]  # the least and the most decode steps between two syncs
     row_multiple: int  # decode batches are padded to it, so that rows round alike however many there are
+    fuses_learning: bool  # norms, rotations, gates and heads that are known are computed by kernels (learn/fused.py)
 
 
 _CPU = Rules(
@@ -220,6 +280,7 @@ _CPU = Rules(
     defers_checks=False,
     poll=(1, 1),
     row_multiple=4,
+    fuses_learning=False,
 )
 RULES = {
     "cpu": _CPU,
@@ -232,6 +293,7 @@ RULES = {
         defers_checks=True,
         poll=(8, 16),
         row_multiple=1,
+        fuses_learning=True,
     ),
 }
 

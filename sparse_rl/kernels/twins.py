@@ -1,4 +1,4 @@
-"""What every kernel of this room computes, in plain torch.
+"""What every kernel of this room computes, in plain torch; those of the learner are in twins_learner.py.
 
 B rows, Hq = H * G query heads, H KV heads, G query heads per KV head, C slots of a row, S slots in use, D head dim,
 T tokens, V vocabulary.
@@ -16,6 +16,7 @@ from ..cache import LayerSlots
 from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
 from ..streams import uniform
+from .twins_learner import add_and_norm, logit_gradients, rotate, silu_gate, token_statistics  # noqa: F401
 
 BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
 

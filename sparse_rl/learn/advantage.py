@@ -39,6 +39,18 @@ class GroupRewards:
 
 
 Estimator = Callable[[GroupRewards, float], Tensor]  # (group, eps) -> advantages [N]
+Estimated = tuple[Tensor, dict[str, float]]  # advantages [N] and metrics
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What an objective (objective.py) makes of a step's rewards."""
+
+    advantages: Tensor  # [N], or [N, T] where every token has its own
+    metrics: dict[str, float]
+    returns: Tensor | None = None  # [N, T]: what a critic learns
+
+
 ESTIMATORS: dict[str, Estimator] = {}
 _EQUAL = 1e-12  # rewards whose mean distance to their mean is no more are equal
 
@@ -91,7 +103,7 @@ def without_variance(rewards: Tensor) -> Tensor:
 
 def advantage(
     rewards: Tensor, group: Tensor, estimator: str = "grpo", members: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, dict[str, float]]:
+) -> Estimated:
     """fp64 advantages [N] and metrics.
 
     rewards [N]; group int64 [N]: the group's id; members bool [N]: the trajectories that set the baseline (None: all).

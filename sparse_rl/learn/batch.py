@@ -13,9 +13,9 @@ is on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,13 @@ from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
+from .fused import fused
 from .loss import Loss, token_scale
 from .packing import pack_groups, packed_replay
-from .score import batch_logprobs, hidden_states, logprobs_entropies_ranks, over_chunks, replay_of
+from .score import batch_logprobs, hidden_states, replay_of, score_of
+
+if TYPE_CHECKING:
+    from .critic import Critic
 
 # Mean nats by which two kernels may differ in their log-probs: ten times what is seen.
 _ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}
@@ -52,6 +56,7 @@ class Scored:
     entropies: Tensor  # fp32 [N, T]: of the old distributions
     ranks: Tensor  # fp32 [N, T]: of the tokens in the old distributions, 1 for the likeliest; 0 off the mask
     reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
+    values: Tensor | None = None  # fp32 [N, T]: a critic's, of the states before the tokens; 0 off the mask
     view: str = "dense"  # in which the log-probs were computed, and in which the learner must see the trajectories
 
     @property
@@ -73,7 +78,7 @@ class Batch:
     mask: Tensor  # bool [N, T]: M, the tokens that count
     old_logprobs: Tensor  # fp32 [N, T]: what the ratio is centred on
     reference_logprobs: Tensor | None
-    advantages: Tensor  # fp32 [N]
+    advantages: Tensor  # fp32 [N], or [N, T] where every token has its own
     weights: Tensor  # fp32 [N, T]: w
     scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
     response_tokens: int  # before any correction
@@ -82,6 +87,15 @@ class Batch:
     clip_kl: float | None = None  # the correction's bound of the KL estimate
     pairs: Pairs | None = None  # of an algorithm that compares rows
     row_factors: Tensor | None = None  # fp64 [N]: the derivative of its loss by the sum of a row's log-probs
+    old_values: Tensor | None = None  # fp32 [N, T]: a critic's, before the update
+    returns: Tensor | None = None  # fp32 [N, T]: what the critic learns
+
+    @property
+    def row_advantages(self) -> Tensor:
+        """fp32 [N]: each row's advantage, or the mean over those of its tokens that count."""
+        if self.advantages.dim() == 1:
+            return self.advantages
+        return (self.advantages * self.mask).sum(1) / self.mask.sum(1).clamp(min=1)
 
     def part(self, rows: Tensor, device: torch.device) -> Batch:
         """Some rows without the padding they do not need, on a device. Traces and pairs stay behind."""
@@ -117,7 +131,8 @@ def join(*parts: Scored) -> Scored:
 
     sampled = [part.sampled for part in parts]
     references = [part.reference_logprobs for part in parts if part.reference_logprobs is not None]
-    assert len(references) in (0, len(parts))
+    values = [part.values for part in parts if part.values is not None]
+    assert len(references) in (0, len(parts)) and len(values) in (0, len(parts))
     return Scored(
         Sampled(
             tokens=padded([s.tokens for s in sampled]),
@@ -131,6 +146,7 @@ def join(*parts: Scored) -> Scored:
         entropies=padded([part.entropies for part in parts]),
         ranks=padded([part.ranks for part in parts]),
         reference_logprobs=padded(references) if references else None,
+        values=padded(values) if values else None,
         view=parts[0].view,
     )
 
@@ -145,35 +161,39 @@ def score(
     view: str = "dense",
     reference_view: str | None = None,
     packing: bool = False,
+    critic: Critic | None = None,
 ) -> Scored:
-    """Teacher-forced old log-probs in a view.
+    """Teacher-forced old log-probs in a view, and a critic's values from the same pass.
 
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
     of its own. `packing`: micro-batches are packed rows (packing.py).
     """
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
+    values = None if critic is None else torch.zeros_like(old)
     micro_batches = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
-    with evaluating(model):
+    with evaluating(model), fused(model), nullcontext() if critic is None else evaluating(critic):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
-            states = hidden_states(model, tokens.to(device), seen_by(model, sampled, rows, view == "shadow", packing))
-            function = logprobs_entropies_ranks(temperature)
-            values = over_chunks(model, states, response.to(device), function, tokens[response].to(device)).cpu()
-            for whole, part in zip((old, entropies, ranks), values.unbind(-1)):
+            seen = seen_by(model, sampled, rows, view == "shadow", packing)
+            states = hidden_states(model, tokens.to(device), seen)
+            found = score_of(model, states, tokens.to(device), response.to(device), temperature).cpu()
+            for whole, part in zip((old, entropies, ranks), found.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
+            if critic is not None and values is not None:
+                values[rows, : tokens.shape[1]] = critic(states, tokens.to(device), response.to(device), seen).cpu()
     if view == "shadow":
         check_replay(old - sampled.sampler_logprobs, sampled.mask, next(model.parameters()).dtype)
     if reference is None:
-        return Scored(sampled, old, entropies, ranks, view=view)
+        return Scored(sampled, old, entropies, ranks, values=values, view=view)
     references = torch.zeros_like(old)
-    with reference as other, evaluating(other):
+    with reference as other, evaluating(other), fused(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
             logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
-    return Scored(sampled, old, entropies, ranks, references, view)
+    return Scored(sampled, old, entropies, ranks, references, values, view)
 
 
 def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
@@ -226,11 +246,12 @@ def make_batches(
     minibatches: int,
     pairs: Pairs | None = None,
     group_size: int = 1,
+    returns: Tensor | None = None,
 ) -> list[Batch]:
     """One batch per optimizer step, trajectories in the given order.
 
-    corrected: `apply_correction` of the same N trajectories; its weights are normalised here. advantages [N].
-    group_size: so many neighbours stay in one optimizer step.
+    corrected: `apply_correction` of the same N trajectories; its weights are normalised here. advantages [N] or
+    [N, T]. group_size: so many neighbours stay in one optimizer step. returns [N, T]: what a critic learns.
     """
     batches = []
     for units in torch.arange(len(advantages)).view(-1, group_size).tensor_split(minibatches):
@@ -253,6 +274,8 @@ def make_batches(
                 traces=sampled.traces if scored.view == "shadow" else None,
                 clip_kl=correction.clip_kl,
                 pairs=None if pairs is None else pairs.rows(rows),
+                old_values=part.values,
+                returns=None if returns is None else returns[rows].float(),
             )
         )
     return batches

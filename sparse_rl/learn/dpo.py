@@ -28,9 +28,11 @@ from torch.nn.functional import logsigmoid
 from ..errors import SparseRLError, nearest
 from ..keys import key
 from ..streams import uniform
+from .advantage import Credit, Estimated
 
 if TYPE_CHECKING:
-    from .batch import Batch
+    from .batch import Batch, Scored
+    from .correct import Corrected
 
 KINDS = ("sigmoid", "ipo")
 RULES = ("best-worst", "all")
@@ -68,6 +70,11 @@ class DPO:
     def needs_reference(self) -> bool:
         return True
 
+    def credit(
+        self, by_group: Callable[[], Estimated], rewards: Tensor, scored: Scored, corrected: Corrected
+    ) -> Credit:
+        return Credit(*by_group())  # only reported
+
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
         """Every row's derivative, from the margins of all pairs."""
         pairs, mask = batch.pairs, batch.mask
@@ -96,7 +103,9 @@ class DPO:
         inside[batch.pairs.chosen] = inside[batch.pairs.rejected] = True
         return inside
 
-    def micro_batch(self, logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def micro_batch(
+        self, logprobs: Tensor, part: Batch, values: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """sum_i (dL / ds_i) s_i"""
         assert part.row_factors is not None, "prepare comes first"
         sums = {"tokens": part.mask.sum(), "drift": ((logprobs - part.old_logprobs).detach() * part.mask).sum()}

@@ -11,7 +11,7 @@ finite, leaves the weights and the optimizer as they were, and is counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,13 +23,16 @@ from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
 from .batch import Batch, micro_batches_of, seen_by
+from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
+from .fused import fused
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .score import batch_logprobs, hidden_states, logprobs_of
 from .shards import Sharded
 
 T = TypeVar("T")
+_SUMS: tuple[str, ...] = ("loss", "tokens", "clipped", "drift", "kl", "distill", "value_loss", "value_clipped")
 
 
 class Disagreement(SparseRLError):
@@ -59,17 +62,23 @@ class Learner:
         distill_weight: float = DISTILL_WEIGHT,
         world: World | None = None,
         sharded: Sharded | None = None,
+        critic: Critic | None = None,
+        critic_lr: float | None = None,
+        critic_warmup: int = 0,
     ):
         """`packing`: micro-batches are packed rows (packing.py).
 
         `sharded`: the model divided among the processes; None: every process has all of it.
+        `critic`: learns values beside the policy, for the first `critic_warmup` optimizer steps alone.
         """
         self.model, self.objective = model, objective
         self.world, self.sharded = world or World(), sharded
         self.micro_batch_tokens, self.packing, self.temperature = micro_batch_tokens, packing, temperature
         self.max_skipped = max_skipped
         self.distill, self.distill_weight = distill, distill_weight
-        self.optimizer = MasterAdamW(model.parameters(), optimizer)
+        self.critic, self.critic_warmup = critic, critic_warmup
+        of_critic = () if critic is None else critic.parameters()
+        self.optimizer = MasterAdamW(model.parameters(), optimizer, of_critic, critic_lr)
         self.version = 0  # optimizer steps behind the weights
         self.skipped = 0  # steps in a row that were skipped because a number was not finite
 
@@ -90,7 +99,7 @@ class Learner:
             return UpdateResult({"update/empty/count": 1.0}, clipped)
         batch, found = self.objective.prepare(batch, self._row_sums)
         sums = self._accumulate_gradients(batch, active, clipped)
-        norm, lr = self.optimizer.step(self.version, sums["loss"])
+        norm, lr = self.optimizer.step(self.version, sums["loss"], self.version < self.critic_warmup)
         self.skipped = count_skipped(self.skipped, norm)
         check_skipped(self.skipped, self.max_skipped, self._diverged(sums, norm))
         if self.skipped:
@@ -112,9 +121,9 @@ class Learner:
 
         `clipped` is filled in for this process's own rows.
         """
-        sums = {"loss": 0.0, "tokens": 0.0, "clipped": 0.0, "drift": 0.0, "kl": 0.0, "distill": 0.0}
-        found = []
-        with learning(self.model):
+        sums, found = dict.fromkeys(_SUMS, 0.0), []
+        critic = nullcontext() if self.critic is None else learning(self.critic)
+        with learning(self.model), fused(self.model), critic:
             for rows in self._micro_batches(batch, active):
                 if len(rows):
                     found.append((rows, *self._backward(batch, rows)))
@@ -127,6 +136,9 @@ class Learner:
         sums = self.world.add_numbers(sums)
         if self.sharded is None:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
+        elif self.critic is not None:  # which is whole; see _accumulate for the factor
+            gradients = [gradient.div_(self.world.size) for gradient in self.optimizer.gradients(critic_only=True)]
+            self.world.add(gradients)
         return sums
 
     def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -135,15 +147,16 @@ class Learner:
         tokens, mask = part.tokens, part.mask
         seen = self._seen(batch, rows)
 
-        def forward(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        def forward(model: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states = hidden_states(model, tokens, seen)
             logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+            values = None if self.critic is None else self.critic(states, tokens, mask, seen)
             if self.distill is None:
-                return logprobs, None
-            return logprobs, distillation(model, tokens, mask, states, self.distill, self.temperature or 1.0)
+                return logprobs, values, None
+            return logprobs, values, distillation(model, tokens, mask, states, self.distill, self.temperature or 1.0)
 
-        logprobs, view_kl = self._call(forward)
-        loss, sums, clipped = self.objective.micro_batch(logprobs, part)
+        logprobs, values, view_kl = self._call(forward)
+        loss, sums, clipped = self.objective.micro_batch(logprobs, part, values)
         if view_kl is not None:
             loss = loss + self.distill_weight * (part.scale * view_kl).sum()
             sums["distill"] = view_kl.detach().sum()
@@ -157,7 +170,7 @@ class Learner:
         All processes get those of all.
         """
         sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
-        with evaluating(self.model):
+        with evaluating(self.model), fused(self.model):
             for rows in self._micro_batches(batch, self.objective.active(batch).nonzero()[:, 0]):
                 if not len(rows):
                     self._empty_micro_batch()

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from ..errors import SparseRLError, nearest
 from ..keys import key
+from .advantage import Credit, Estimated
 
 if TYPE_CHECKING:
-    from .batch import Batch
+    from .batch import Batch, Scored
+    from .correct import Corrected
 
 MEANS = ("sequence-mean", "token-mean", "dr-grpo")
 LEVELS = ("token", "sequence")
@@ -69,6 +71,11 @@ class Loss:
     def needs_reference(self) -> bool:
         return self.beta > 0
 
+    def credit(
+        self, by_group: Callable[[], Estimated], rewards: Tensor, scored: Scored, corrected: Corrected
+    ) -> Credit:
+        return Credit(*by_group())
+
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
         return batch, {}  # no row depends on another
 
@@ -76,7 +83,9 @@ class Loss:
         moves = batch.mask.any(1)
         return moves if self.beta > 0 else moves & (batch.advantages != 0)
 
-    def micro_batch(self, logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def micro_batch(
+        self, logprobs: Tensor, part: Batch, values: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         return policy_loss(
             logprobs,
             part.old_logprobs,
@@ -163,10 +172,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The loss of a micro-batch, the sums its metrics are made of, and which tokens were clipped.
 
-    logprobs [N, T] carry the gradient; advantages [N]; mask bool, weights, scale [N, T].
+    logprobs [N, T] carry the gradient; advantages [N] or [N, T]; mask bool, weights, scale [N, T].
     -> (loss, sums, clipped bool [N, T])
     """
-    token_loss, clipped = surrogate(logprobs, old_logprobs, advantages[:, None], mask, weights, loss)
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    token_loss, clipped = surrogate(logprobs, old_logprobs, advantages, mask, weights, loss)
     sums = {
         "tokens": mask.sum(),
         "clipped": clipped.sum(),

@@ -86,10 +86,21 @@ class OptimizerSettings:
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        critic: Iterable[nn.Parameter] = (),
+        critic_lr: float | None = None,
+    ):
+        """`critic`: parameters with a learning rate of their own (None: that of the others), which follows the same
+        schedule, and a gradient norm of their own.
+        """
         self.settings = settings
         self.parameters = [p for p in parameters if p.requires_grad]
-        if not self.parameters:
+        self.policy = len(self.parameters)  # the parameters of the critic come after so many others
+        self.parameters += [p for p in critic if p.requires_grad]
+        if not self.policy:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
         if any(p.dtype == torch.float16 for p in self.parameters):
             raise SparseRLError(
@@ -99,9 +110,11 @@ class MasterAdamW:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
-        decays = [m for m in self.masters if m.dim() > 1]
-        plain = [m for m in self.masters if m.dim() <= 1]
-        groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = []
+        for part, rate in zip(self._parts(), (1.0, (critic_lr or settings.lr) / settings.lr), strict=True):
+            for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
+                chosen = [m for m in part if (m.dim() > 1) == decays]
+                groups.append({"params": chosen, "weight_decay": decay, "rate": rate})
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
             lr=settings.lr,
@@ -110,24 +123,39 @@ class MasterAdamW:
             fused=self.masters[0].device.type == "cuda",
         )
 
-    def step(self, steps_done: int, loss: float = 0.0) -> tuple[float, float]:
-        """One update from the accumulated gradients: (gradient norm before clipping, learning rate).
+    def step(self, steps_done: int, loss: float = 0.0, critic_only: bool = False) -> tuple[float, float]:
+        """One update from the accumulated gradients: (gradient norm before clipping, learning rate), both without the
+        critic's.
 
-        steps_done: the optimizer steps before this one, for the warm-up. If the loss or the norm is not finite, nothing
-        is updated and the norm that is returned is not finite. Gradients are cleared in any case.
+        steps_done: the optimizer steps before this one, for the warm-up. If the loss or a norm is not finite, nothing
+        is updated and the norm that is returned is not finite. Gradients are cleared in any case. critic_only: all
+        other parameters stay as they are.
         """
         if not math.isfinite(loss):
             self.clear()
             return math.nan, math.nan
         lr = self.settings.lr_after(steps_done)
-        norm = full(nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm)).item()
+        policy, critic = self._parts()
+        if critic_only:
+            for master in policy:
+                master.grad = None
+        norm, of_critic = (
+            full(nn.utils.clip_grad_norm_(part, self.settings.max_grad_norm)).item() if part else 0.0
+            for part in (policy, critic)
+        )
+        if not math.isfinite(of_critic):
+            norm = math.nan
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["rate"]
             self.adamw.step()
             self._round_masters()
         self.clear()
         return norm, lr
+
+    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The masters of the model, and those of the critic."""
+        return self.masters[: self.policy], self.masters[self.policy :]
 
     def is_finite(self) -> bool:
         """Whether all weights of this process are, and their moments."""
@@ -145,10 +173,10 @@ class MasterAdamW:
             if master is not parameter:
                 parameter.copy_(master)
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, critic_only: bool = False) -> list[Tensor]:
         """The gradients accumulated so far, in fp32; zeros where there are none."""
         found = []
-        for master in self.masters:
+        for master in self._parts()[1] if critic_only else self.masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             found.append(master.grad)

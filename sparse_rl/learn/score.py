@@ -2,7 +2,8 @@
 
 The decoder runs once over whole sequences. The head runs on chunks of the target tokens, and again during backward, so
 [tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. What a model does to its
-logits (scales, soft-caps) is kept, because the head is the model's own forward with the decoder's output put in.
+logits (scales, soft-caps) is kept, because the head is the model's own forward with the decoder's output put in. On a
+GPU a head that is known to be one matrix goes through fused kernels instead (head.py).
 
 Shapes: B sequences, T tokens (padded at the end, where causal attention never looks), n target tokens, V vocabulary.
 `target_mask` bool [B, T] marks the tokens whose log-probs are wanted; it never marks the first token of a sequence.
@@ -26,6 +27,7 @@ from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..models import head_chunk
 from ..records import Trajectory
+from .head import plain_head, states_before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +60,45 @@ def batch_logprobs(
 
 def logprobs_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0) -> Tensor:
     """`batch_logprobs` from hidden states that were computed already."""
-    values = over_chunks(model, states, target_mask, chosen_logprobs(temperature or 1.0), tokens[target_mask])
-    return values.new_zeros(tokens.shape).masked_scatter(target_mask, values)
+    values = _fused_statistics(model, states, tokens, target_mask, temperature or 1.0)
+    if values is None:
+        function = chosen_logprobs(temperature or 1.0)
+        values = [over_chunks(model, states, target_mask, function, tokens[target_mask])]
+    return values[0].new_zeros(tokens.shape).masked_scatter(target_mask, values[0])
+
+
+def statistics_of(
+    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprobs_of`, to the bit, and from the same pass through the head: entropies of the targets' distributions, and
+    ranks of the targets there (1: likeliest). fp32 [B, T] each, 0 elsewhere. Only the log-probs are differentiable.
+    """
+    temperature = temperature or 1.0
+    values = _fused_statistics(model, states, tokens, target_mask, temperature)
+    if values is None:
+        both = over_chunks(model, states, target_mask, _logprobs_and_others(temperature), tokens[target_mask])
+        values = both.unbind(-1)
+    logprobs, entropies, ranks = (v.new_zeros(tokens.shape).masked_scatter(target_mask, v) for v in values)
+    return logprobs, entropies.detach(), ranks.detach()
+
+
+def score_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float) -> Tensor:
+    """Log-probs, entropies and ranks of the target tokens, side by side. fp32 [n, 3]"""
+    values = _fused_statistics(model, states, tokens, target_mask, temperature)
+    if values is None:
+        return over_chunks(model, states, target_mask, logprobs_entropies_ranks(temperature), tokens[target_mask])
+    return torch.stack(values, -1)
+
+
+def _fused_statistics(
+    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Log-probs, entropies and ranks of the target tokens, [n] each; None: the head is not known to be one matrix."""
+    known = plain_head(causal_lm_of(model))
+    if known is None:
+        return None
+    before = states_before(states.last_hidden_state, target_mask)
+    return known.statistics(before, tokens[target_mask], temperature, _chunk(model))
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
@@ -161,6 +200,16 @@ def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], T
         chosen = logprobs.gather(1, targets[:, None])
         ranks = 1 + (logprobs > chosen).sum(-1)
         return torch.stack([chosen[:, 0], -(logprobs.exp() * logprobs).sum(-1), ranks.float()], dim=-1)
+
+    return function
+
+
+def _logprobs_and_others(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `over_chunks`: `chosen_logprobs`, and entropies and ranks without a gradient. -> [n, 3]"""
+    chosen, others = chosen_logprobs(temperature), logprobs_entropies_ranks(temperature)
+
+    def function(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.cat([chosen(logits, targets)[:, None], others(logits.detach(), targets)[:, 1:]], 1)
 
     return function
 

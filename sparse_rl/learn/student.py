@@ -40,6 +40,7 @@ from ..models import evaluating, with_lora
 from ..streams import stream_key
 from .batch import Sampled, pack
 from .distill import divergence
+from .fused import fused
 from .learner import learning
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .score import head, hidden_states, over_chunks
@@ -255,7 +256,7 @@ class Students:
             # A stream for each (seed of the run, step, trajectory, student).
             streams = [stream_key(stream, [i], *student.sizes) % 2**62 for i in rows.tolist()]
             fed = student.insert_beacons(tokens, prompts, lengths, streams)
-            with learning(student.model):
+            with learning(student.model), fused(student.model):
                 kl = student.kl(fed, taught, self.temperature).sum()
                 (kl / count).backward()
             sums[student.name] = kl.item()

@@ -10,7 +10,7 @@ from .load import (
     load_model,
     with_lora,
 )
-from .logits import Float32Head, check_logits, set_logits
+from .logits import Float32Head, check_logits, set_logits, wide_product
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, context_of, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
@@ -54,5 +54,6 @@ __all__ = [
     "stop_ids",
     "tiny_tokenizer",
     "weight_bytes",
+    "wide_product",
     "with_lora",
 ]

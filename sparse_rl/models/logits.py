@@ -44,10 +44,7 @@ class _Product(torch.autograd.Function):
         """x [n, hidden], weight [V, hidden] -> fp32 [n, V]"""
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            if x.is_cuda:
-                return torch.mm(x, weight.t(), out_dtype=torch.float32)
-            size = max(64, _BLOCK // weight.shape[1])
-            return torch.cat([F.linear(x.float(), part.float()) for part in weight.split(size)], 1)
+            return wide_product(x, weight)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -60,6 +57,16 @@ class _Product(torch.autograd.Function):
             to_x = (grad @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None  # [n, hidden]
             to_weight = (grad.t() @ x.to(dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None  # [V, hidden]
         return to_x, to_weight
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in fp32 or, if they are, wider. x [n, hidden], W [V, hidden], of one dtype -> [n, V]"""
+    if weight.dtype.itemsize >= 4:
+        return F.linear(x, weight)
+    if x.is_cuda and len(x):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    size = max(64, _BLOCK // weight.shape[1])
+    return torch.cat([F.linear(x.float(), part.float()) for part in weight.split(size)], 1)
 
 
 def set_logits(model: nn.Module, dtype: str = "float32") -> nn.Module:

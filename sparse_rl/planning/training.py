@@ -30,6 +30,7 @@ class TrainingPlan:
     student_bytes: int = 0  # weights and optimizers of all students
     reward_model_bytes: int = 0
     grading_bytes: int = 0  # estimate: activations of the reward model; they take turns with the rollout
+    critic_bytes: int = 0  # weights and optimizer of a separate critic
     learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
@@ -38,10 +39,10 @@ class TrainingPlan:
     def total_bytes(self) -> int:
         plan = self.rollout
         sampling = max(plan.working_bytes, self.grading_bytes)
-        held = plan.total_bytes - plan.working_bytes + self.student_bytes + self.learner_bytes + WORKSPACE
         working = sampling + self.update_bytes if self.ahead else max(sampling, self.update_bytes)
-        others = self.optimizer_bytes + self.reference_bytes + self.reward_model_bytes
-        return held + others + max(working, self.eval_bytes)
+        models = self.learner_bytes + self.reference_bytes + self.reward_model_bytes
+        held = self.optimizer_bytes + models + self.student_bytes + self.critic_bytes + WORKSPACE
+        return plan.total_bytes - plan.working_bytes + held + max(working, self.eval_bytes)
 
     def fits(self, memory: int) -> bool:
         """Whether the plan fits, with the allocator's share left free."""
@@ -61,6 +62,7 @@ class TrainingPlan:
             ("reference model", size(self.reference_bytes)),
             *self._reward_model_lines(),
             *([("students: weights and optimizers", size(self.student_bytes))] if self.student_bytes else []),
+            *([("critic: weights and optimizer", size(self.critic_bytes))] if self.critic_bytes else []),
             ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
             ("held-out evaluation: dense cache", size(self.eval_bytes)),
             ("workspaces of libraries (estimate)", size(WORKSPACE)),
@@ -103,6 +105,7 @@ def make_training_plan(
     shard: bool = False,
     ahead: bool = False,
     reward_model: tuple[int, int] = (0, 0),
+    critic: bool = False,
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
 
@@ -114,8 +117,9 @@ def make_training_plan(
 
     `shard`: the learner is divided among the processes, in fp32, and every process also has whole weights to sample
     with; a layer is whole while it runs, and so are embeddings and head. Without it, gradients are summed in buckets.
-    `ahead`: sampler and learner have weights of their own and work at the same time. `reward_model`: bytes of its
-    weights, and of a forward pass.
+    `ahead`: sampler and learner have weights of their own and work at the same time. `critic`: a separate one, of the
+    model's size and with as many trained parameters; its activations are there together with the policy's.
+    `reward_model`: bytes of its weights, and of a forward pass.
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -126,7 +130,8 @@ def make_training_plan(
         max(longest, min(micro_batch_tokens, count * longest))
         for count in (math.ceil(trajectories / minibatches), trajectories)
     )
-    update = _update_bytes(shape, tokens, checkpointing=checkpointing, distills=distills, adapters=adapters)
+    passes = 1 + distills + critic
+    update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, adapters=adapters)
     update += _replay_bytes(rollout, shape, tokens) if shadow else 0
     scoring = _scoring_bytes(shape, scored, adapters=adapters)
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
@@ -145,6 +150,7 @@ def make_training_plan(
         divided_by=processes if divided else 1,
         ahead=ahead,
         student_bytes=students * (rollout.weight_bytes + student_trained * per_parameter),
+        critic_bytes=(1 + ahead) * rollout.weight_bytes + trained * per_parameter if critic else 0,
         reference_bytes=rollout.weight_bytes if reference else 0,
         reward_model_bytes=reward_model[0],
         grading_bytes=reward_model[1],
@@ -172,15 +178,18 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     return norms + inputs + attention + 3 * intermediate * item
 
 
-def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, distills: bool, adapters: bool) -> int:
-    """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk."""
+def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, passes: int, adapters: bool) -> int:
+    """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk.
+
+    passes: forward passes whose activations are kept until the backward pass.
+    """
     item = shape.dtype.itemsize
     layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
     activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     gradients = 0 if adapters else 2 * shape.vocabulary * shape.hidden * item  # of the head
-    return (2 if distills else 1) * activations + chunk + gradients + 3 * kept
+    return passes * activations + chunk + gradients + 3 * kept
 
 
 def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool) -> int:

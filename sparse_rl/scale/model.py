@@ -103,21 +103,22 @@ class Work:
         learn, bound, head = recipe.learn, compressor_of(recipe.rollout), shape.vocabulary * shape.hidden
         capacity, method = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
+        models = 2 if recipe.has_separate_critic else 1  # that learn
         return cls(
             shape,
             recipe.rollout,
             bound,
             body=parameters - head * (1 if tied else 2),
             head=head,
-            trained=trained,
+            trained=trained * models,
             prompt_tokens=prompt_tokens,
             capacity=capacity,
             start=bound.budget if bound.evicts_prompt(prompt_tokens) else prompt_tokens,
             minibatches=learn.minibatches,
             micro_batch_tokens=learn.micro_batch_tokens,
             seen=capacity if method.view == "shadow" else math.inf,
-            views=2 if recipe.keeps_reference else 1,
-            passes=(1 + backward + recipe.model.gradient_checkpointing) * (2 if method.distill else 1),
+            views=models + recipe.keeps_reference,
+            passes=(1 + backward + recipe.model.gradient_checkpointing) * (models + (method.distill is not None)),
             shard=recipe.model.shard,
         )
 

@@ -116,6 +116,8 @@ class Fitting:
 
     def _divided(self) -> Setting | None:
         """The learner divided among the fewest GPUs that are enough."""
+        if self.recipe.has_separate_critic:  # which cannot be divided
+            return None
         counts = (2**i for i in range(1, MOST_PROCESSES.bit_length()) if 2**i <= self.recipe.rollout.prompts)
         shares = (self._plan({"model.shard": True}, count) for count in counts)
         return next((share for share in shares if share.plan.fits(self.memory)), None)

@@ -23,8 +23,8 @@ from ..config import Recipe
 from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
 from ..errors import OutOfMemory, SparseRLError
 from ..files import BEST, first_line
-from ..learn.advantage import advantage, find_estimator
-from ..learn.batch import Batch, apply_correction, make_batches
+from ..learn.advantage import Credit, advantage, find_estimator
+from ..learn.batch import Batch, Scored, apply_correction, make_batches
 from ..learn.correct import Corrected
 from ..learn.dpo import Pairs, choose_pairs
 from ..learn.learner import UpdateResult
@@ -41,7 +41,7 @@ from .held_out import described, engines_for, held_out_answers
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
 from .metrics import step_answers, step_metrics
-from .parts import load_for_training, make_learner, make_loss, make_students, make_tasks
+from .parts import load_for_training, make_critic, make_learner, make_loss, make_students, make_tasks
 from .prefetch import PrefetchSource, SyncSource
 from .progress import Progress, Versions, is_due
 from .samples import positions_to_write, write_samples
@@ -65,14 +65,16 @@ class Trainer:
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model
-        self.sampler = Sampler(recipe, sampler_model, self.tokenizer, self.task, world.rank, world.size)
+        critic = make_critic(recipe, self.model)
+        sampler_critic = copied(critic) if critic is not None and (divided or ahead) else critic
+        self.sampler = Sampler(recipe, sampler_model, self.tokenizer, self.task, world.rank, world.size, sampler_critic)
         self.source = (
             PrefetchSource(self.sampler.step, self.publish_weights, self.sampler.engine, recipe.run.steps)
             if ahead
             else SyncSource(self.sampler.step, self.publish_weights)
         )
         sharded = shard(self.model, world.size) if divided else None
-        self.learner = make_learner(recipe, self.loss, self.model, world, sharded)
+        self.learner = make_learner(recipe, self.loss, self.model, world, sharded, critic)
         self.students = make_students(recipe, sampler_model, world)
         self.progress = Progress(self.versions)
         self.shown_errors: set[str] = set()  # of graders, and what a model that cannot answer lacks
@@ -126,13 +128,14 @@ class Trainer:
         clock = Clock(self.terminal.show_stage)
         rollout = self.collect(clock)  # sample, grade, and score: log-probs in the learner's view
         corrected = apply_correction(rollout.scored, self.correction, rollout.accepted)
-        advantages, metrics = self.advantages(rollout, corrected.accepted)
+        scored, kept = rollout.scored.rows(rollout.chosen_rows), corrected.rows(rollout.chosen_rows)  # by position
+        credit = self.credit(rollout, scored, kept, corrected.accepted)  # advantages, by the group or by a critic
         pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
-        metrics |= found | self.diagnose(rollout, corrected, clock)
+        metrics = credit.metrics | found | self.diagnose(rollout, corrected, clock)
         with uninterrupted():
             self.progress.begin()
             metrics |= self.teach_students(rollout, clock)  # before the update: from the weights that sampled
-            batches = self.batches(rollout, corrected, advantages, pairs, clock)
+            batches = self.batches(scored, kept, credit, pairs, clock)
             updates = self.update(batches, clock)
             metrics |= average([update.metrics for update in updates])
             self.finish_update(clock)  # sampler and students get the new weights
@@ -167,8 +170,13 @@ class Trainer:
             rollout.timing |= {"time/exchange": self.world.waited, "processes/idle/frac": self.world.idle}
         return rollout
 
+    def credit(self, rollout: StepRollout, scored: Scored, kept: Corrected, accepted: Tensor) -> Credit:
+        """What each completion, or each of its tokens, was worth. scored, kept: by position; accepted: bool, by row"""
+        rewards = rollout.rewards[rollout.chosen_rows]
+        return self.learner.objective.credit(lambda: self.advantages(rollout, accepted), rewards, scored, kept)
+
     def advantages(self, rollout: StepRollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """fp64 advantages [N] by position, and metrics. accepted: bool, by row"""
+        """fp64 advantages [N] by position, from the group's rewards, and metrics. accepted: bool, by row"""
         learn, chosen = self.recipe.learn, rollout.chosen_rows
         group = torch.arange(len(chosen)) // self.recipe.rollout.group_size
         members = accepted[chosen] if learn.rebaseline else None
@@ -201,14 +209,22 @@ class Trainer:
             return self.students.learn(self.sampler.model, sampled, minibatches, self.progress.steps)
 
     def batches(
-        self, rollout: StepRollout, corrected: Corrected, advantages: Tensor, pairs: Pairs | None, clock: Clock
+        self, scored: Scored, kept: Corrected, credit: Credit, pairs: Pairs | None, clock: Clock
     ) -> list[Batch]:
         """One batch per optimizer step, of the rows that are learned from."""
-        rows = rollout.chosen_rows
-        scored, kept, minibatches = rollout.scored.rows(rows), corrected.rows(rows), self.recipe.learn.minibatches
-        together = 1 if pairs is None else self.recipe.rollout.group_size
+        minibatches, together = self.recipe.learn.minibatches, 1 if pairs is None else self.recipe.rollout.group_size
         with clock.stage("update"):
-            return make_batches(scored, kept, advantages, self.correction, self.loss, minibatches, pairs, together)
+            return make_batches(
+                scored,
+                kept,
+                credit.advantages,
+                self.correction,
+                self.loss,
+                minibatches,
+                pairs,
+                together,
+                credit.returns,
+            )
 
     def update(self, batches: list[Batch], clock: Clock) -> list[UpdateResult]:
         """The learner's optimizer steps; none where only students learn."""
@@ -225,6 +241,8 @@ class Trainer:
         """Give the sampler the learner's weights."""
         if self.sampler.model is not self.model:
             copy_weights(self.model, self.sampler.model)
+            if self.learner.critic is not None and self.sampler.critic is not None:
+                copy_weights(self.learner.critic, self.sampler.critic)
         self.sampler.engine.version = self.learner.version
 
     def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:

@@ -70,5 +70,5 @@ def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers
         no_answer=metrics.get("grade/no_answer/count", 0.0) / count,
         max_new_tokens=rollout.max_new_tokens,
         groups=rollout.prompts,
-        flat=metrics["advantage/groups_without_variance/frac"],
+        flat=metrics.get("advantage/groups_without_variance/frac", 0.0),
     )

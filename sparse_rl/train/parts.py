@@ -17,11 +17,12 @@ from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import names_python_file, split_python_file
+from ..learn.critic import Critic
 from ..learn.learner import Learner
 from ..learn.loss import Loss
 from ..learn.packing import packs
 from ..learn.shards import Sharded
-from ..learn.student import Students
+from ..learn.student import Students, copied
 from ..models import Record, load_model, set_record, with_lora
 from ..tasks import Task
 
@@ -117,7 +118,16 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     return model, tokenizer
 
 
-def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sharded: Sharded | None) -> Learner:
+def make_critic(recipe: Recipe, model: PreTrainedModel) -> Critic | None:
+    """The critic of an algorithm that has one; the model must be as it starts."""
+    if recipe.learn.algorithm != "ppo":
+        return None
+    return Critic(model, copied(model) if recipe.has_separate_critic else None)
+
+
+def make_learner(
+    recipe: Recipe, loss: Loss, model: nn.Module, world: World, sharded: Sharded | None, critic: Critic | None = None
+) -> Learner:
     method = recipe.learn.resolve_method()
     return Learner(
         model,
@@ -131,6 +141,9 @@ def make_learner(recipe: Recipe, loss: Loss, model: nn.Module, world: World, sha
         distill_weight=method.distill_weight,
         world=world,
         sharded=sharded,
+        critic=critic,
+        critic_lr=recipe.ppo.critic_lr or 10 * recipe.optimizer.lr,
+        critic_warmup=recipe.ppo.warmup_steps if critic else 0,
     )
 
 

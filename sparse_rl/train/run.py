@@ -184,6 +184,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         processes=processes,
         shard=recipe.model.shard,
         ahead=bool(recipe.rollout.ahead),
+        critic=recipe.has_separate_critic,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
     )
 
@@ -225,6 +226,7 @@ CHANGEABLE_ON_RESUME = {
     "optimizer.lr",
     "warmup.lr",
     "student.lr",
+    "ppo.critic_lr",
     "rollout.rows",
     "rollout.budget",
     "rollout.ahead",

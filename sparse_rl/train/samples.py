@@ -37,7 +37,7 @@ def write_samples(
     row. evidence: by position, the trajectory with its whole trace, and which of its tokens were clipped, bool [T].
     """
     weights = torch.cat([batch.weights * batch.mask for batch in batches])  # [N, T], by position
-    advantages = torch.cat([batch.advantages for batch in batches])
+    advantages = torch.cat([batch.row_advantages for batch in batches])
     with writing(folder):
         if os.path.lexists(folder):
             remove(folder)

@@ -65,14 +65,16 @@ class TerminalTable:
         self.console.print(text, highlight=False, markup=False)
 
     def columns(self) -> dict[str, tuple[str, str]]:
-        """Heading -> (metric, format): the usual columns, one for each named reward, and two for each student: its KL
-        to the teacher, its accuracy.
+        """Heading -> (metric, format): the usual columns, one for each named reward, one for a critic, and two for each
+        student: its KL to the teacher, its accuracy.
         """
         found = {heading: column for heading, column in _COLUMNS.items() if not self._repeats(heading)}
         for name in dict.fromkeys(name for values in self.rows.values() for name in values):
             part, who, quantity = (*name.split("/"), "", "")[:3]
             if (part, quantity) == ("reward", "mean"):
                 found[who] = (name, "{:.3f}")
+            elif name == "value/explained/frac":
+                found["critic explains"] = (name, "{:.0%}")
             elif (part, quantity) == ("student", "kl"):
                 found[f"{who} KL"] = (name, "{:.3f}")
             elif (part, quantity) == ("eval", "accuracy") and who not in ("dense", "sparse"):

@@ -31,6 +31,7 @@ from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
 from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
 from ..learn.batch import pack
+from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
@@ -339,7 +340,7 @@ def _parts(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> Iter
 def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
     """Accumulate the gradients of one batch; returns its loss."""
     loss = 0.0
-    with learning(model):
+    with learning(model), fused(model):
         for part in _parts(model, tokens, mask, micro_batch_tokens):
             part.backward()
             loss += part.item()
@@ -348,5 +349,5 @@ def _backward(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> f
 
 @torch.no_grad()
 def held_out_loss(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> float:
-    with evaluating(model):
+    with evaluating(model), fused(model):
         return sum(part.item() for part in _parts(model, tokens, mask, micro_batch_tokens))

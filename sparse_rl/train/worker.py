@@ -20,6 +20,7 @@ from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.advantage import without_variance
 from ..learn.batch import accepted_rows, collate, score
+from ..learn.critic import Critic
 from ..learn.packing import packs
 from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
@@ -50,8 +51,10 @@ class Sampler:
         task: Task,
         rank: int = 0,
         processes: int = 1,
+        critic: Critic | None = None,
     ):
         self.recipe, self.model, self.tokenizer, self.task = recipe, model, tokenizer, task
+        self.critic = critic
         self.rank, self.processes = rank, processes
         self.method = recipe.learn.resolve_method()
         rollout = recipe.rollout
@@ -164,6 +167,7 @@ class Sampler:
                 self.method.view,
                 "dense" if self.recipe.dpo.reference == "dense" else None,
                 packs(self.model, learn.packing),
+                self.critic,
             )
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))

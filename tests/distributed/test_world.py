@@ -142,6 +142,19 @@ def test_two_processes_make_the_run_of_one(alone, tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_two_processes_make_the_ppo_run_of_one(tmp_path):
+    """Old values are exchanged, the critic agrees; divided between two, then whole."""
+    learn = {"algorithm": "ppo", "method": "shadow"}
+    given = write_recipe(tmp_path, learn=learn, loss={"beta": 0.01}, eval={"every": 2})
+    run_here("train", given, "--out", tmp_path / "one")
+    run("train", given, "--out", tmp_path / "two", "--num-processes", 2)
+    same_run(tmp_path / "one", tmp_path / "two")
+    run("train", given, "--out", tmp_path / "parts", "--num-processes", 2, "--run.steps", 2, "--model.shard", "true")
+    run_here("train", tmp_path / "parts", "--resume", "--run.steps", 4, "--model.shard", "false")
+    same_run(tmp_path / "one", tmp_path / "parts")
+
+
 @pytest.mark.parametrize(
     "stages", [[(4, 1)], pytest.param([(3, 1), (4, 3)], marks=pytest.mark.slow)], ids=["one", "one, then three"]
 )

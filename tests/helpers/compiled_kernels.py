@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from sparse_rl.cache import LayerSlots
 from sparse_rl.cache.segments import Replay
-from sparse_rl.kernels import decode, device, evict, sample, segments
+from sparse_rl.kernels import decode, device, evict, head, layers, sample, segments
 
 # Bytes of shared memory that a block may ask for, by compute capability (CUDA C programming guide).
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -107,6 +107,29 @@ def learning(dtype: torch.dtype, dim: int, *, softcap: float | None = None, wind
         out.sum().backward()
 
 
+def learning_layers(dtype: torch.dtype, size: int) -> None:
+    new, residual, up = (torch.zeros(1, 64, size, dtype=dtype, requires_grad=True) for _ in range(3))
+    weight = torch.zeros(size, dtype=dtype, requires_grad=True)
+    total, normed = layers.add_and_norm(new, residual, weight, 1e-6)
+    (total + layers.silu_gate(normed, up)).sum().backward()
+    layers.add_and_norm(None, residual, weight.detach(), 1e-6)[1].sum().backward()
+
+
+def learning_rotation(dtype: torch.dtype, dim: int) -> None:
+    query, key = (torch.zeros(2, n, 8, dim, dtype=dtype, requires_grad=True) for n in (HEADS * GROUP, HEADS))
+    angles = torch.zeros(1, 8, dim, dtype=dtype)
+    sum(x.sum() for x in layers.rotate(query, key, angles, angles)).backward()
+
+
+def learning_head(dtype: torch.dtype, vocabulary: int, softcap: float | None) -> None:
+    logits, targets = torch.zeros(ROWS, vocabulary), torch.zeros(ROWS, dtype=torch.int64)
+    *_, entropies, _, lse = head.token_statistics(logits, targets, 0.7, softcap)
+    for from_entropies in (None, lse):
+        head.logit_gradients(
+            logits[:, :1024].contiguous(), targets, lse, entropies, lse, from_entropies, 1024, 0.7, softcap, dtype
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("capabilities", type=int, nargs="+")
@@ -122,7 +145,11 @@ def main() -> None:
             compiler.case = str(dtype).removeprefix("torch.")
             for size in (896, 4096):
                 vectors(dtype, size)
+            for size in (128, 896, 4096, 8192):
+                learning_layers(dtype, size)
             sampling(dtype, 151936)
+            for softcap in (None, 30.0):
+                learning_head(dtype, 151936, softcap)
             for dim in map(int, args.dims.split(",")):
                 for extra in ({}, {"softcap": 30.0, "window": 128}):
                     compiler.case = f"{dtype} {dim} {'soft-cap, window' if extra else ''}".removeprefix(
@@ -131,6 +158,7 @@ def main() -> None:
                     decode_step(dtype, dim, **extra)
                     learning(dtype, dim, **extra)
                 eviction(dtype, dim)
+                learning_rotation(dtype, dim)
     for (capability, kernel, case), shared in compiler.found.items():
         print(json.dumps(dict(capability=capability, kernel=kernel, case=case, shared=shared)))
 

@@ -21,11 +21,13 @@ from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints
 from sparse_rl.learn.batch import apply_correction, collate, make_batches, score
 from sparse_rl.learn.correct import only_rejection
+from sparse_rl.learn.critic import Critic
 from sparse_rl.learn.dpo import DPO, Pairs
 from sparse_rl.learn.learner import Disagreement, Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.method import METHODS
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
+from sparse_rl.learn.ppo import PPO, ActorCritic
 from sparse_rl.learn.shards import copy_weights, full, save_shards, shard
 from sparse_rl.learn.student import Students, StudentSettings
 from sparse_rl.models import tiny_tokenizer, with_lora
@@ -40,20 +42,26 @@ from tests.helpers.runs import recipe
 OPTIMIZER = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
 
 
-def batches(model, method, loss, world, minibatches=2, paired=False):
+def batches(model, method, loss, world, minibatches=2, paired=False, critic=None):
     """The same on every process; rows belong to the processes in turn, but the first minibatch has none of the last
-    one's. paired: the two completions of every prompt are compared.
+    one's. paired: the two completions of every prompt are compared. critic: it says what every token was worth.
     """
     engine = Engine(model, "rkv", budget=12, interval=4, rows=4)
     prompts = [[5, 6, 7, 8, 9 + i] for i in range(6)]
     done = engine.generate(prompts, 2, Sampling(24, for_correction=True, stop_ids=(3, 17, 40)), seed=1)
     reference = contextlib.nullcontext(copy.deepcopy(model)) if paired else None
-    scored = score(model, collate(done), 64, reference=reference, view=method.view)
+    scored = score(model, collate(done), 64, reference=reference, view=method.view, critic=critic)
     first = len(done) // minibatches
     owner_rank = torch.arange(len(done)) % world.size
     owner_rank[:first] = torch.arange(first) % max(world.size - 1, 1)
     scored = dataclasses.replace(scored, sampled=dataclasses.replace(scored.sampled, owner_rank=owner_rank))
     advantages = torch.linspace(-1.5, 1.2, len(done))
+    if critic is not None:
+        corrected = apply_correction(scored, method.correction)
+        credit = ActorCritic(PPO(), loss).credit(lambda: (advantages, {}), advantages, scored, corrected)
+        return make_batches(
+            scored, corrected, credit.advantages, method.correction, loss, minibatches, returns=credit.returns
+        )
     if not paired:
         return batches_of(scored, advantages, method.correction, loss, minibatches)
     correction, chosen = only_rejection(method.correction, ""), torch.arange(0, len(done), 2)
@@ -74,11 +82,21 @@ def recorded(learner):
     return found
 
 
+def made_critic(model, ppo):
+    """One that does not begin at 0; None without PPO."""
+    if ppo is None:
+        return None
+    critic = Critic(model, copy.deepcopy(model) if ppo.critic == "separate" else None)
+    with torch.no_grad():
+        critic.weight.copy_(torch.linspace(-0.1, 0.1, len(critic.weight)))
+    return critic
+
+
 def step_alone_and_together(
-    world, name, divided, lora=0, checkpointing=False, loss=None, dtype=torch.float32, dpo=None
+    world, name, divided, lora=0, checkpointing=False, loss=None, dtype=torch.float32, dpo=None, ppo=None
 ):
     loss, method = loss or Loss(clip_high=0.28), METHODS[name]
-    objective = dpo or loss
+    objective = dpo or (ActorCritic(ppo, loss) if ppo else loss)
     torch.manual_seed(0)
     model = copy.deepcopy(tiny("llama")).to(dtype)
     if lora:
@@ -90,18 +108,20 @@ def step_alone_and_together(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora:
             model.enable_input_require_grads()
-    every = batches(model, method, loss, world, paired=dpo is not None)
+    critics = [made_critic(model, ppo) for _ in range(2)]
+    every = batches(model, method, loss, world, paired=dpo is not None, critic=critics[0])
     assert len({int(o) for o in every[0].owner_rank}) < max(world.size, 2)  # somebody has nothing to do there
     options = dict(micro_batch_tokens=64, distill=method.distill)
     alone_model = copy.deepcopy(model)
-    alone = Learner(alone_model, OPTIMIZER, objective, **options)
+    rates = dict(critic_lr=3e-3, critic_warmup=1 if ppo and divided else 0)
+    alone = Learner(alone_model, OPTIMIZER, objective, critic=critics[0], **rates, **options)
     whole = copy.deepcopy(model)  # what a sampler would have
     sharded = shard(model, world.size) if divided else None
     if divided:
         assert all(
             isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters() if p.dim() == 2
         )
-    together = Learner(model, OPTIMIZER, objective, world=world, sharded=sharded, **options)
+    together = Learner(model, OPTIMIZER, objective, world=world, sharded=sharded, critic=critics[1], **rates, **options)
     ours, theirs = recorded(alone), recorded(together)
     everybody = [dataclasses.replace(b, owner_rank=torch.zeros_like(b.owner_rank)) for b in every]
     exact = dtype == torch.float32
@@ -156,6 +176,8 @@ def check_steps(world, folder):
         # The members of a pair are on different processes, which a run avoids but the learner does not need.
         step_alone_and_together(world, "shadow", divided, dpo=DPO(beta=0.05))
         step_alone_and_together(world, "sparse-rl", divided, dpo=DPO(loss="ipo", per_token=True))
+        step_alone_and_together(world, "shadow", divided, ppo=PPO())
+    step_alone_and_together(world, "sparse-rl", False, ppo=PPO(critic="separate"))
 
 
 def check_students(world, folder):

@@ -114,6 +114,14 @@ def test_a_kernel_has_the_arguments_of_its_twin(operation, kernel):
 def test_how_rollouts_run_on_a_device():
     cpu, gpu, other = (ops.rules(torch.device(kind)) for kind in ("cpu", "cuda", "mps"))
     assert (cpu.poll, cpu.row_multiple) == ((1, 1), 4) and (gpu.poll, gpu.row_multiple) == ((8, 16), 1)
-    flags = ("on_gpu", "fuses", "captures", "attends_while_storing", "splits_products", "defers_checks")
+    flags = (
+        "on_gpu",
+        "fuses",
+        "captures",
+        "attends_while_storing",
+        "splits_products",
+        "defers_checks",
+        "fuses_learning",
+    )
     assert all(getattr(gpu, flag) for flag in flags) and not any(getattr(cpu, flag) for flag in flags)
     assert (other.poll, other.row_multiple) == ((1, 1), 1) and not any(getattr(other, flag) for flag in flags)

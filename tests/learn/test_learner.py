@@ -182,7 +182,16 @@ def test_no_dropout_of_any_kind_while_learning(architecture):
     assert before == {n: (m.training, getattr(m, "p", None)) for n, m in model.named_modules()}
 
 
-def test_models_whose_decoder_cannot_be_caught_are_refused():
+def test_models_whose_decoder_cannot_be_caught_are_refused(monkeypatch):
+    model = copy.deepcopy(tiny("llama"))
+    calls = type(model.model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, **inputs: calls(self.model, **inputs))  # round its hooks
+    with pytest.raises(SparseRLError, match="does not run its decoder as a whole"):
+        token_logprobs(model, torch.arange(9))
+
+
+def test_a_decoder_inside_the_decoder_is_caught():
+    """OPT's causal LM calls the decoder of its model, not the model."""
     import transformers
 
     config = transformers.OPTConfig(
@@ -193,8 +202,9 @@ def test_models_whose_decoder_cannot_be_caught_are_refused():
         num_attention_heads=4,
         word_embed_proj_dim=32,
     )
-    with pytest.raises(SparseRLError, match="does not run its decoder as a whole"):
-        token_logprobs(transformers.AutoModelForCausalLM.from_config(config), torch.arange(9))
+    model, tokens = transformers.AutoModelForCausalLM.from_config(config).eval(), torch.arange(9)
+    expected = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    assert (token_logprobs(model, tokens)[1:] - expected).abs().max() < 1e-5
 
 
 def test_checkpointing_changes_no_gradient():

@@ -47,6 +47,7 @@ const FIGURES = [
   single("\u03b1\u2085: overlap with dense", "gap/alpha/p05", { lines: [{ y: 0.86, label: "0.86" }], about: "5th percentile over tokens; healthy above 0.86." }),
   pair("KL to the reference", "old/kl/mean", "update/kl/mean", ["all tokens", "tokens that count"]),
   single("Clipped tokens", "update/clip/frac"),
+  single("Critic: variance explained", "value/explained/frac", { when: (run) => Object.hasOwn(run.curves, "value/explained/frac"), about: "PPO. 1: it knows what follows; 0: a constant would do as well." }),
   single("Entropy", "old/entropy/mean", { about: "Nats per token." }),
   single("Response length", "rollout/length/mean", { about: "Tokens." }),
   {
