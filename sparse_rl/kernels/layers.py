@@ -180,13 +180,13 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 @jit
 def _turned(x, y, cos_x, cos_y, sin_x, sin_y, BACKWARD: tl.constexpr):
     """The two halves of some heads, rotated, or their gradients."""
-    if BACKWARD:  # exact in fp32, rounded when it is stored
-        x, y = x.to(tl.float32), y.to(tl.float32)
-        return x * cos_x + y * sin_y, y * cos_y - x * sin_x
-    here, there = (x.to(tl.float32) * cos_x).to(x.dtype), (-y.to(tl.float32) * sin_x).to(x.dtype)
-    first = here.to(tl.float32) + there.to(tl.float32)
-    here, there = (y.to(tl.float32) * cos_y).to(x.dtype), (x.to(tl.float32) * sin_y).to(x.dtype)
-    return first, here.to(tl.float32) + there.to(tl.float32)
+    wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
+    if BACKWARD:  # in fp32, rounded when it is stored
+        first, second = wide_x * cos_x + wide_y * sin_y, wide_y * cos_y - wide_x * sin_x
+    else:
+        first = (wide_x * cos_x).to(x.dtype).to(tl.float32) + (-wide_y * sin_x).to(x.dtype).to(tl.float32)
+        second = (wide_y * cos_y).to(x.dtype).to(tl.float32) + (wide_x * sin_y).to(x.dtype).to(tl.float32)
+    return first, second
 
 
 @jit

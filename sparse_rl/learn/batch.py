@@ -172,7 +172,7 @@ def score(
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
     micro_batches = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
-    with evaluating(model), fused(model), nullcontext() if critic is None else evaluating(critic):
+    with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, view == "shadow", packing)

@@ -29,11 +29,13 @@ _ROTATION = "apply_rotary_pos_emb"  # in the source of their attentions
 
 
 @contextmanager
-def fused(model: nn.Module) -> Iterator[None]:
-    """Compute what is known of a model through fused kernels, where its device has any."""
+def fused(*models: nn.Module | None) -> Iterator[None]:
+    """Compute what is known of some models through fused kernels, where their devices have any."""
     changed: list[nn.Module] = []
     try:
-        if ops.rules(next(model.parameters()).device).fuses_learning:
+        for model in models:
+            if model is None or not ops.rules(next(model.parameters()).device).fuses_learning:
+                continue
             for module in model.modules():
                 forward = fused_forward(module)
                 if forward is not None:

@@ -52,6 +52,7 @@ def plain_head(causal_lm: nn.Module) -> PlainHead | None:
     exact = type(head) is Float32Head or (type(head) is nn.Linear and weight.dtype == torch.float32)
     whole = type(weight) in (nn.Parameter, Tensor) and weight.dtype.itemsize <= 4 and head.bias is None
     touched = any({"forward", "_hf_hook"} & vars(m).keys() or _hooks(m) for m in (causal_lm, head))
+    touched = touched or torch.is_autocast_enabled(weight.device.type)  # the head itself would follow it
     if not (exact and whole and not touched and ops.rules(weight.device).fuses_learning):
         return None
     return PlainHead(weight, getattr(causal_lm.config, "final_logit_softcapping", None))

@@ -123,7 +123,7 @@ class Learner:
         """
         sums, found = dict.fromkeys(_SUMS, 0.0), []
         critic = nullcontext() if self.critic is None else learning(self.critic)
-        with learning(self.model), fused(self.model), critic:
+        with learning(self.model), critic, fused(self.model, self.critic):
             for rows in self._micro_batches(batch, active):
                 if len(rows):
                     found.append((rows, *self._backward(batch, rows)))

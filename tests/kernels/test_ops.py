@@ -82,7 +82,7 @@ def test_attention_under_a_trace(changes, module):
     key = query[:, :1]
     value = torch.zeros(1, 1, 4, given.get("value_dim", given["dim"]), device="meta")
     value = value.to(given.get("value_dtype", given["dtype"]))
-    arguments = (query, key, value, replay_of(given["few"]), given["softcap"], given["dropout"])
+    arguments = (query, key, value, replay_of(given["few"]), given["softcap"], given["dropout"], None)
     assert ops.module_for("trace_attention", given["place"], *arguments) == module
 
 
@@ -91,7 +91,7 @@ def test_segments_are_not_looked_for_where_no_kernel_can_run():
     del replay.segments
     query = torch.zeros(1, 2, 4, 8, dtype=torch.float64)
     for place in (CPU, GPU):
-        ops.module_for("trace_attention", place, query, query, query, replay, None, 0.0)
+        ops.module_for("trace_attention", place, query, query, query, replay, None, 0.0, None)
     assert "segments" not in vars(replay)
 
 

@@ -143,6 +143,26 @@ def test_nothing_stays(error, monkeypatch):
     assert all(dict(vars(kind)) == was for kind, was in classes.items())
 
 
+def test_a_critic_beside_the_policy_is_fused_with_it(monkeypatch):
+    from sparse_rl.learn.critic import Critic
+
+    policy, trunk = copy.deepcopy(tiny("llama")), copy.deepcopy(tiny("llama"))
+    critic, sampled = Critic(policy, trunk), collate(rollouts(policy))
+    critic.weight.data.normal_()
+    found = []
+    for way in ("modules", "twins"):
+        with monkeypatch.context() as patch, torch.no_grad():
+            use(patch, way)
+            with fused(policy, critic), fused(policy, None):
+                assert (
+                    ("forward" in vars(trunk.model.norm)) == ("forward" in vars(policy.model.norm)) == (way == "twins")
+                )
+                states = hidden_states(policy, sampled.tokens)
+                found.append(critic(states, sampled.tokens, sampled.mask))
+    assert not any("forward" in vars(m) for model in (policy, critic) for m in model.modules())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_cpu_changes_nothing():
     model = copy.deepcopy(tiny("llama"))
     with fused(model):
@@ -195,6 +215,13 @@ def test_a_head_that_does_more_than_its_product_is_called(change, monkeypatch):
     else:
         model.__class__ = type("Scaled", (type(model),), {})
     assert plain_head(model) is None
+
+
+def test_a_head_under_autocast_is_called(monkeypatch):
+    use(monkeypatch, "twins")
+    with torch.autocast("cpu"):
+        assert plain_head(tiny("llama")) is None
+    assert plain_head(tiny("llama")) is not None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -146,9 +146,9 @@ def test_a_step_has_the_gradient_of_the_equations_in_fp64(case, method):
     engine = Engine(model, "rkv", budget=12, interval=4, rows=6)
     done = engine.generate(prompts_of(5, 9, 14), 3, Sampling(20, stop_ids=(7, 30), for_correction=True), seed=1)
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.25, 1.0, 0.0])
-    scored = score(
-        model, collate(done), 64, 1.0, contextlib.nullcontext(reference) if loss.beta else None, view, critic=critic
-    )
+    held = contextlib.nullcontext(reference) if loss.beta else None
+    packing = case in ("plain", "separate")
+    scored = score(model, collate(done), 64, 1.0, held, view, packing=packing, critic=critic)
     corrected = apply_correction(scored, correction)
     if method != "shadow":
         assert 0 < corrected.accepted.sum() < 9 and corrected.mask.sum() < scored.sampled.mask[corrected.accepted].sum()
@@ -214,7 +214,7 @@ def test_a_step_has_the_gradient_of_the_equations_in_fp64(case, method):
     if critic_now.trunk is not None:  # which must see the trace again when layers run again
         for one in (now, critic_now.trunk):
             one.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    learner = Learner(now, STEADY, objective, micro_batch_tokens=64, critic=critic_now)
+    learner = Learner(now, STEADY, objective, micro_batch_tokens=64, packing=packing, critic=critic_now)
     found = recorded(learner)
     metrics = learner.step(batch).metrics
     assert metrics["update/loss"] == pytest.approx((policy + ppo.value_weight * value).item(), rel=1e-4, abs=1e-6)
