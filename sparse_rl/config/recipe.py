@@ -270,6 +270,11 @@ class Recipe:
                 "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2; ppo "
                 "compares with a critic instead."
             )
+        if self.learn.dynamic and self.learn.algorithm == "ppo":
+            raise SparseRLError(
+                f"learn.dynamic is {self.learn.dynamic}: it replaces prompts whose completions all have the same "
+                "reward, but ppo learns from those, too; set it to 0."
+            )
 
     def _check_algorithm(self) -> None:
         if self.learn.algorithm == "ppo":

@@ -12,7 +12,7 @@ from .load import (
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
 from .record import Record, find_model, read_record, record_of, set_record
-from .reward import RewardModel, context_of, load_reward_model, reward_config
+from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
@@ -28,7 +28,6 @@ __all__ = [
     "check_logits",
     "check_model",
     "check_sliding_windows",
-    "context_of",
     "dtype_of",
     "encode",
     "end_token",

@@ -28,7 +28,8 @@ class RewardModel:
         self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_tokens: int = 16384
     ):
         self.name, self.model, self.tokenizer, self.batch_tokens = name, model, tokenizer, batch_tokens
-        self.context = context_of(model.config)
+        model.config.use_cache = False  # a score needs no keys and values afterwards
+        self.context = context_of(model.config, tokenizer)
 
     @torch.no_grad()
     def scores(self, prompts: Sequence[str | list[dict]], texts: Sequence[str]) -> list[float | None]:
@@ -59,7 +60,7 @@ class RewardModel:
 
         Without a padding token the model cannot tell where a text ends, so texts go one by one.
         """
-        fitting = [row for row, length in enumerate(lengths) if 0 < length <= (self.context or length)]
+        fitting = [row for row, length in enumerate(lengths) if 0 < length <= self.context]
         order, batches = sorted(fitting, key=lambda row: -lengths[row]), []
         while order:
             count = max(1, self.batch_tokens // lengths[order[0]]) if self.model.config.pad_token_id is not None else 1
@@ -117,6 +118,10 @@ def reward_config(name: str) -> Any:
     return config
 
 
-def context_of(config: Any) -> int | None:
-    """The tokens that a model was made for; None if its config does not say."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+def context_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokens that a model was made for, as its config or its tokenizer says; the tokenizer's may be astronomical.
+
+    Both count: of RoBERTa's table of positions, two rows are for no token.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)

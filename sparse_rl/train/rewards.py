@@ -12,6 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..models import RewardModel, load_reward_model
@@ -43,6 +46,11 @@ class AddedRewards:
             grades = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
         return grades
 
+    def whatever_their_length(self, grades: Sequence[Grade]) -> Tensor:
+        """The rewards of completions without what was added for their length. fp64 [N]"""
+        added = [grade.parts["overlong"] if self.buffer and "overlong" in grade.parts else 0.0 for grade in grades]
+        return torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
+
     def _with_score(self, grade: Grade, score: float | None) -> Grade:
         """A completion that the reward model cannot score costs its reward, not the run."""
         assert self.model is not None
@@ -54,7 +62,7 @@ class AddedRewards:
 
 
 def check_context(model: RewardModel, longest: int) -> None:
-    if model.context is not None and model.context <= longest:
+    if model.context <= longest:
         raise SparseRLError(
             f"the reward model {model.name} reads {model.context} tokens, but responses alone have up to {longest} "
             f"(rollout.max_new_tokens); lower that below {model.context}, or use another reward model."

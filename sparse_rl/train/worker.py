@@ -118,6 +118,7 @@ class Sampler:
     ) -> StepRollout:
         """Sample other prompts for groups whose rewards are all equal, in up to `learn.dynamic` rounds.
 
+        As published, a punishment for length is not looked at: a prompt whose answers are all right is replaced.
         A round has a prompt of its own for every position of the step, of which those that are needed are completed;
         so they do not depend on how positions were dealt.
         """
@@ -125,7 +126,7 @@ class Sampler:
         positions = torch.tensor(own_positions).view(-1, group)
         for turn in range(1, rounds + 1):
             chosen_rows = rollout.chosen_rows.view(-1, group)
-            flat = without_variance(rollout.rewards[chosen_rows])
+            flat = without_variance(self.rewards.whatever_their_length(rollout.grades)[chosen_rows])
             if not flat.any():
                 break
             with clock.stage("rollout"):
@@ -133,7 +134,7 @@ class Sampler:
                 ids = self.encode(prompts)
             more = self._complete(number, turn, prompts, ids, positions[flat].flatten().tolist(), clock)
             rows = torch.arange(len(more.trajectories)).view(-1, group)
-            better = ~without_variance(more.rewards[rows])
+            better = ~without_variance(self.rewards.whatever_their_length(more.grades)[rows])
             chosen_rows = chosen_rows.clone()
             chosen_rows[flat.nonzero()[better, 0]] = len(rollout.trajectories) + rows[better]
             rollout = append(rollout, more, chosen_rows.flatten())

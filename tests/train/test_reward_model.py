@@ -3,15 +3,19 @@
 import json
 import shlex
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
-from sparse_rl.models import load_model, load_reward_model
+from sparse_rl.models import load_model, load_reward_model, tiny_tokenizer
+from sparse_rl.planning.training import classifier_bytes
 from sparse_rl.tasks import Grade, Prompt, make
 from sparse_rl.train.log import Clock
 from sparse_rl.train.merge import merge
@@ -49,6 +53,52 @@ def test_scores_are_those_of_the_classifier(chat, pad, batch_tokens, tmp_path):
         messages = [[{"role": "user", "content": text}] for text in TEXTS]
         assert model.scores(messages, RESPONSES) == model.scores(TEXTS, RESPONSES)
     assert not any(p.requires_grad for p in model.model.parameters()) and not model.model.training
+
+
+def test_an_encoder_can_score_too(tmp_path):
+    """BERT pools its first token and has a table of positions; so has RoBERTa, whose table is two rows longer."""
+    torch.manual_seed(0)
+    size = dict(vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config = BertConfig(**size, num_attention_heads=2, max_position_embeddings=66, num_labels=1, pad_token_id=0)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(tmp_path)
+    model = load_reward_model(str(tmp_path))
+    expected = by_hand(str(tmp_path), [p + r for p, r in zip(TEXTS, RESPONSES)])
+    assert model.scores(TEXTS, RESPONSES) == pytest.approx(expected, abs=1e-5)
+    assert model.scores(["x" * 60, "x" * 60], ["yyyy", "yyyyy"])[1] is None and model.context == 64
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside had at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.most = max(self.most, sum(self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_forward_pass_takes_what_the_plan_counts(dtype, tmp_path):
+    model = load_reward_model(make_reward_model(tmp_path / "scorer", num_hidden_layers=6))
+    model.model.to(dtype)
+    rows, longest, config = 4, 512, model.model.config
+    texts = ["x" * (longest - 1 - 50 * i) for i in range(rows)]
+    with Peak() as peak:
+        model.scores(["y"] * rows, texts)
+    counted = classifier_bytes(config.hidden_size, config.intermediate_size, dtype.itemsize, rows * longest, longest)
+    assert peak.most <= counted <= 2.5 * peak.most
 
 
 def test_chat_messages_need_a_template(tmp_path):
