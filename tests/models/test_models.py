@@ -67,3 +67,9 @@ def test_chat_template():
     )
     assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "hi"}])) == "[hi]>"
     assert tokenizer.decode(encode(tokenizer, "hi")) == "hi"
+
+
+def test_half_of_a_surrogate_pair_is_no_prompt():
+    for prompt in ("1+\ud800", [{"role": "user", "content": "1+\ud800"}]):
+        with pytest.raises(SparseRLError, match=r"half of a surrogate pair, which is not text: '1\+\\ud800'; repair"):
+            encode(tiny_tokenizer(), prompt)
