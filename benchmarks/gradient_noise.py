@@ -46,7 +46,7 @@ REFERENCES = ("dense", "shadow")  # whose expected gradient the others are compa
 def gradient(trainer: Trainer, trajectories: Sequence[Trajectory], rewards: Tensor, name: str) -> tuple[Tensor, float]:
     """The gradient [P] of one batch under a method, and the share of trajectories it rejects."""
     recipe, method, learner = trainer.recipe, METHODS[name], trainer.learner
-    micro_batch, temperature = recipe.learn.micro_batch_tokens, recipe.rollout.temperature
+    micro_batch, temperature = recipe.micro_batch_tokens, recipe.rollout.temperature
     scored = score(trainer.model, collate(trajectories), micro_batch, temperature, view=method.view)
     corrected = apply_correction(scored, method.correction, None)
     group = torch.arange(len(rewards)) // recipe.rollout.group_size

@@ -2,6 +2,8 @@
 
     python benchmarks/learning_cpu.py --out runs/learning --processes 2            # everything; repeat it to continue
     python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of finished runs
+    for mode in auto always; do python benchmarks/learning_cpu.py --out runs/rescore-$mode --methods shadow \\
+        --settings "rkv 38" --seeds 8 --set learn.rescore $mode; done               # does scoring matter?
 
 Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second
 one that the warm-up recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end,
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -207,6 +210,9 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join((*DENSE, *METHODS)))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
+    parser.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of every recipe"
+    )
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     results = args.out / "results.jsonl"
@@ -227,7 +233,7 @@ def main() -> None:
             multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool,
             results.open("a") as file,
         ):
-            for row in lazily(pool, until_late(), args.processes, run):
+            for row in lazily(pool, until_late(), args.processes, functools.partial(run, more=dict(args.set))):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 rows.append(row)

@@ -153,6 +153,7 @@ def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_jso
     from ..train.fit import Fitting
     from ..train.run import plan_run
 
+    recipe, chosen = with_choice(recipe, prompt_tokens, memory)
     result = plan_run(recipe, prompt_tokens)
     short = memory is not None and not result.fits(memory)
     if as_json:
@@ -164,11 +165,24 @@ def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_jso
             numbers["settings"] = [
                 {"keys": s.keys, "gpus": s.processes, "total_bytes": s.plan.total_bytes} for s in settings
             ]
-        typer.echo(json.dumps(numbers))
+        typer.echo(json.dumps(numbers | ({"chosen": chosen} if chosen else {})))
         return
     typer.echo(f"{recipe.model.name}, {recipe.learn.method}\n{result.text(memory)}")
+    for key, value in chosen.items():
+        typer.echo(f"  {key} auto: {str(value).lower()}")
     if memory is not None and short:
         typer.echo(Fitting(recipe, prompt_tokens, memory).text())
+
+
+def with_choice(recipe: Recipe, prompt_tokens: int, memory: int | None, gpus: int = 1) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe with what a run would choose for `auto` on such a GPU, and the choice; without one, the defaults."""
+    from ..train.auto import auto_keys, choose
+    from ..train.run import choose_for, with_values
+
+    if not auto_keys(recipe):
+        return recipe, {}
+    chosen = choose(recipe, None) if memory is None else choose_for(recipe, prompt_tokens, memory, gpus)
+    return with_values(recipe, chosen), chosen
 
 
 def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], memory: int | None) -> None:
@@ -183,6 +197,7 @@ def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], me
         raise SparseRLError(f"--price is {price}; it must be a number of at least 0, for an hour of one GPU.")
     links = Links(options["link"] * 1e9, options["network"] * 1e9, options["per_node"])
     drawn = lengths_of(options, given, recipe.rollout.max_new_tokens)
+    recipe, _ = with_choice(recipe, prompt_tokens, memory or H200.memory, gpus)
     found = forecast(work_of(recipe, prompt_tokens), H200, links, gpus, drawn, options["seed"])
     memory = memory or H200.memory
     planned = plan_run(recipe, prompt_tokens, gpus)

@@ -26,6 +26,7 @@ REMOVED_KEYS = {
 }
 ADDED_KEYS = {
     "model.logits": ("model", "earlier versions rounded logits to the dtype of the model"),
+    "learn.rescore": ("always", "earlier versions scored every trajectory"),
     "learn.packing": ("never", "earlier versions fed the learner one row per trajectory"),
 }
 

@@ -18,23 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SparseRLError, check_count, nearest, require_int
-from ..files import names_python_file
+from ..errors import SparseRLError, check_count, require_int
 from ..keys import key
-from ..learn.advantage import ESTIMATORS
-from ..learn.correct import Correction, changed, only_rejection
-from ..learn.distill import DISTILL_WEIGHT
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
-from ..learn.method import Method, method
-from ..learn.objective import ALGORITHMS, RELATIVES, Objective, settings_of
+from ..learn.objective import Objective
 from ..learn.optimizer import OptimizerSettings
-from ..learn.packing import PACKING
 from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
 from .budget import Adaptive
-from .values import convert, plain, types_of
+from .learn import LearnSettings
+from .sections import EvalSettings, RunSettings, WarmupSettings
+from .values import plain
 
 RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
 
@@ -44,12 +40,14 @@ class ModelSettings:
     name: str = key(
         "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
     )
-    dtype: str | None = key("float32 or bfloat16; null: the model's own", None)
+    dtype: str | None = key("float32, bfloat16, or float16 (the loss is scaled); null: the model's own", None)
     logits: str = key(
         "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
     )
-    gradient_checkpointing: bool = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time", False
+    gradient_checkpointing: bool | str = key(
+        "keep one activation per layer and recompute the rest: less memory, a third more time; auto: where the memory "
+        "plan needs it",
+        False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
@@ -60,6 +58,9 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
+        if self.gradient_checkpointing not in (True, False, "auto"):
+            given = self.gradient_checkpointing
+            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false or auto.")
 
 
 @dataclass(frozen=True)
@@ -115,141 +116,6 @@ class RolloutSettings:
     def max_budget(self) -> int:
         """The budget that rows are made for."""
         return self.budget.max if isinstance(self.budget, Adaptive) else self.budget
-
-
-@dataclass(frozen=True)
-class LearnSettings:
-    algorithm: str = key("what is learned from rewards: a name from `sparse-rl list algorithms`", "grpo")
-    method: str = key(
-        "naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay",
-        "sparse-rl",
-    )
-    view: str | None = key(
-        "how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None
-    )
-    distill: str | None = key(
-        "with the shadow view, pull one view to the other: dense-to-shadow, shadow-to-dense-forward or "
-        "shadow-to-dense-reverse (forward or reverse KL); null: the method's (smd: dense-to-shadow)",
-        None,
-    )
-    distill_weight: float | None = key(
-        f"the factor (lambda) of the distillation loss; null: the method's ({DISTILL_WEIGHT})", None
-    )
-    correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
-    advantage: str = key("grpo, dr-grpo, rloo, or your own: `file.py` or `file.py:function`", "grpo")
-    advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
-    rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
-    refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
-    dynamic: int = key(
-        "rounds of sampling other prompts in place of those whose completions all have the same reward (DAPO's dynamic "
-        "sampling); 0: none",
-        0,
-    )
-    minibatches: int = key("optimizer steps per rollout", 4)
-    micro_batch_tokens: int = key("tokens of a forward-backward pass, padding included", 16384)
-    packing: str = key(
-        "feed trajectories as one row without padding, and what the completions of a prompt begin with only once: "
-        "`auto` (on a GPU, where the architecture is known), `always` or `never`",
-        "auto",
-    )
-
-    def __post_init__(self):
-        require_int(**{f"learn.{n}": getattr(self, n) for n in ("minibatches", "micro_batch_tokens")})
-        require_int(at_least=0, **{"learn.refill": self.refill, "learn.dynamic": self.dynamic})
-        if self.refill and self.dynamic:
-            raise SparseRLError(
-                f"learn.refill is {self.refill} and learn.dynamic is {self.dynamic}: one samples a prompt again, the "
-                "other replaces it; set one of them to 0."
-            )
-        if not self.advantage_eps >= 0:
-            raise SparseRLError(f"learn.advantage_eps is {self.advantage_eps}; it must not be negative.")
-        if self.algorithm in RELATIVES:
-            raise SparseRLError(
-                f"learn.algorithm is {self.algorithm!r}, which is grpo with other settings; use "
-                f"{settings_of(self.algorithm)}."
-            )
-        if self.algorithm not in ALGORITHMS:
-            raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
-        if self.packing not in PACKING:
-            raise SparseRLError(f"learn.packing is {self.packing!r}; {nearest(self.packing, PACKING)}")
-        if self.advantage not in ESTIMATORS and not names_python_file(self.advantage):  # which runs only in a run
-            raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
-        if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
-            raise SparseRLError(
-                f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none)."
-            )
-        if self.distill_weight is not None and self.resolve_method().distill is None:
-            raise SparseRLError(
-                f"learn.distill_weight is {self.distill_weight}, but {self.method} does not distill; use smd, or "
-                "learn.distill."
-            )
-        self.resolve_method()
-
-    def resolve_method(self) -> Method:
-        """The method with the parts that the recipe changes."""
-        parts = {
-            str(n): convert(v, types_of(Correction).get(n, Any), f"learn.correction.{n}")
-            for n, v in self.correction.items()
-        }
-        names = ("view", "distill", "distill_weight")
-        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
-        correction = changed(method(self.method).correction, **parts)
-        if self.algorithm == "online-dpo":
-            correction = only_rejection(correction, self.method)
-        return method(self.method, correction=correction, **chosen)
-
-
-@dataclass(frozen=True)
-class EvalSettings:
-    every: int = key("steps between evaluations on held-out prompts; 0: never", 10)
-    prompts: int = key("held-out prompts", 64)
-    samples: int = key("completions per held-out prompt", 1)
-    temperature: float = key("the temperature of evaluations; 0 is greedy", 1.0)
-    options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
-
-    def __post_init__(self):
-        require_int(at_least=0, **{"eval.every": self.every})
-        require_int(**{"eval.prompts": self.prompts, "eval.samples": self.samples})
-        check_count("completions of an evaluation", self.prompts * self.samples)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    steps: int = key("steps of the run; each learns from one rollout", 100)
-    seed: int = key("seed of sampling and of random weights; the task's prompts follow task.seed", 0)
-    checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
-    keep: int = key("number of checkpoints that are kept", 2)
-    samples: int = key("completions written to samples/ at every evaluation and every 10 steps", 8)
-    diagnose: int = key(
-        "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
-    )
-    max_skipped: int = key(
-        "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
-    )
-    trackers: list[str] = key("tensorboard, trackio or wandb, through accelerate", [])
-    project: str = key("the project under which trackers file the run", "sparse-rl")
-
-    def __post_init__(self):
-        require_int(**{f"run.{n}": getattr(self, n) for n in ("steps", "checkpoint_every", "keep", "max_skipped")})
-        require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
-        if self.seed >= 2**63:
-            raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
-
-
-@dataclass(frozen=True)
-class WarmupSettings:
-    steps: int = key("optimizer steps on worked solutions", 300)
-    batch: int = key("solutions per step", 64)
-    lr: float = key("learning rate, constant after 20 steps", 2e-3)
-    workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
-    eval_every: int = key("steps between evaluations on held-out problems: loss and accuracy; 0: only at the end", 100)
-    checkpoint_every: int = key("steps between checkpoints; 0: only when it is stopped", 100)
-
-    def __post_init__(self):
-        require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})
-        check_count("solutions per step", self.batch)
-        counts = ("workers", "eval_every", "checkpoint_every")
-        require_int(at_least=0, **{f"warmup.{name}": getattr(self, name) for name in counts})
 
 
 @dataclass(frozen=True)
@@ -374,6 +240,35 @@ class Recipe:
                 f"{given.warmup_steps}; lower optimizer.warmup_steps, or set optimizer.decay_steps."
             )
         return dataclasses.replace(given, decay_steps=steps)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """With the default for auto; a run has put its choice in place of auto (train/auto.py)."""
+        return self.learn.tokens
+
+    @property
+    def checkpoints_gradients(self) -> bool:
+        """With the default for auto, likewise."""
+        return self.model.gradient_checkpointing is True
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether every trajectory is scored before the update.
+
+        In the shadow view its old log-probs are the sampler's, unless something depends on what is left of the gap, or
+        the update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), or
+        because students learn from the trajectories first, or because it does not see all (learn.dynamic). An
+        algorithm may ask for more than log-probs.
+        """
+        chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
+        later = self.rollout.ahead or self.student.chunks or self.learn.dynamic
+        checked = chosen.view == "shadow" and known and not later
+        return self.learn.rescore == "always" or not checked or chosen.correction.looks_at_gap
+
+    @property
+    def rows_together(self) -> int:
+        """Neighbouring positions that stay in one optimizer step."""
+        return self.rollout.group_size if self.learn.algorithm == "online-dpo" else 1
 
     @property
     def keeps_reference(self) -> bool:

@@ -34,6 +34,8 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         if value is None and type(None) in args:
             return None
         kinds = [a for a in args if a is not type(None)]
+        if isinstance(value, str) and str in kinds:
+            return value
         with_keys = [a for a in kinds if dataclasses.is_dataclass(a)] if isinstance(value, Mapping) else []
         return convert(value, (with_keys or kinds)[0], where)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):

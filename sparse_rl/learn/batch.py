@@ -58,11 +58,31 @@ class Scored:
     reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
     values: Tensor | None = None  # fp32 [N, T]: a critic's, of the states before the tokens; 0 off the mask
     view: str = "dense"  # in which the log-probs were computed, and in which the learner must see the trajectories
+    # bool [N]: the rows that went through the model, and that metrics are made of; None: all did. In the shadow view
+    # the others need not: their old log-probs are the sampler's, which are the learner's up to rounding.
+    seen: Tensor | None = None
 
     @property
     def gap(self) -> Tensor:
         """What compression changed: old - sampler log-prob, 0 off the mask. fp32 [N, T]"""
         return self.old_logprobs - self.sampled.sampler_logprobs
+
+    def with_seen(self, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> Scored:
+        """With what the model said of some more rows. int64 [n], fp32 [n, T] each"""
+        assert self.seen is not None
+        width = logprobs.shape[1]
+        old, spread, seen = self.old_logprobs.clone(), self.entropies.clone(), self.seen.clone()
+        old[rows, :width], spread[rows, :width], seen[rows] = logprobs, entropies, True
+        return replace(self, old_logprobs=old, entropies=spread, seen=seen)
+
+    def with_shown(self, other: Scored) -> Scored:
+        """With the log-probs, entropies and ranks of rows that another pass scored and this one did not; they do not
+        count as seen.
+        """
+        assert self.seen is not None and other.seen is not None
+        taken = (other.seen & ~self.seen)[:, None]
+        names = ("old_logprobs", "entropies", "ranks")
+        return replace(self, **{n: torch.where(taken, getattr(other, n), getattr(self, n)) for n in names})
 
     def rows(self, index: Tensor) -> Scored:
         traces = tuple(self.sampled.traces[i] for i in index.tolist())
@@ -148,6 +168,7 @@ def join(*parts: Scored) -> Scored:
         reference_logprobs=padded(references) if references else None,
         values=padded(values) if values else None,
         view=parts[0].view,
+        seen=None if parts[0].seen is None else torch.cat([part.seen for part in parts if part.seen is not None]),
     )
 
 
@@ -162,18 +183,27 @@ def score(
     reference_view: str | None = None,
     packing: bool = False,
     critic: Critic | None = None,
+    only: Tensor | None = None,
 ) -> Scored:
     """Teacher-forced old log-probs in a view, and a critic's values from the same pass.
 
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
-    of its own. `packing`: micro-batches are packed rows (packing.py).
+    of its own. `packing`: micro-batches are packed rows (packing.py). `only` int64 [n]: the rows to score, in the
+    shadow view; the others keep the sampler's log-probs.
     """
+    assert only is None or view == "shadow", "in the dense view the sampler's log-probs are others"
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
-    micro_batches = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
+    micro_batches = to_score = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
+    marked = None  # the rows that go through the model, where some do not
+    if only is not None:
+        old, marked = sampled.sampler_logprobs.clone(), torch.zeros_like(sampled.lengths, dtype=torch.bool)
+        marked[only] = True
+        parts = micro_batches_of(sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
+        to_score = [only[part] for part in parts]
     with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic):
-        for rows in micro_batches:
+        for rows in to_score:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, view == "shadow", packing)
             states = hidden_states(model, tokens.to(device), seen)
@@ -183,9 +213,11 @@ def score(
             if critic is not None and values is not None:
                 values[rows, : tokens.shape[1]] = critic(states, tokens.to(device), response.to(device), seen).cpu()
     if view == "shadow":
-        check_replay(old - sampled.sampler_logprobs, sampled.mask, next(model.parameters()).dtype)
+        checked = slice(None) if only is None else only
+        gap, mask = (old - sampled.sampler_logprobs)[checked], sampled.mask[checked]
+        check_replay(gap, mask, next(model.parameters()).dtype)
     if reference is None:
-        return Scored(sampled, old, entropies, ranks, values=values, view=view)
+        return Scored(sampled, old, entropies, ranks, values=values, view=view, seen=marked)
     references = torch.zeros_like(old)
     with reference as other, evaluating(other), fused(other):
         for rows in micro_batches:
@@ -193,7 +225,7 @@ def score(
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
             logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
-    return Scored(sampled, old, entropies, ranks, references, values, view)
+    return Scored(sampled, old, entropies, ranks, references, values, view, marked)
 
 
 def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
@@ -215,8 +247,11 @@ def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
 
 
 def ratio_baseline(scored: Scored, correction: Correction) -> Tensor:
-    """The log-probs that a correction takes for old: recomputed, or (naive) the sampler's own. fp32 [N, T]"""
-    return scored.sampled.sampler_logprobs if correction.old == "sampler" else scored.old_logprobs
+    """The log-probs that a correction takes for old: recomputed, or the sampler's own: for naive, and where only some
+    rows were scored, so that all are treated alike. fp32 [N, T]
+    """
+    own = correction.old == "sampler" or scored.seen is not None
+    return scored.sampled.sampler_logprobs if own else scored.old_logprobs
 
 
 def accepted_rows(scored: Scored, correction: Correction) -> Tensor:
@@ -254,8 +289,7 @@ def make_batches(
     [N, T]. group_size: so many neighbours stay in one optimizer step. returns [N, T]: what a critic learns.
     """
     batches = []
-    for units in torch.arange(len(advantages)).view(-1, group_size).tensor_split(minibatches):
-        rows = units.reshape(-1)
+    for rows in minibatch_rows(len(advantages), minibatches, group_size):
         part = scored.rows(rows)
         sampled = part.sampled
         kept = normalise_weights(corrected.rows(rows), sampled.mask, correction)
@@ -279,6 +313,11 @@ def make_batches(
             )
         )
     return batches
+
+
+def minibatch_rows(count: int, minibatches: int, group_size: int = 1) -> list[Tensor]:
+    """The rows of every optimizer step, of `count` in all; `group_size` neighbours stay together."""
+    return [rows.reshape(-1) for rows in torch.arange(count).view(-1, group_size).tensor_split(minibatches)]
 
 
 def seen_by(

@@ -57,6 +57,12 @@ class Correction:
         """Whether it may reject trajectories: it has a bound, and a gap to compare with the bound."""
         return self.old == "learner" and (self.reject_below is not None or self.reject_outside is not None)
 
+    @property
+    def looks_at_gap(self) -> bool:
+        """Whether any part of it depends on the gap."""
+        bounds = (self.reject_below, self.reject_outside, self.mask_outside, self.cap)
+        return self.old == "learner" and any(part is not None for part in bounds)
+
 
 PRESETS = {
     "naive": Correction(old="sampler"),

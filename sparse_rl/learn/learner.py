@@ -22,13 +22,14 @@ from ..attention import Replay
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
-from .batch import Batch, micro_batches_of, seen_by
+from .batch import Batch, check_replay, micro_batches_of, seen_by
 from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
 from .fused import fused
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
-from .score import batch_logprobs, hidden_states, logprobs_of
+from .scaler import LossScale
+from .score import batch_logprobs, hidden_states, logprobs_of, statistics_of
 from .shards import Sharded
 
 T = TypeVar("T")
@@ -45,6 +46,16 @@ class UpdateResult:
 
     metrics: dict[str, float]
     clipped: Tensor  # bool [N, T]: the tokens whose gain was clipped; of this process's own rows only
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the model said of a batch before its weights moved; all processes have that of all."""
+
+    rows: Tensor  # int64 [n]: those that went through the model
+    logprobs: Tensor  # fp32 [n, T]; 0 where a token does not count
+    entropies: Tensor  # fp32 [n, T]
 
 
 class Learner:
@@ -78,7 +89,8 @@ class Learner:
         self.distill, self.distill_weight = distill, distill_weight
         self.critic, self.critic_warmup = critic, critic_warmup
         of_critic = () if critic is None else critic.parameters()
-        self.optimizer = MasterAdamW(model.parameters(), optimizer, of_critic, critic_lr)
+        scale = LossScale() if self.dtype == torch.float16 else None
+        self.optimizer = MasterAdamW(model.parameters(), optimizer, of_critic, critic_lr, scale)
         self.version = 0  # optimizer steps behind the weights
         self.skipped = 0  # steps in a row that were skipped because a number was not finite
 
@@ -86,8 +98,17 @@ class Learner:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step(self, batch: Batch) -> UpdateResult:
-        """Forward, loss, backward, clip, update."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        return next(self.model.parameters()).dtype if self.sharded is None else self.sharded.dtype
+
+    def step(self, batch: Batch, check: bool = False) -> UpdateResult:
+        """Forward, loss, backward, clip, update.
+
+        check: the batch's old log-probs are the sampler's, and these weights sampled it in the same view, so they must
+        find the same log-probs. If they do not, nothing is updated and an error is raised.
+        """
         if self.distill is not None and batch.traces is None:
             raise SparseRLError(
                 "distillation needs the shadow view, but the batch was scored in the dense one: "
@@ -98,35 +119,57 @@ class Learner:
         if not len(active):
             return UpdateResult({"update/empty/count": 1.0}, clipped)
         batch, found = self.objective.prepare(batch, self._row_sums)
-        sums = self._accumulate_gradients(batch, active, clipped)
+        found_logprobs = torch.zeros(2, *batch.mask.shape, device=self.device) if check else None
+        sums = self._accumulate_gradients(batch, active, clipped, found_logprobs)
+        seen = None if found_logprobs is None else self._check(batch, active, found_logprobs)
+        scaled = {} if self.optimizer.scale is None else {"update/loss_scale": self.optimizer.scale.value}
         norm, lr = self.optimizer.step(self.version, sums["loss"], self.version < self.critic_warmup)
+        if self.optimizer.overflowed:
+            return UpdateResult({"update/skipped/count": 1.0, **scaled}, clipped, seen)
         self.skipped = count_skipped(self.skipped, norm)
         check_skipped(self.skipped, self.max_skipped, self._diverged(sums, norm))
         if self.skipped:
-            return UpdateResult({"update/skipped/count": 1.0}, clipped)
+            return UpdateResult({"update/skipped/count": 1.0, **scaled}, clipped, seen)
         self.version += 1
-        metrics = {"update/loss": sums["loss"], "update/grad_norm": norm, "update/lr": lr}
+        metrics = {"update/loss": sums["loss"], "update/grad_norm": norm, "update/lr": lr, **scaled}
         metrics |= self.objective.metrics(sums, batch) | found
         if self.distill is not None:
             metrics["update/distill/mean"] = sums["distill"] / max(sums["tokens"], 1)
-        return UpdateResult(metrics, clipped)
+        return UpdateResult(metrics, clipped, seen)
+
+    def _check(self, batch: Batch, active: Tensor, found: Tensor) -> Seen:
+        """Refuse to learn where the learner's log-probs are not the sampler's; all processes refuse alike.
+
+        found fp32 [2, N, T]: log-probs and entropies of this process's own rows, 0 elsewhere
+        """
+        self.world.add([found])
+        logprobs, entropies = found[:, active.to(self.device)].cpu()
+        mask = batch.mask[active]
+        try:
+            check_replay(torch.where(mask, logprobs - batch.old_logprobs[active], 0.0), mask, self.dtype)
+        except SparseRLError:
+            self.optimizer.clear()
+            raise
+        return Seen(active, logprobs, entropies)
 
     def _active_rows(self, batch: Batch) -> Tensor:
         """The rows that can move the weights."""
         moves = self.objective.active(batch) if self.distill is None else batch.mask.any(1)
         return moves.nonzero()[:, 0]
 
-    def _accumulate_gradients(self, batch: Batch, active: Tensor, clipped: Tensor) -> dict[str, float]:
+    def _accumulate_gradients(
+        self, batch: Batch, active: Tensor, clipped: Tensor, seen: Tensor | None = None
+    ) -> dict[str, float]:
         """The gradients of some rows, over all processes; returns the sums that metrics are made of.
 
-        `clipped` is filled in for this process's own rows.
+        `clipped` is filled in for this process's own rows, and so is `seen`: log-probs and entropies, [2, N, T].
         """
         sums, found = dict.fromkeys(_SUMS, 0.0), []
         critic = nullcontext() if self.critic is None else learning(self.critic)
         with learning(self.model), critic, fused(self.model, self.critic):
             for rows in self._micro_batches(batch, active):
                 if len(rows):
-                    found.append((rows, *self._backward(batch, rows)))
+                    found.append((rows, *self._backward(batch, rows, seen)))
                 else:
                     self._accumulate(self._empty_micro_batch() * 0.0)
         for rows, values, cut in found:  # only now: to look at a number is to wait for the device
@@ -141,7 +184,7 @@ class Learner:
             self.world.add(gradients)
         return sums
 
-    def _backward(self, batch: Batch, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
         tokens, mask = part.tokens, part.mask
@@ -149,7 +192,11 @@ class Learner:
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states = hidden_states(model, tokens, seen)
-            logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+            if found is None:
+                logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+            else:
+                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature)
+                found[:, rows.to(self.device), : tokens.shape[1]] = torch.stack([logprobs.detach(), entropies])
             values = None if self.critic is None else self.critic(states, tokens, mask, seen)
             if self.distill is None:
                 return logprobs, values, None
@@ -211,7 +258,7 @@ class Learner:
 
     def _accumulate(self, loss: Tensor) -> None:
         """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of their losses."""
-        (loss if self.sharded is None else loss * self.world.size).backward()
+        self.optimizer.scaled(loss if self.sharded is None else loss * self.world.size).backward()
 
     def _empty_micro_batch(self) -> Tensor:
         """A dummy forward pass; a number that depends on all weights."""
@@ -249,11 +296,15 @@ class Learner:
             )
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict(), "version": self.version, "skipped": self.skipped}
+        scale = self.optimizer.scale
+        scaled = {} if scale is None else {"loss_scale": scale.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "version": self.version, "skipped": self.skipped, **scaled}
 
     def load_state_dict(self, state: dict) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
+        if self.optimizer.scale is not None and "loss_scale" in state:  # earlier versions trained adapters without
+            self.optimizer.scale = LossScale.from_state(state["loss_scale"])
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """AdamW that always works in fp32, whatever the model's dtype.
 
 At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So every trained
-parameter below fp32 has an fp32 master; gradients are accumulated into the master as they arise, the master is updated,
-and the parameter is the master's rounding. An fp32 parameter is its own master. Memory per trained parameter: 16 bytes
-in fp32, 18 in bf16.
+parameter below fp32 has an fp32 master (float16 also needs a scaled loss, scaler.py); gradients are accumulated into
+the master as they arise, the master is updated, and the parameter is the master's rounding. An fp32 parameter is its
+own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
+from .scaler import LossScale
 from .shards import full, put, whole_or_part
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1, to a factor of the learning rate
@@ -92,19 +93,23 @@ class MasterAdamW:
         settings: OptimizerSettings,
         critic: Iterable[nn.Parameter] = (),
         critic_lr: float | None = None,
+        scale: LossScale | None = None,
     ):
         """`critic`: parameters with a learning rate of their own (None: that of the others), which follows the same
-        schedule, and a gradient norm of their own.
+        schedule, and a gradient norm of their own. `scale`: of the loss, for a model that computes in float16; backward
+        starts from `scaled` losses then.
         """
-        self.settings = settings
+        self.settings, self.scale = settings, scale
+        self.overflowed = False  # whether the last step was left out only because the scale was too large
         self.parameters = [p for p in parameters if p.requires_grad]
         self.policy = len(self.parameters)  # the parameters of the critic come after so many others
         self.parameters += [p for p in critic if p.requires_grad]
         if not self.policy:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
-        if any(p.dtype == torch.float16 for p in self.parameters):
+        if scale is None and any(p.dtype == torch.float16 for p in self.parameters):
             raise SparseRLError(
-                "the model is float16, in which gradients vanish; train it as bfloat16 or float32 (model.dtype)."
+                "the model is float16, in which gradients vanish; only reinforcement learning scales its loss, so "
+                "warm-ups and students need bfloat16 or float32 (model.dtype)."
             )
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -131,10 +136,12 @@ class MasterAdamW:
         is updated and the norm that is returned is not finite. Gradients are cleared in any case. critic_only: all
         other parameters stay as they are.
         """
+        self.overflowed = False
         if not math.isfinite(loss):
             self.clear()
             return math.nan, math.nan
         lr = self.settings.lr_after(steps_done)
+        self._unscale()
         policy, critic = self._parts()
         if critic_only:
             for master in policy:
@@ -150,8 +157,20 @@ class MasterAdamW:
                 group["lr"] = lr * group["rate"]
             self.adamw.step()
             self._round_masters()
+        if self.scale is not None:
+            self.overflowed = not math.isfinite(norm) and self.scale.value > 1
+            self.scale = self.scale.after(math.isfinite(norm))
         self.clear()
         return norm, lr
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return loss if self.scale is None else loss * self.scale.value
+
+    def _unscale(self) -> None:
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        if self.scale is not None and gradients:
+            torch._foreach_mul_(gradients, 1 / self.scale.value)  # pyright: ignore[reportPrivateImportUsage]
 
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """The masters of the model, and those of the critic."""
@@ -169,9 +188,9 @@ class MasterAdamW:
     @torch.no_grad()
     def _round_masters(self) -> None:
         """Every parameter becomes the rounding of its master."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
+        rounded = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        if rounded:  # one launch for many, with the bits of copy_
+            torch._foreach_copy_([p for p, _ in rounded], [m for _, m in rounded])  # pyright: ignore[reportPrivateImportUsage]
 
     def gradients(self, critic_only: bool = False) -> list[Tensor]:
         """The gradients accumulated so far, in fp32; zeros where there are none."""

@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class Sharded(nn.Module):
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.model = model
+        self.model, self.dtype = model, dtype  # the dtype in which it computes
 
     def forward(self, run: Callable[[nn.Module], T]) -> T:
         return run(self.model)
@@ -45,13 +45,11 @@ def shard(model: nn.Module, processes: int) -> Sharded:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     first = next(model.parameters())
-    mesh = init_device_mesh(first.device.type, (processes,))
-    policy = (
-        MixedPrecisionPolicy() if first.dtype == torch.float32 else MixedPrecisionPolicy(first.dtype, torch.float32)
-    )
+    dtype, mesh = first.dtype, init_device_mesh(first.device.type, (processes,))
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer.float(), mesh=mesh, mp_policy=policy)
-    around = Sharded(model)
+    around = Sharded(model, dtype)
     for parameter in model.parameters():
         if not is_divided(parameter):
             parameter.data = parameter.data.float()

@@ -184,7 +184,7 @@ class Engine:
         check_count("completions", len(prompts) * group_size)
         everyone = [list(range(group_size)) for _ in prompts]
         wanted = everyone if samples is None else sample_numbers(samples, len(prompts))
-        self._check(prompts, sampling)
+        self.check(prompts, sampling)
         if not any(wanted):
             return []
         finished: list[Trajectory] = []
@@ -216,7 +216,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         prompts = [token_list(prompt)]
-        self._check(prompts, sampling)
+        self.check(prompts, sampling)
         finished: list[Trajectory] = []
         new: list[int] = []
         with self._call(len(prompts[0]), sampling.max_new_tokens, finished) as number:
@@ -286,7 +286,8 @@ class Engine:
     def _note(self, call: GenerateCall) -> None:
         self.seconds, self.steps, self.waited = call.phases.seconds(), call.num_steps, call.num_waits
 
-    def _check(self, prompts: list[list[int]], sampling: Sampling) -> None:
+    def check(self, prompts: list[list[int]], sampling: Sampling) -> None:
+        """Refuse prompts that cannot be sampled from."""
         now, cache = next(self.model.parameters()), self.storage.cache
         if cache is not None and (now.dtype, now.device) != (self.shape.dtype, cache.keys.device):
             raise SparseRLError(

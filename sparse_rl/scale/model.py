@@ -115,10 +115,10 @@ class Work:
             capacity=capacity,
             start=bound.budget if bound.evicts_prompt(prompt_tokens) else prompt_tokens,
             minibatches=learn.minibatches,
-            micro_batch_tokens=learn.micro_batch_tokens,
+            micro_batch_tokens=recipe.micro_batch_tokens,
             seen=capacity if method.view == "shadow" else math.inf,
-            views=models + recipe.keeps_reference,
-            passes=(1 + backward + recipe.model.gradient_checkpointing) * (models + (method.distill is not None)),
+            views=recipe.scores_all + (models - 1) + recipe.keeps_reference,
+            passes=(1 + backward + recipe.checkpoints_gradients) * (models + (method.distill is not None)),
             shard=recipe.model.shard,
         )
 

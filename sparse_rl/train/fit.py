@@ -98,13 +98,13 @@ class Fitting:
 
         new_tokens: of the longest response; None: the recipe's.
         """
-        model, learn, rows = self.recipe.model, self.recipe.learn, self.recipe.rollout.rows
+        model, rows = self.recipe.model, self.recipe.rollout.rows
         longest = self.prompt_tokens + (new_tokens or self.recipe.rollout.max_new_tokens)
-        tokens = learn.micro_batch_tokens
+        tokens = self.recipe.micro_batch_tokens
         smaller = [tokens >> i for i in range(1, tokens.bit_length()) if tokens >> i > longest]
         smaller += [longest] if tokens > longest else []  # below, a trajectory goes alone anyway
         ways: dict[str, Sequence[Any]] = (
-            {} if model.gradient_checkpointing else {"model.gradient_checkpointing": [True]}
+            {} if self.recipe.checkpoints_gradients else {"model.gradient_checkpointing": [True]}
         )
         if smaller:
             ways["learn.micro_batch_tokens"] = smaller

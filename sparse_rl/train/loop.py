@@ -13,7 +13,9 @@ writes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from torch import Tensor
 from .. import tasks
 from ..config import Recipe
 from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
-from ..errors import OutOfMemory, SparseRLError
-from ..files import BEST, first_line
+from ..errors import SparseRLError
+from ..files import BEST
 from ..learn.advantage import Credit, advantage, find_estimator
 from ..learn.batch import Batch, Scored, apply_correction, make_batches
 from ..learn.correct import Corrected
@@ -35,18 +37,27 @@ from ..records import Trajectory
 from ..rollout import Sampling
 from ..signals import uninterrupted
 from ..streams import stream_key
+from ..tasks import Task
 from ..tasks.answering import Answers, Names, cannot_answer
 from .best import Measured, has_fallen, measured
 from .held_out import described, engines_for, held_out_answers
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
 from .metrics import step_answers, step_metrics
-from .parts import load_for_training, make_critic, make_learner, make_loss, make_students, make_tasks
+from .parts import (
+    checkpoint_gradients,
+    load_for_training,
+    make_critic,
+    make_learner,
+    make_loss,
+    make_students,
+    make_tasks,
+)
 from .prefetch import PrefetchSource, SyncSource
 from .progress import Progress, Versions, is_due
-from .samples import positions_to_write, write_samples
-from .saving import save, save_after, save_if_best
-from .step import StepRollout
+from .samples import positions_to_write, samples_due, write_samples
+from .saving import out_of_memory, save, save_after, save_if_best
+from .step import StepRollout, with_seen
 from .terminal import TerminalTable
 from .worker import Sampler
 
@@ -54,14 +65,24 @@ PAIRS_STREAM = 0x9A125  # separates the draws of pairs from other random numbers
 
 
 class Trainer:
-    def __init__(self, recipe: Recipe, folder: Path, show: bool = True, world: World | None = None):
-        self.recipe, self.folder = recipe, folder
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        show: bool = True,
+        world: World | None = None,
+        settle: Callable[[Recipe, Task, Any], Recipe] = lambda recipe, task, tokenizer: recipe,
+    ):
+        """`settle`: puts values in place of `auto` (train/auto.py), once task and tokenizer are there."""
+        self.folder = folder
         self.world = world = world or World()
         self.correction = recipe.learn.resolve_method().correction
         self.loss = make_loss(recipe)
         find_estimator(recipe.learn.advantage)  # so that a mistake ends the run before it begins
         self.task, self.held_out = make_tasks(recipe)
         self.model, self.tokenizer = load_for_training(recipe)
+        self.recipe = recipe = settle(recipe, self.task, self.tokenizer)
+        checkpoint_gradients(recipe, self.model)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
         # The sampler's weights are whole, and do not change while the learner's do.
         sampler_model = copied(self.model) if divided or ahead else self.model
@@ -99,6 +120,7 @@ class Trainer:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:
+                self.sampler.check_prompts_of_files(progress.steps)
                 while True:
                     if self._due(recipe.eval.every) and progress.evaluated != progress.steps:
                         self.evaluate()
@@ -110,7 +132,7 @@ class Trainer:
             except (KeyboardInterrupt, SparseRLError, RuntimeError) as error:
                 save_after(self, error)
                 if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                    raise self._out_of_memory(error) from error
+                    raise out_of_memory(self.recipe, error) from error
                 if is_lost(error):
                     raise PeerFailed(PEER_LOST) from error
                 raise
@@ -123,7 +145,8 @@ class Trainer:
     def step(self) -> None:
         """One step of the algorithm. Its weights and its log lines change together, or not at all.
 
-        A method that replays (view: shadow) does so twice: where `collect` scores, and where the learner updates.
+        A method that replays (view: shadow) does so where the learner updates; where `collect` scores, for a few
+        trajectories only, unless the recipe asks for all (`Recipe.scores_all`).
         """
         clock = Clock(self.terminal.show_stage)
         rollout = self.collect(clock)  # sample, grade, and score: log-probs in the learner's view
@@ -131,12 +154,14 @@ class Trainer:
         scored, kept = rollout.scored.rows(rollout.chosen_rows), corrected.rows(rollout.chosen_rows)  # by position
         credit = self.credit(rollout, scored, kept, corrected.accepted)  # advantages, by the group or by a critic
         pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
-        metrics = credit.metrics | found | self.diagnose(rollout, corrected, clock)
+        metrics = credit.metrics | found
         with uninterrupted():
             self.progress.begin()
-            metrics |= self.teach_students(rollout, clock)  # before the update: from the weights that sampled
+            students = self.teach_students(rollout, clock)  # before the update: from the weights that sampled
             batches = self.batches(scored, kept, credit, pairs, clock)
             updates = self.update(batches, clock)
+            rollout = with_seen(rollout, batches, updates)
+            metrics |= self.diagnose(rollout, corrected, clock) | students
             metrics |= average([update.metrics for update in updates])
             self.finish_update(clock)  # sampler and students get the new weights
             evidence = self.sample_evidence(rollout, batches, updates)
@@ -212,24 +237,21 @@ class Trainer:
         self, scored: Scored, kept: Corrected, credit: Credit, pairs: Pairs | None, clock: Clock
     ) -> list[Batch]:
         """One batch per optimizer step, of the rows that are learned from."""
-        minibatches, together = self.recipe.learn.minibatches, 1 if pairs is None else self.recipe.rollout.group_size
+        count, together = self.recipe.learn.minibatches, self.recipe.rows_together
         with clock.stage("update"):
             return make_batches(
-                scored,
-                kept,
-                credit.advantages,
-                self.correction,
-                self.loss,
-                minibatches,
-                pairs,
-                together,
-                credit.returns,
+                scored, kept, credit.advantages, self.correction, self.loss, count, pairs, together, credit.returns
             )
 
     def update(self, batches: list[Batch], clock: Clock) -> list[UpdateResult]:
-        """The learner's optimizer steps; none where only students learn."""
+        """The learner's optimizer steps; none where only students learn. Trajectories that nobody scored are checked as
+        long as the weights are those that sampled them.
+        """
+        if self.recipe.student.freeze_teacher:
+            return []
+        unscored, version = not self.recipe.scores_all, self.learner.version
         with clock.stage("update"):
-            return [] if self.recipe.student.freeze_teacher else [self.learner.step(batch) for batch in batches]
+            return [self.learner.step(batch, unscored and self.learner.version == version) for batch in batches]
 
     def finish_update(self, clock: Clock) -> None:
         """Sampler and students get the new weights; a sampler that is at work gets them later (prefetch.py)."""
@@ -261,13 +283,11 @@ class Trainer:
         self, rollout: StepRollout, batches: list[Batch], updates: list[UpdateResult]
     ) -> dict[int, tuple[Trajectory, Tensor]]:
         """By position, trajectories with their traces and clipped tokens, from the processes that have them: of some
-        completions after the first step, every 10 steps and where the run evaluates.
+        completions of a step whose samples are due.
         """
-        step, last = self.progress.steps + 1, self.recipe.run.steps
-        due = step == 1 or any(is_due(step, every, last) for every in (10, self.recipe.eval.every))
-        if not (self.recipe.run.samples and due):
+        if not samples_due(self.recipe, self.progress.steps + 1):
             return {}
-        positions = positions_to_write(rollout, self.recipe.run.samples)
+        positions = positions_to_write(len(rollout.chosen_rows), self.recipe.run.samples)
         rows, owner_rank = rollout.chosen_rows.tolist(), rollout.scored.sampled.owner_rank
         found = [update.clipped for update in updates] or [torch.zeros_like(batch.mask) for batch in batches]
         clipped = torch.cat(found)  # by position
@@ -341,15 +361,6 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return is_due(self.progress.steps, every, self.recipe.run.steps)
-
-    def _out_of_memory(self, error: Exception) -> OutOfMemory:
-        """Memory ran out while learning; the engine explains its own errors."""
-        learn, rows = self.recipe.learn, self.recipe.rollout.rows
-        return OutOfMemory(
-            f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
-            f"{learn.micro_batch_tokens}, at least one trajectory) or rollout.rows (now {rows}), or set "
-            "model.gradient_checkpointing; `sparse-rl plan --recipe` says what each takes."
-        )
 
     def _show_what_is_missing(self, found: Answers) -> None:
         """Say once that (nearly) no completion stops, answers or differs from others, and what to do."""

@@ -24,29 +24,35 @@ def step_metrics(
     skipped: int,
     learn: LearnSettings,
 ) -> dict[str, float]:
-    """Metrics over everything that was sampled, and over the mask before any rejection.
+    """Metrics over everything that was sampled, and over the mask before any rejection. Those of the gap and of the
+    entropy are over the rows that went through the model with the weights that sampled them.
 
     corrected: of all rows, its weights not yet normalised. interval: tokens between evictions. skipped: rows of the
     task's data that could not be used.
     """
     scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
     mask, loops = scored.sampled.mask, looping(trajectories)
+    seen = torch.arange(len(mask)) if scored.seen is None else scored.seen.nonzero()[:, 0]
+    gap, seen_mask, seen_trajectories = scored.gap[seen], mask[seen], [trajectories[i] for i in seen.tolist()]
     verdicts = Counter(g.verdict for g in rollout.grades)
     metrics = {
         **rollout_metrics(trajectories, rewards, rollout.right, loops),
         **{f"reward/{name}/mean": value for name, value in mean_parts(rollout.grades).items()},
-        **gap_metrics(scored.gap, mask, normalise_weights(corrected, mask, correction)),
-        **gap_since_eviction(scored.gap, mask, trajectories, interval),
+        **gap_metrics(gap, seen_mask, normalise_weights(corrected, mask, correction).rows(seen)),
+        **gap_since_eviction(gap, seen_mask, seen_trajectories, interval),
         **rejection_metrics(mask, corrected, rewards, loops),
-        "old/entropy/mean": scored.entropies[mask].double().mean().item(),
+        "old/entropy/mean": scored.entropies[seen][seen_mask].double().mean().item(),
         "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
     }
+    if scored.seen is not None:
+        metrics["replay/checked/frac"] = scored.seen.double().mean().item()
     if skipped:
         metrics["data/skipped/count"] = float(skipped)
     for verdict, count in sorted(verdicts.items()):
         metrics[f"grade/{verdict.replace(' ', '_')}/count"] = float(count)
     if scored.reference_logprobs is not None:
-        metrics["old/kl/mean"] = k3(scored.old_logprobs, scored.reference_logprobs)[mask].double().mean().item()
+        old = scored.old_logprobs if scored.seen is None else scored.sampled.sampler_logprobs
+        metrics["old/kl/mean"] = k3(old, scored.reference_logprobs)[mask].double().mean().item()
     replaced = float((rollout.chosen_rows >= len(rollout.chosen_rows)).sum())
     if learn.refill:
         metrics["reject/replaced/count"] = replaced

@@ -105,11 +105,15 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
                 f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
             )
         model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if settings.lora_rank:
-            model.enable_input_require_grads()
     return model, tokenizer
+
+
+def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Recompute activations during backward, where the recipe says so."""
+    if recipe.checkpoints_gradients:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if recipe.model.lora_rank:
+            model.enable_input_require_grads()
 
 
 def make_critic(recipe: Recipe, model: PreTrainedModel) -> Critic | None:
@@ -127,7 +131,7 @@ def make_learner(
         model,
         recipe.scheduled_optimizer(),
         recipe.objective(loss),
-        micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        micro_batch_tokens=recipe.micro_batch_tokens,
         packing=packs(model, recipe.learn.packing),
         temperature=recipe.rollout.temperature,
         max_skipped=recipe.run.max_skipped,
@@ -146,7 +150,7 @@ def make_students(recipe: Recipe, teacher: nn.Module, world: World) -> Students:
         teacher,
         recipe.student,
         recipe.scheduled_optimizer(),
-        recipe.learn.micro_batch_tokens,
+        recipe.micro_batch_tokens,
         recipe.rollout.temperature,
         recipe.run.seed,
         recipe.run.max_skipped,

@@ -1,6 +1,7 @@
 """Run folders: start a run, or go on with one.
 
 runs/NAME/recipe.yaml      the recipe with every key spelled out
+         chosen.yaml       what was chosen for its keys that are `auto`, if there are any
          metrics.jsonl     one line per step: what was learned
          timing.jsonl      one line per step: what it took
          samples/          completions to read, with the evidence of every token and their traces
@@ -14,6 +15,7 @@ import fcntl
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ from ..files import not_through_links, refuse_links_out, write_text, writing
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, make_training_plan
+from ..tasks import Task
+from . import auto
 from .budget import compressor_of
 from .checkpoint import require_space
 from .loop import Trainer
 from .saving import resume as resume_run
 
-WRITTEN = ("recipe.yaml", "metrics.jsonl", "timing.jsonl", "samples", "checkpoints", ".lock")  # in a run's folder
+WRITTEN = (  # in a run's folder
+    *("recipe.yaml", "metrics.jsonl", "timing.jsonl", auto.CHOSEN, "samples", "checkpoints", ".lock"),
+)
 
 
 def train(
@@ -47,9 +53,13 @@ def train(
     kept = world.run_on_first(lambda: older_values(folder) if resume else {})
     recipe = with_values(recipe, kept)
     world.run_on_first(lambda: check_folder(folder, recipe, resume))
+    before = world.run_on_first(lambda: auto.recorded(folder, recipe) if resume else {})
     made: list[Trainer] = []
-    world.run_on_all(lambda: made.append(Trainer(recipe, folder, show, world)))
+    world.run_on_all(
+        lambda: made.append(Trainer(with_values(recipe, before), folder, show, world, partial(settle, world.size)))
+    )
     (trainer,) = made
+    chosen = {key: auto.settings_of(trainer.recipe)[key] for key in auto.auto_keys(recipe)}
     with ExitStack() as held:
 
         def begin() -> list[str]:
@@ -65,12 +75,39 @@ def train(
         if resume:
             resume_run(trainer)
         world.run_on_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
+        if chosen:
+            world.run_on_first(lambda: write_text(folder / auto.CHOSEN, yaml_of(chosen)))
+        if chosen != before:
+            tokens = auto.longest_prompt(trainer.task, trainer.tokenizer)
+            planned = plan_run(trainer.recipe, tokens, world.size).total_bytes
+            trainer.terminal.say(f"sparse-rl: {auto.said(chosen, planned, auto.device_memory())}")
         for note in translated:
             trainer.terminal.say(f"sparse-rl: recipe.yaml was written by an earlier version: {note}")
         for change in changes:
             trainer.terminal.say(f"sparse-rl: from step {trainer.steps_done} on, {change}")
         trainer.run()
     return trainer
+
+
+def settle(processes: int, recipe: Recipe, task: Task, tokenizer) -> Recipe:
+    """A recipe with values in place of `auto`: the fastest whose plan fits the GPU, or the defaults without one."""
+    memory = auto.device_memory()
+    if not auto.auto_keys(recipe):
+        return recipe
+    if memory is None:
+        return with_values(recipe, auto.choose(recipe, None))
+    return with_values(recipe, choose_for(recipe, auto.longest_prompt(task, tokenizer), memory, processes))
+
+
+def choose_for(recipe: Recipe, prompt_tokens: int, memory: int, processes: int = 1) -> dict[str, Any]:
+    """Values for `auto` on a GPU with so many bytes."""
+    return auto.choose(recipe, lambda keys: plan_run(with_values(recipe, keys), prompt_tokens, processes).fits(memory))
+
+
+def yaml_of(values: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(values), sort_keys=False)
 
 
 def translated_keys(folder: Path) -> list[str]:
@@ -145,7 +182,8 @@ def vanishing(folder: Path) -> Iterator[None]:
     except SparseRLError:
         if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
             with suppress(OSError):  # the refusal is what the user must read
-                (folder / "recipe.yaml").unlink(missing_ok=True)
+                for name in ("recipe.yaml", auto.CHOSEN):
+                    (folder / name).unlink(missing_ok=True)
                 (folder / ".lock").unlink(missing_ok=True)
                 folder.rmdir()
         raise
@@ -171,10 +209,10 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         rollout,
         shape,
         trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
-        micro_batch_tokens=recipe.learn.micro_batch_tokens,
+        micro_batch_tokens=recipe.micro_batch_tokens,
         trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
         minibatches=recipe.learn.minibatches,
-        checkpointing=recipe.model.gradient_checkpointing,
+        checkpointing=recipe.checkpoints_gradients,
         reference=recipe.keeps_reference and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
         shadow=method.view == "shadow" or bool(recipe.student.chunks),

@@ -9,17 +9,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..config import Recipe
 from ..files import remove, writing
 from ..learn.batch import Batch
 from ..records import Trajectory, TrajectoryWriter
+from .progress import is_due
 from .step import StepRollout
 
 BEACON = "\N{BLACK DIAMOND}"  # how a beacon is shown among the tokens
 
 
-def positions_to_write(rollout: StepRollout, wanted: int) -> list[int]:
-    """Some positions, spread over the step's prompts."""
-    count = len(rollout.chosen_rows)
+def samples_due(recipe: Recipe, step: int) -> bool:
+    """Whether completions of a step (from 1) are written: of the first, every 10, and where the run evaluates."""
+    last = recipe.run.steps
+    due = step == 1 or any(is_due(step, every, last) for every in (10, recipe.eval.every))
+    return bool(recipe.run.samples) and due
+
+
+def positions_to_write(count: int, wanted: int) -> list[int]:
+    """Some of a step's `count` positions, spread over its prompts."""
     return list(range(0, count, max(1, count // wanted))[:wanted])
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import Recipe
 from ..distributed.world import World
-from ..errors import CannotWrite, NonFiniteLogits, SparseRLError
-from ..files import find_checkpoints, read_lines, remove
+from ..errors import CannotWrite, NonFiniteLogits, OutOfMemory, SparseRLError
+from ..files import find_checkpoints, first_line, read_lines, remove
 from ..learn.learner import Disagreement
 from ..learn.student import Student
 from ..models import Record, set_record
@@ -131,6 +132,15 @@ def save_after(trainer: Trainer, error: BaseException) -> None:
             save(trainer)
     elif trainer.learner.sharded is None:
         save(trainer, World() if trainer.world.first else World(trainer.world.rank))
+
+
+def out_of_memory(recipe: Recipe, error: Exception) -> OutOfMemory:
+    """Memory ran out while learning; the engine explains its own errors."""
+    return OutOfMemory(
+        f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
+        f"{recipe.micro_batch_tokens}, at least one trajectory) or rollout.rows (now {recipe.rollout.rows}), or set "
+        "model.gradient_checkpointing; `sparse-rl plan --recipe` says what each takes."
+    )
 
 
 def resume(trainer: Trainer) -> None:

@@ -15,13 +15,15 @@ chosen_rows[i] is the row for its i-th own position; merge.py makes one step of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..cache import Trace
 from ..distributed.world import exchanged
-from ..learn.batch import Sampled, Scored
+from ..learn.batch import Batch, Sampled, Scored
+from ..learn.learner import UpdateResult
 from ..records import Trajectory
 from ..tasks import Grade, Prompt
 
@@ -53,6 +55,21 @@ class StepRollout:
 
 
 exchanged(StepRollout, Prompt, Trajectory, Trace, Grade, Scored, Sampled)
+
+
+def with_seen(rollout: StepRollout, batches: Sequence[Batch], updates: Sequence[UpdateResult]) -> StepRollout:
+    """A step of which only some rows were scored, with those that went through the model before the weights moved.
+
+    updates: by optimizer step; the batches are those of the chosen rows, in their order.
+    """
+    start = 0
+    for batch, update in zip(batches, updates):
+        if (seen := update.seen) is not None:
+            rows = rollout.chosen_rows[start + seen.rows]
+            scored = rollout.scored.with_seen(rows, seen.logprobs, seen.entropies)
+            rollout = dataclasses.replace(rollout, scored=scored)
+        start += len(batch.mask)
+    return rollout
 
 
 def step_positions(rollout: StepRollout, group_size: int) -> list[int]:

@@ -43,7 +43,7 @@ from ..tasks.base import Prompt
 from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, restoring, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
-from .parts import load_for_training, make_record
+from .parts import checkpoint_gradients, load_for_training, make_record
 from .run import WRITTEN, check_same, folder_lock
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
@@ -67,6 +67,7 @@ def warmup(
         model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name))
     else:
         model, tokenizer = load_for_training(recipe)
+    checkpoint_gradients(recipe, model)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
@@ -196,7 +197,7 @@ class Warmup:
 
     def step(self, tokens: Tensor, mask: Tensor) -> None:
         clock = Clock()
-        loss = _backward(self.model, tokens, mask, self.recipe.learn.micro_batch_tokens)
+        loss = _backward(self.model, tokens, mask, self.recipe.micro_batch_tokens)
         with uninterrupted():
             norm, lr = self.optimizer.step(self.done, loss)
             check_skipped(
@@ -243,7 +244,7 @@ class Warmup:
         assert self.asked is not None
         clock, recipe, asked = Clock(), self.recipe, self.asked
         self.view.show_stage("evaluating")
-        loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.learn.micro_batch_tokens)
+        loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.micro_batch_tokens)
         rows = min(recipe.rollout.rows, len(asked.prompts) * recipe.eval.samples)
         engine = Engine(self.model, compressor="dense", rows=rows)
         sampling = Sampling(self.new_tokens, recipe.eval.temperature, stop_ids=self.ends.stops())

@@ -8,7 +8,8 @@ not depend on the other processes: a completion's random numbers belong to its p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.advantage import without_variance
-from ..learn.batch import accepted_rows, collate, score
+from ..learn.batch import Sampled, Scored, accepted_rows, collate, minibatch_rows, score
 from ..learn.critic import Critic
 from ..learn.packing import packs
 from ..learn.score import overlap
@@ -34,12 +35,15 @@ from .held_out import complete
 from .log import Clock
 from .merge import append, first_head_trace
 from .rewards import AddedRewards
+from .samples import positions_to_write, samples_due
 from .step import StepRollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SPARE = FAR // 2  # where the prompts begin that replace others: beyond those of any run, before held-out ones
+CHECK_STREAM = 0xC4EC4  # separates the draws of trajectories to check from other random numbers of a step
+MOST_CHECKED = 20_000  # prompts that are encoded before a run begins, about a millisecond each
 
 
 class Sampler:
@@ -89,6 +93,28 @@ class Sampler:
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, own_positions, count * group)
         return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
+
+    def check_prompts_of_files(self, steps_done: int) -> None:
+        """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
+        rollout = self.recipe.rollout
+        begin, known = steps_done * rollout.prompts, self.task.num_prompts or 0
+        count = min(self.recipe.run.steps * rollout.prompts - begin, known, MOST_CHECKED)
+        refused: list[tuple[int, SparseRLError]] = []
+        for start in range(begin, begin + count, 1000):
+            prompts = self.task.sample(start, min(1000, begin + count - start))
+            with warnings.catch_warnings():  # of long prompts, which are given when they are sampled from
+                warnings.simplefilter("ignore")
+                for place, ids in enumerate(self.encode(prompts), start):
+                    try:
+                        self.engine.check([ids], self.sampling)
+                    except SparseRLError as error:
+                        refused.append((place, error))
+        if refused:
+            place, error = refused[0]
+            raise SparseRLError(
+                f"{len(refused)} of the next {count:,} prompts cannot be sampled from, the first in step "
+                f"{place // rollout.prompts + 1}: {error}"
+            )
 
     def _refill(
         self,
@@ -143,7 +169,7 @@ class Sampler:
         self, number: int, turn: int, prompts: list[Prompt], ids: list[list[int]], positions: list[int], clock: Clock
     ) -> StepRollout:
         """Completions for some positions of a step."""
-        group, learn = self.recipe.rollout.group_size, self.recipe.learn
+        group = self.recipe.rollout.group_size
         members: list[list[int]] = [[] for _ in ids]
         for position in positions:
             members[position // group].append(position % group)
@@ -156,22 +182,49 @@ class Sampler:
             texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             grades = self.rewards.grade(self.task, asked, trajectories, texts)
         with clock.stage("score"):
-            reference = self.reference() if self.reference else None
-            sampled, temperature = collate(trajectories, self.rank), self.sampling.temperature
-            scored = score(
-                self.model,
-                sampled,
-                learn.micro_batch_tokens,
-                temperature,
-                reference,
-                self.method.view,
-                "dense" if self.recipe.dpo.reference == "dense" else None,
-                packs(self.model, learn.packing),
-                self.critic,
-            )
+            scored = self._score(collate(trajectories, self.rank), number, positions)
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
         return StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
+
+    def _score(self, sampled: Sampled, number: int, positions: list[int]) -> Scored:
+        """Old log-probs, those of the reference, entropies and ranks of the rows of some positions.
+
+        Where the update checks the trajectories of its first minibatch, only one of each minibatch is scored, and
+        those that are written for reading: apart, because nothing else may depend on what is written.
+        """
+        tokens, view = self.recipe.micro_batch_tokens, self.method.view
+        packing = packs(self.model, self.recipe.learn.packing)
+        reference_view = "dense" if self.recipe.dpo.reference == "dense" else None
+
+        def rows(wanted: Iterable[int]) -> Tensor:
+            return torch.tensor([row for row, p in enumerate(positions) if p in {*wanted}], dtype=torch.int64)
+
+        only = None if self.recipe.scores_all else rows(self._drawn(number))
+        reference, temperature = self.reference() if self.reference else None, self.sampling.temperature
+        scored = score(
+            self.model, sampled, tokens, temperature, reference, view, reference_view, packing, self.critic, only
+        )
+        if only is None or not samples_due(self.recipe, number + 1):
+            return scored
+        shown = rows(positions_to_write(self._positions, self.recipe.run.samples))
+        return scored.with_shown(
+            score(self.model, sampled, tokens, temperature, view=view, packing=packing, only=shown)
+        )
+
+    def _drawn(self, number: int) -> list[int]:
+        """One position of every minibatch of a step."""
+        recipe = self.recipe
+        parts = minibatch_rows(self._positions, recipe.learn.minibatches, recipe.rows_together)
+        return [
+            int(part[stream_key(recipe.run.seed, [number, turn], CHECK_STREAM) % len(part)])
+            for turn, part in enumerate(parts)
+        ]
+
+    @property
+    def _positions(self) -> int:
+        """Of a step, over all processes."""
+        return self.recipe.rollout.prompts * self.recipe.rollout.group_size
 
     def _alpha(self, rollout: StepRollout, own_positions: list[int], positions: int) -> dict[int, Tensor]:
         """For `run.diagnose` positions of the step: the overlap of the dense and the sampler's distributions.

@@ -12,7 +12,7 @@ from sparse_rl.learn.score import batch_logprobs
 from tests.helpers.models import prompts_of, tiny
 
 pytestmark = pytest.mark.gpu
-NOISE = {torch.float32: 2e-4, torch.bfloat16: 0.15}
+NOISE = {torch.float32: 2e-4, torch.bfloat16: 0.3}  # of two passes through a model with large weights
 
 
 @pytest.mark.parametrize("dtype", list(NOISE))

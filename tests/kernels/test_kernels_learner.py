@@ -15,7 +15,7 @@ from sparse_rl.kernels import head, layers, ops, twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cuts bf16 off
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 RAGGED = settings(max_examples=12, deadline=None)
 
 
@@ -116,7 +116,8 @@ def test_rotations_are_transformers_own():
     cos, sin = draw(2, 5, 16, dtype=HALF, seed=1), draw(2, 5, 16, dtype=HALF, seed=2)
     theirs = apply_rotary_pos_emb(query, key, cos, sin)
     for rotated in (layers.rotate(query, key, cos, sin), twins.rotate(query, key, cos, sin)):
-        assert all(torch.equal(a, b) for a, b in zip(rotated, theirs, strict=True))
+        for a, b in zip(rotated, theirs, strict=True):
+            assert torch.equal(a, b) if DEVICE == "cpu" else torch.allclose(a, b, rtol=2**-7, atol=2**-9)
 
 
 def test_a_graph_can_be_walked_twice():

@@ -374,9 +374,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_too():
     assert unchanged(model, lambda: learner.step(batch).metrics) == {"update/skipped/count": 1.0}
 
 
-def test_float16_is_refused_whoever_chose_it():
+def test_float16_is_refused_where_no_loss_is_scaled():
     with pytest.raises(SparseRLError, match="the model is float16, in which gradients vanish"):
-        Learner(copy.deepcopy(tiny("llama")).half(), STEADY, Loss())
+        MasterAdamW(copy.deepcopy(tiny("llama")).half().parameters(), STEADY)
 
 
 def test_lora_trains_adapters_alone():

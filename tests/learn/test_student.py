@@ -433,11 +433,11 @@ def test_a_step_that_is_refused_leaves_no_students_ahead_of_it(tmp_path, monkeyp
     """
     step, calls = Learner.step, []
 
-    def failing(self, batch):
+    def failing(self, batch, check):
         calls.append(1)
         if len(calls) == 3:
             raise SparseRLError("no more")
-        return step(self, batch)
+        return step(self, batch, check)
 
     monkeypatch.setattr(Learner, "step", failing)
     given = dict(run={"steps": 3, "checkpoint_every": 1}, eval={"every": 0})

@@ -187,3 +187,18 @@ def test_naive_hides_the_gap_from_the_loss_but_not_from_the_metrics(tmp_path):
     assert none["gap/abs/mean"] > 0.01 and all(naive[key] == none[key] for key in same)
     # The ratio of naive starts at learner / sampler.
     assert abs(none["update/drift/mean"]) < 1e-6 < 1e-3 < abs(naive["update/drift/mean"])
+
+
+def test_a_prompt_that_does_not_fit_stops_a_run_before_it_begins(tmp_path):
+    rows = [{"question": f"{i}+1=", "answer": i + 1} for i in range(12)]
+    rows[7]["question"] = "1+" * 40 + "1="
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "math", "files": str(tmp_path / "own.jsonl"), "prompt": "question", "answer": "answer"}
+    settings = dict(
+        task=task,
+        eval={"every": 0},
+        rollout={"budget": 16, "prompts": 2, "compressor_options": {"protect_prompt": True}},
+    )
+    with pytest.raises(SparseRLError, match=r"1 of the next 12 prompts cannot be sampled from, the first in step \d: "):
+        train(recipe(**settings, run={"steps": 9}), tmp_path / "run", show=False)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not read_lines(tmp_path / "run" / "metrics.jsonl")

@@ -33,6 +33,7 @@ def test_an_old_run_goes_on_to_the_same_metrics(tmp_path):
     assert "learn.distill: b is now learn.distill: shadow-to-dense-forward." in said
     assert "learn.shuffle_advantages was dropped: there is no such key any more, and false was its default." in said
     assert "model.logits is a new key; this run keeps model: earlier versions rounded logits" in said
+    assert "learn.rescore is a new key; this run keeps always: earlier versions scored every trajectory." in said
     found, expected = (read_lines(f / "metrics.jsonl") for f in (folder, OLD / "whole"))
     assert [line["step"] for line in found] == [line["step"] for line in expected] == [0, 1, 2, 2, 3, 4, 4]
     for line, old in zip(found, expected, strict=True):

@@ -74,11 +74,11 @@ def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypa
     """The signal comes between the two optimizer steps of step 3: it is finished and saved, then the run stops."""
     step, calls = Learner.step, []
 
-    def interrupted(self, batch):
+    def interrupted(self, batch, check):
         calls.append(1)
         if len(calls) == 6:
             signal.raise_signal(number)
-        return step(self, batch)
+        return step(self, batch, check)
 
     monkeypatch.setattr(Learner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,81 @@
+"""What a recipe leaves to the device (`auto`): tokens of a micro-batch, and whether activations are recomputed.
+
+The fastest settings whose memory plan fits are taken. Recomputing takes a third more time, and larger micro-batches
+save at most a fifth of it (docs/performance.md); so larger ones come first, and recomputing only where 16,384 tokens
+do not fit without. A run writes its choice to chosen.yaml and keeps it when it is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import Recipe, read_yaml_file
+from ..models import encode
+from ..planning.memory import size
+from ..tasks import Task
+
+CHOSEN = "chosen.yaml"
+TOKENS, CHECKPOINTING = "learn.micro_batch_tokens", "model.gradient_checkpointing"
+SIZES = (65536, 32768, 16384)
+SMALLER = (8192, 4096, 2048, 1024)  # with recomputing only
+PROMPTS = 512  # of the task, whose longest is taken for the longest of all
+
+
+def auto_keys(recipe: Recipe) -> list[str]:
+    """The keys that the recipe leaves to the device."""
+    values = {TOKENS: recipe.learn.micro_batch_tokens, CHECKPOINTING: recipe.model.gradient_checkpointing}
+    return [key for key, value in values.items() if value == "auto"]
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What they are, with the defaults for `auto`."""
+    return {TOKENS: recipe.micro_batch_tokens, CHECKPOINTING: recipe.checkpoints_gradients}
+
+
+def choose(recipe: Recipe, fits: Callable[[Mapping[str, Any]], bool] | None) -> dict[str, Any]:
+    """Values for the keys that are `auto`: the first that fit, or those that take least if none do.
+
+    fits: whether the plan with some keys fits; None: there is no GPU, and the defaults are taken.
+    """
+    keys, given = auto_keys(recipe), settings_of(recipe)
+    if fits is None or not keys:
+        return {key: given[key] for key in keys}
+    order = [(False, tokens) for tokens in SIZES] + [(True, tokens) for tokens in (*SIZES, *SMALLER)]
+    tries: list[dict[str, Any]] = []
+    for recompute, tokens in order:
+        values = {key: {TOKENS: tokens, CHECKPOINTING: recompute}[key] for key in keys}
+        if values not in tries:
+            tries.append(values)
+    return next((values for values in tries if fits(values)), tries[-1])
+
+
+def device_memory() -> int | None:
+    """Bytes of the GPU that this process may use; None if there is none."""
+    if not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return int(total * torch.cuda.get_per_process_memory_fraction())
+
+
+def longest_prompt(task: Task, tokenizer) -> int:
+    """Tokens of the longest of a task's first prompts."""
+    prompts = task.sample(0, min(PROMPTS, task.num_prompts or PROMPTS))
+    return max(len(encode(tokenizer, prompt.text)) for prompt in prompts)
+
+
+def recorded(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """What a run chose before, for the keys that its recipe still leaves open."""
+    path = folder / CHOSEN
+    found = read_yaml_file(path) if path.is_file() else {}
+    return {key: found[key] for key in auto_keys(recipe) if isinstance(found, dict) and key in found}
+
+
+def said(chosen: Mapping[str, Any], total: int, memory: int | None) -> str:
+    """The choice in a sentence. total: bytes of the plan"""
+    values = ", ".join(f"{key} {str(value).lower()}" for key, value in chosen.items())
+    where = "the defaults, because there is no GPU" if memory is None else f"a plan of {size(total)} of {size(memory)}"
+    return f"auto: {values} ({where}); kept in {CHOSEN} for --resume."
