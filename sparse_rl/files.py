@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -174,7 +174,21 @@ def names_python_file(name: str) -> bool:
 def split_python_file(name: str) -> tuple[Path, str]:
     """`FILE.py:CLASS` as the whole path of the file and the name in it, which is empty for `FILE.py`."""
     file, _, inside = name.rpartition(":") if ".py:" in name else (name, "", "")
-    return Path(file).expanduser().resolve(), inside
+    return Path(os.path.abspath(Path(file).expanduser())), inside  # the hub's cache has links to files without .py
+
+
+def with_file(name: str, place: Callable[[Path], str | Path]) -> str:
+    """The name of a task or a compressor (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its file at another place.
+
+    place: the whole path of the file -> what stands in its stead
+    """
+    if not names_python_file(name):
+        return name
+    outer, colon, inner = name.partition(":")
+    if colon and names_python_file(inner):
+        return f"{outer}:{with_file(inner, place)}"
+    path, cls = split_python_file(name)
+    return f"{place(path)}:{cls}" if cls else str(place(path))
 
 
 def python_module(path: Path, what: str) -> ModuleType:

@@ -15,12 +15,16 @@ def export(
     push: Annotated[
         str | None, typer.Option(help="Also upload the folder to the hub under this id, such as me/model.")
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Also export the Python files that the checkpoint names (task, compressor)."),
+    ] = False,
 ) -> None:
     """Write a checkpoint as a plain Hugging Face folder with a model card; its settings travel along."""
     from ..export import export as write
     from ..export import push as upload
 
-    folder = write(checkpoint, to, merge, name=push)
+    folder = write(checkpoint, to, merge, push, trust)
     typer.echo(f"written to {folder}")
     if push is not None:
         typer.echo(f"pushed to {upload(folder, push)}")

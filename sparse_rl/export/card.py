@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..files import names_python_file
 from ..models import Record
 
 
@@ -71,19 +72,29 @@ class Card:
         )
         parts = ["## Use", "On the dense cache, with transformers alone:", f"```python\n{dense}\n```"]
         if record.compressor not in (None, "dense"):
-            sparse = (
-                "import sparse_rl\n\n"
-                f'model, tokenizer = sparse_rl.load_model("{self.name}")\n'
-                'print(sparse_rl.generate(model, tokenizer, [{"role": "user", "content": "..."}]))'
-                if record.template in ("chat", "abel")
-                else "import sparse_rl\n\n"
-                f'model, tokenizer = sparse_rl.load_model("{self.name}")\n'
-                'print(sparse_rl.generate(model, tokenizer, "..."))'
-            )
-            parts += ["On the cache of training, which the folder remembers:", f"```python\n{sparse}\n```"]
-            commands = [f"sparse-rl eval {self.name}", f"sparse-rl eval {self.name} --compressor dense"]
-            parts += ["Measured on either:", "```\n" + "\n".join(commands) + "\n```"]
+            parts += ["On the cache of training, which the folder remembers:", f"```python\n{self._sparse()}\n```"]
+            own = [name for name in (record.task, record.compressor) if name and names_python_file(name)]
+            given = record.task_options.get("files") or []
+            files = [name for name in ([given] if isinstance(given, str) else given) if not name.startswith("hub:")]
+            more = (" --trust" if own else "") + (" --task.files FILES" if files else "")
+            command = f"sparse-rl eval {self.name}{more}"
+            parts += ["Measured on either:", f"```\n{command}\n{command} --compressor dense\n```"]
+            named = ", ".join(f"`{name}`" for name in dict.fromkeys(own))
+            parts += [f"Read {named} first: `--trust` runs the file with your rights."] if own else []
+            data = ", ".join(f"`{name}`" for name in files)
+            parts += [f"FILES stands for the problems, {data}, which are not part of this folder."] if files else []
         return "\n\n".join(parts)
+
+    def _sparse(self) -> str:
+        """Python that answers on the cache of training. A compressor that is a Python file must be named to run."""
+        record = self.record
+        prompt = '[{"role": "user", "content": "..."}]' if record.template in ("chat", "abel") else '"..."'
+        lines = ["import sparse_rl", "", f'model, tokenizer = sparse_rl.load_model("{self.name}")']
+        if record.compressor and names_python_file(record.compressor):
+            lines += [f"cache = model.config.sparse_rl  # its compressor is {record.compressor}: read that file first"]
+            options = 'compressor=cache["compressor"], compressor_options=cache["options"]'
+            return "\n".join([*lines, f"print(sparse_rl.generate(model, tokenizer, {prompt}, {options}))"])
+        return "\n".join([*lines, f"print(sparse_rl.generate(model, tokenizer, {prompt}))"])
 
     def _recipe(self) -> str:
         return f"## Recipe\n\n```yaml\n{self.recipe.strip()}\n```" if self.recipe else ""

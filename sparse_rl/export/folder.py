@@ -3,6 +3,7 @@
 config.json, weights, tokenizer, chat template    as in the checkpoint; with `merge` adapters are in the weights
 generation_config.json                            stops where training stopped
 README.md                                         the model card
+FILE.py                                           of a task or a compressor of one's own
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from ..models import (
     set_record,
 )
 from .card import Card
+from .portable import check_foreign, portable, python_files, without_folders, write_portable
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def export(source: str, to: Path, merge: bool = False, name: str | None = None) -> Path:
-    """Write the checkpoint `source` (of a run folder the newest) to the folder `to`. `name`: what the card calls it."""
+def export(source: str, to: Path, merge: bool = False, name: str | None = None, trust: bool = False) -> Path:
+    """Write the checkpoint `source` (of a run folder the newest) to the folder `to`.
+
+    `name`: what the card calls it; `trust`: also export Python files from elsewhere that the checkpoint names.
+    """
     folder = find_model(source)
     if not Path(folder).is_dir():
         raise SparseRLError(f"{folder} is not a folder; give a checkpoint, or a run folder.")
@@ -46,7 +51,11 @@ def export(source: str, to: Path, merge: bool = False, name: str | None = None) 
     if Path(folder).parent.name == "checkpoints":
         named = ("recipe.yaml", "metrics.jsonl", f"checkpoints/{Path(folder).name}")
         refuse_links_out(Path(folder).parent.parent, named)
+    if name and adapters and not merge and Path(base := base_of(folder)[0]).exists():
+        raise SparseRLError(f"{folder} holds adapters of {base}, which others do not have; push it with --merge.")
     record = read_record(folder) or Record()
+    files = python_files(record)
+    check_foreign(Path(folder), files, trust)
     partial = to.with_name(f".{to.name}.partial")
     with writing(to):
         shutil.rmtree(partial, ignore_errors=True)
@@ -57,9 +66,9 @@ def export(source: str, to: Path, merge: bool = False, name: str | None = None) 
             else:
                 _copy(folder, partial)
             _write_generation_config(partial, record, folder)
-            card = card_of(
-                Path(folder), record, name or to.name, base_of(folder)[0] if adapters and not merge else None
-            )
+            write_portable(partial, portable(record), files)
+            base = without_folders(base_of(folder)[0]) if adapters and not merge else None
+            card = card_of(Path(folder), portable(record), name or to.name, base)
             (partial / "README.md").write_text(card.text(), encoding="utf-8")
             os.rename(partial, to)
         finally:
@@ -118,7 +127,7 @@ def card_of(folder: Path, record: Record, name: str, base: str | None) -> Card:
     in_run = folder.parent.name == "checkpoints" and recipe.is_file()
     lines = read_lines(run / "metrics.jsonl") if in_run else []
     found = [line for line in lines if line.get("step") == record.step and "eval/dense/accuracy" in line]
-    text = recipe.read_text(encoding="utf-8") if in_run else None
+    text = without_folders(recipe.read_text(encoding="utf-8")) if in_run else None
     return Card(name, record, text, found[-1] if found else None, base)
 
 

@@ -12,6 +12,7 @@ from .load import (
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
 from .record import Record, find_model, read_record, record_of, set_record
+from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
@@ -21,6 +22,7 @@ __all__ = [
     "Float32Head",
     "ModelShape",
     "Record",
+    "RewardModel",
     "base_of",
     "check_folder",
     "check_logits",
@@ -36,12 +38,14 @@ __all__ = [
     "is_adapter",
     "load_config",
     "load_model",
+    "load_reward_model",
     "no_progress_bar",
     "own_stop_ids",
     "read_record",
     "reading",
     "record_base",
     "record_of",
+    "reward_config",
     "set_base",
     "set_logits",
     "set_record",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError
-from ..files import BEST, find_checkpoints
+from ..files import BEST, find_checkpoints, with_file
 from .folder import read_object
 from .logits import check_logits
 
@@ -103,13 +104,17 @@ def record_of(model) -> Record | None:
 
 
 def read_record(source: str) -> Record | None:
-    """The record of a folder or hub id, before its weights are loaded; None if it has none."""
+    """The record of a folder or hub id, before its weights are loaded; None if it has none.
+
+    A Python file that it names without a folder is one beside the model.
+    """
     for name in (FILE, "config.json"):
         path = _find(source, name)
         if path is None or not path.is_file():
             continue
         values = read_object(path)
-        return Record.from_dict(values, str(path)) if name == FILE else _from_config(values, str(path))
+        record = Record.from_dict(values, str(path)) if name == FILE else _from_config(values, str(path))
+        return None if record is None else _with_files_beside(source, record)
     return None
 
 
@@ -131,6 +136,17 @@ def _from_config(values: Mapping[str, Any], where: str) -> Record | None:
         return Record.from_dict(values[_KEY], where)
     old = values.get(_OLD_KEY)
     return None if old is None else Record.from_dict({"template": old}, where)
+
+
+def _with_files_beside(source: str, record: Record) -> Record:
+    """The record, in which Python files that were exported with the model have the place that they have now."""
+
+    def place(path: Path) -> str | Path:
+        here = _find(source, path.name)
+        return path.name if here is None or not here.is_file() else Path(os.path.abspath(here))
+
+    named = {key: name for key in ("task", "compressor") if (name := getattr(record, key)) and "/" not in name}
+    return dataclasses.replace(record, **{key: with_file(name, place) for key, name in named.items()})
 
 
 def _find(source: str, name: str) -> Path | None:

@@ -16,7 +16,7 @@ from ..compressors import Compressor
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import names_python_file, split_python_file
+from ..files import with_file
 from ..learn.critic import Critic
 from ..learn.learner import Learner
 from ..learn.loss import Loss
@@ -84,13 +84,7 @@ def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def found_anywhere(name: str) -> str:
     """The name of a compressor; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full path."""
-    if not names_python_file(name):
-        return name
-    outer, colon, inner = name.partition(":")
-    if colon and names_python_file(inner):
-        return f"{outer}:{found_anywhere(inner)}"
-    path, cls = split_python_file(name)
-    return f"{path}:{cls}" if cls else str(path)
+    return with_file(name, lambda path: path)
 
 
 def make_loss(recipe: Recipe) -> Loss:

@@ -158,6 +158,84 @@ def test_adapters_are_exported_as_they_are_or_merged(adapted, tmp_path, merge):
     assert load_model(str(tmp_path / "out"))[0].config.sparse_rl["budget"] == 42
 
 
+OWN_TASK = """
+def prompt(i): return f"{i}+{i}=", str(2 * i)
+def reward(answer, text): return float(answer in text)
+"""
+OWN_COMPRESSOR = """
+from sparse_rl import ScoreCompressor
+class Newest(ScoreCompressor):
+    def __init__(self, sign: float = 1.0): self.sign = sign
+    def score(self, view): return self.sign * view.feed.float()
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A checkpoint of a run with a task and a compressor in files of one's own, and data in a folder."""
+    path = tmp_path_factory.mktemp("own files")
+    (path / "mine.py").write_text(OWN_COMPRESSOR)
+    (path / "work.py").write_text(OWN_TASK)
+    settings = recipe(
+        task={"name": str(path / "work.py")}, run={"steps": 1, "checkpoint_every": 1}, eval={"every": 0},
+        rollout={**SMALL, "compressor": f"{path / 'mine.py'}:Newest", "compressor_options": {"sign": 2.0}},
+    )  # fmt: skip
+    train(settings, path / "run", show=False)
+    return path
+
+
+def texts_of(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.iterdir() if file.suffix != ".safetensors")
+
+
+def test_own_python_files_go_along_and_no_path_of_this_machine_does(own, tmp_path, monkeypatch):
+    refused = run("export", own / "run", "--to", tmp_path / "out")
+    assert refused.returncode == 1 and "repeat the command with --trust" in refused.stderr
+    assert run("export", own / "run", "--to", tmp_path / "out", "--trust").returncode == 0
+    assert str(own.parent) not in texts_of(tmp_path / "out")
+    assert (tmp_path / "out" / "mine.py").read_text() == OWN_COMPRESSOR
+    moved = (tmp_path / "out").rename(tmp_path / "elsewhere")
+    record = read_record(str(moved))
+    assert record is not None and record.task == str(moved / "work.py")
+    assert record.compressor == f"{moved / 'mine.py'}:Newest" and record.options == {"sign": 2.0}
+    assert run("export", moved, "--to", tmp_path / "out").returncode == 0  # its files lie in it: no question
+
+    monkeypatch.chdir(tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Read `work.py`, `mine.py:Newest` first" in card
+    command = next(line for line in card.splitlines() if line.startswith("sparse-rl eval"))
+    assert command == "sparse-rl eval out --trust"
+    refused = run("eval", "out")
+    assert refused.returncode == 1 and "--trust" in refused.stderr
+    done = run(*command.split()[1:], "--limit", 2)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr("builtins.print", lambda text: said.append(text))
+    said: list[str] = []
+    exec(card.split("```python\n")[2].split("```")[0], {})
+    assert len(said) == 1 and isinstance(said[0], str)
+
+
+def test_the_card_and_the_record_name_data_by_file_name(foreign, tmp_path):
+    config = foreign / "checkpoints" / "step-000001" / "config.json"
+    options = {"files": ["/home/me/some where/own.jsonl", "hub:a/b:train"], "suffix": " /no_think"}
+    cache = {"compressor": "rkv", "budget": 42, "start": "~/models/mine"}
+    record = {**cache, "task": "math", "task_options": options}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sparse_rl": record}))
+    (foreign / "recipe.yaml").write_text("task: {files: [/home/me/own.jsonl, 'hub:a/b:train'], suffix: /no_think}\n")
+    assert run("export", foreign, "--to", tmp_path / "out").returncode == 0
+    found = read_record(str(tmp_path / "out"))
+    assert found is not None and found.start == "mine" and "/home/me" not in texts_of(tmp_path / "out")
+    assert found.task_options["files"][1] == "hub:a/b:train" and found.task_options["suffix"] == " /no_think"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "sparse-rl eval out --task.files FILES\n" in card and "which are not part of this folder" in card
+    assert "task: {files: [own.jsonl, 'hub:a/b:train'], suffix: /no_think}" in card
+
+
+def test_adapters_of_a_local_base_are_not_pushed(adapted, tmp_path):
+    done = run("export", adapted / "runs/mine", "--to", tmp_path / "out", "--push", "me/model")
+    assert done.returncode == 1 and "push it with --merge" in done.stderr and not (tmp_path / "out").exists()
+
+
 def test_mistakes_get_a_sentence(whole, tmp_path):
     (tmp_path / "there").mkdir()
     for arguments, sentence in (

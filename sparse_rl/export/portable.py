@@ -1,0 +1,89 @@
+"""What of a checkpoint travels: Python files go along, and of files on the author's machine only names are told."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import SparseRLError
+from ..files import with_file
+from ..models import Record
+from ..models.record import FILE
+
+_FOLDERS = re.compile(r"""(?<![\w.<>/-])~?(?:/[^\s/'",:()\[\]{}]+)+/""")  # of a full path, as text has it
+
+
+def without_folders(value: Any) -> Any:
+    """A text, or texts in lists and keys, in which full paths are file names. `/no_think` is no path."""
+    if isinstance(value, Mapping):
+        return {key: without_folders(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_folders(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    one_file = len(value) < 1000 and Path(value).is_absolute() and Path(value).exists()  # its name may have spaces
+    return Path(value).name if one_file else _FOLDERS.sub("", value)
+
+
+def portable(record: Record) -> Record:
+    """The record without folders of this machine; a Python file is looked for beside the model (models/record.py)."""
+    return replace(
+        record,
+        start=without_folders(record.start),
+        task=_file_name(record.task),
+        task_options=without_folders(record.task_options),
+        compressor=_file_name(record.compressor),
+        options=without_folders(record.options),
+    )
+
+
+def _file_name(name: str | None) -> str | None:
+    return None if name is None else with_file(name, lambda path: path.name)
+
+
+def python_files(record: Record) -> list[Path]:
+    """The Python files of its task and its compressor that are here."""
+    found: dict[str, Path] = {}
+
+    def note(path: Path) -> Path:
+        if path.suffix == ".py" and path.is_file() and found.setdefault(path.name, path) != path:
+            raise SparseRLError(
+                f"the task is in {found[path.name]}, the compressor in {path}; give them different file names, because "
+                "both are exported into one folder."
+            )
+        return path
+
+    for name in (record.task, record.compressor):
+        with_file(name or "", note)
+    return list(found.values())
+
+
+def check_foreign(folder: Path, files: list[Path], trust: bool) -> None:
+    """Refuse to publish a file from elsewhere that a checkpoint, which may be a stranger's, merely names."""
+    for path in files:
+        if path.resolve().parent != folder.resolve() and not trust:
+            raise SparseRLError(
+                f"{folder} names the Python file {str(path)!r:.300}, which is exported with it; read that file, then "
+                "repeat the command with --trust."
+            )
+
+
+def write_portable(folder: Path, record: Record, files: list[Path]) -> None:
+    """Put the Python files into an exported folder, and the portable record into its own files."""
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+    for name in (FILE, "config.json"):
+        if not (folder / name).is_file():
+            continue
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        holder = values if name == FILE else values.get("sparse_rl")
+        if isinstance(holder, dict):
+            holder |= {key: value for key, value in record.to_dict().items() if key in holder}
+        if name == FILE and isinstance(values.get("base"), dict):  # adapter_config.json says where the base is
+            values["base"] = {key: without_folders(values["base"].get(key)) for key in ("name", "seed")}
+        (folder / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
