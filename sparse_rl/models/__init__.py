@@ -16,7 +16,7 @@ from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
-from .tiny import tiny_tokenizer
+from .tiny import tiny_tokenizer, unknown_to_tiny
 
 __all__ = [
     "Float32Head",
@@ -52,6 +52,7 @@ __all__ = [
     "shape_config",
     "stop_ids",
     "tiny_tokenizer",
+    "unknown_to_tiny",
     "weight_bytes",
     "wide_product",
     "with_lora",
