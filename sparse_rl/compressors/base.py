@@ -187,7 +187,7 @@ class ScoreCompressor(Compressor):
         kept = best(score, budget)
         if is_own(type(self)):  # -1 is refused when slot numbers are checked, so that a GPU need not wait for it here
             blamed = score.isnan().any(-1) & view.keys.isfinite().flatten(2).all(-1)  # [B, H]; the model may be ruined
-            kept = kept.masked_fill(blamed[..., None], -1)
+            kept[..., 0].masked_fill_(blamed, -1)
         return kept
 
     def _checked(self, score: Any, view: CacheView) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from sparse_rl import Engine, NonFiniteLogits, Sampling, SparseRLError, load_model
 from sparse_rl.compressors import make
 from sparse_rl.files import find_checkpoints, read_lines
+from sparse_rl.kernels import ops
 from sparse_rl.learn.advantage import advantage, find_estimator
 from tests.helpers.runs import run, write_recipe
 
@@ -123,6 +125,13 @@ def test_nan_where_it_does_not_matter_and_nan_keys_are_not_refused(tmp_path):
     with pytest.raises(NonFiniteLogits):
         engine = Engine(model, make(str(tmp_path / "mine.py")), budget=16, interval=4, rows=4)
         engine.generate([tokenizer.encode("1+2+3+4+5+6+7+8+9+1+2+3+4+5=")], 2, Sampling(24, stop_ids=()))
+
+
+def test_nan_is_refused_where_checks_wait_for_the_next_sync(tmp_path, monkeypatch):
+    monkeypatch.setitem(ops.RULES, "cpu", replace(ops.RULES["cpu"], defers_checks=True))
+    (tmp_path / "mine.py").write_text(MINE.replace("view.feed.float()", "view.feed * float('nan')"))
+    with pytest.raises(SparseRLError, match=r"Newest.score \(.*mine.py, line 9\) returned NaN"):
+        sampled(str(tmp_path / "mine.py"))
 
 
 def test_a_run_that_a_score_ends_is_saved(tmp_path):
