@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SparseRLError, cut
 from ..files import names_python_file, refuse_foreign_code, split_python_file
-from ..models import Record, find_model, read_record
+from ..models import Record, check_folder, find_model, read_record
 
 if TYPE_CHECKING:
     from ..evaluation.cache import Cache
@@ -31,6 +31,7 @@ class Trained:
     @classmethod
     def of(cls, name: str) -> Trained:
         model = find_model(name)
+        check_folder(model)
         return cls(model, read_record(model) or Record())
 
 

@@ -3,7 +3,6 @@
 from .adapters import base_of, is_adapter, record_base, set_base
 from .folder import no_progress_bar, reading
 from .load import (
-    check_folder,
     encode,
     evaluating,
     load_config,
@@ -11,6 +10,7 @@ from .load import (
     with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
+from .names import check_folder
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes

@@ -18,6 +18,7 @@ from ..files import is_text
 from .adapters import base_of, is_adapter
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
+from .names import BUILT_IN, check_folder, file_on_hub, needs_hub
 from .record import Record, find_model, read_record, set_record
 from .shape import SHAPES, dtype_of, shape_config
 from .stops import repair
@@ -25,8 +26,6 @@ from .tiny import is_tiny, tiny_config, tiny_size, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-BUILT_IN = {"tiny-sums": Path(__file__).parent.parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
 
 
 def load_config(name: str):
@@ -36,7 +35,7 @@ def load_config(name: str):
     if is_tiny(name):
         return tiny_config(*tiny_size(name))
     name = str(BUILT_IN[name]) if name in BUILT_IN else find_model(name.removeprefix("random:"))
-    check_folder(name)
+    check_folder(name, ("tiny", *BUILT_IN, *SHAPES))
     known = name.lower().split("/")[-1].removesuffix("-instruct")
     if known in SHAPES and not Path(name).exists():  # a public model's shape is known without a download
         return shape_config(known)
@@ -79,6 +78,8 @@ def load_model(
     name = str(BUILT_IN[name]) if name in BUILT_IN else find_model(name)
     check_folder(name)
     source, options = source_of(name)
+    if needs_hub(source):
+        file_on_hub(source, "config.json")  # one question; the tokenizer would ask several
     with reading(name):
         check_layers(source)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
@@ -135,15 +136,6 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
     model.is_quantized = False  # pyright: ignore[reportArgumentType]
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
-
-
-def check_folder(name: str) -> None:
-    """Refuse a name that can only be a local folder or file if there is none, without asking the hub."""
-    first, *rest = name.split("/")
-    if rest and first in ("", ".", "..", "~", "models", "runs") and not Path(name).exists():
-        raise SparseRLError(
-            f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
-        )
 
 
 def with_lora(model: nn.Module, rank: int, alpha: int, key: str = "model.lora_rank") -> nn.Module:

@@ -20,6 +20,7 @@ from ..errors import SparseRLError
 from ..files import BEST, find_checkpoints, with_file
 from .folder import read_object
 from .logits import check_logits
+from .names import file_on_hub
 
 FILE = "sparse_rl.json"
 _KEY, _OLD_KEY = "sparse_rl", "sparse_rl_template"  # earlier versions kept the template alone
@@ -108,7 +109,8 @@ def read_record(source: str) -> Record | None:
 
     A Python file that it names without a folder is one beside the model.
     """
-    for name in (FILE, "config.json"):
+    here = Path(source).exists()
+    for name in (FILE, "config.json") if here else ("config.json", FILE):  # the hub is asked for what most models have
         path = _find(source, name)
         if path is None or not path.is_file():
             continue
@@ -155,12 +157,4 @@ def _find(source: str, name: str) -> Path | None:
         return Path(source) / name if Path(source).is_dir() else None
     if source.count("/") != 1:  # tiny, random:..., a path that does not exist
         return None
-    from transformers.utils.hub import cached_file
-
-    try:
-        found = cached_file(
-            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-    except OSError:  # there is no such model: loading it will say so
-        return None
-    return None if found is None else Path(found)
+    return file_on_hub(source, name)

@@ -17,6 +17,7 @@ from typing import ClassVar
 from ..errors import SparseRLError
 from .base import Prompt, register
 from .math import Math, Problem, gold_of, prompt_of
+from .published import command_for
 
 FOLDER = "SPARSE_RL_DATA"  # the environment variable that names the folder if the user names none
 
@@ -136,8 +137,10 @@ def find_file(source: Source, folder: str | os.PathLike | None) -> Path:
     for path in paths:
         if path.is_file():
             return path
+    made = command_for(paths[1])
     raise SparseRLError(
-        f"{source.name}: there is no file {paths[0]}, nor {paths[1]}; put {source.file} there, or name another folder."
+        f"{source.name}: there is no file {paths[0]}, nor {paths[1]}; put {source.file} there"
+        f"{f' (`{made}` does)' if made else ''}, or name another folder."
     )
 
 

@@ -73,6 +73,15 @@ def obtain(name: str, to: Path, source: Path | None, say: Callable[[str], None])
     return written
 
 
+def command_for(path: Path) -> str | None:
+    """The command that writes a file such as data/train/gsm8k.jsonl; None if there is none."""
+    for name, data in PUBLISHED.items():
+        if "/".join(path.parts[-2:]) in (part.file for part in data.parts):
+            folder = path.parent.parent
+            return f"sparse-rl data {name}" + ("" if folder == Path("data") else f" --to {folder}")
+    return None
+
+
 def find(folder: Path, part: Part) -> Path:
     for name in part.raw:
         if (folder / name).is_file():

@@ -36,10 +36,14 @@ def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
     if path.is_dir() or (path.suffix in SUFFIXES and path.is_file()):
         return enumerate(_from_disk(path), 1)
     if not path.is_file():
+        from .published import command_for  # which reads rows, too
+
+        made = command_for(path)
+        write = f"write it with `{made}`, or " if made else ""
         raise SparseRLError(
-            f"there is no file {path}; give the path of a JSONL, parquet or arrow file, absolute or relative to "
-            f"{Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, --task.files on the "
-            "command line)."
+            f"there is no file {path}; {write}give the path of a JSONL, parquet or arrow file, absolute or "
+            f"relative to {Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, "
+            "--task.files on the command line)."
         )
     return _lines(path)
 

@@ -6,6 +6,7 @@ import torch
 from sparse_rl import Engine, Sampling
 from sparse_rl.errors import SparseRLError
 from sparse_rl.models import ModelShape, encode, load_config, load_model, tiny_tokenizer, weight_bytes
+from tests.helpers.runs import run
 
 
 def parameters(name: str) -> int:
@@ -58,6 +59,45 @@ def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(monkeypatch):
                 load(name)
 
 
+def test_a_wrong_name_is_answered_without_the_hub_or_after_one_question(monkeypatch, tmp_path):
+    import huggingface_hub
+    import transformers.utils.hub
+    from transformers import AutoTokenizer
+
+    asked = []
+
+    def no_hub(source, *file, **options):
+        asked.append(source)
+        raise OSError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_hub)
+    monkeypatch.setattr(transformers.utils.hub, "cached_file", no_hub)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", no_hub)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    sentences = {
+        "tiny-sum": "there is no model 'tiny-sum'; did you mean 'tiny-sums'?",
+        "Tinysums": "did you mean 'tiny-sums'?",
+        "mine/nope": "there is no model in mine/nope; the folder mine is here",
+        "runs/nope": "there is no model in runs/nope",
+        "../ex/a": "there is no model in ../ex/a",
+        "~/nope": "there is no model in ~/nope",
+    }
+    for name, sentence in sentences.items():
+        done = run("eval", name)
+        assert done.returncode == 1 and sentence in done.stderr, done.stderr
+        with pytest.raises(SparseRLError, match="there is no model"):
+            load_model(name)
+    with pytest.raises(SparseRLError, match=r"did you mean 'qwen2.5-1.5b'"):
+        load_config("qwen2.5-1.5")
+    assert asked == []
+    for name in ("nope/never-there", "never-there"):
+        done = run("eval", name, "--bench", "sums")
+        assert done.returncode == 1 and f"cannot load {name!r} (no connection); give a hub id" in done.stderr
+        assert asked == [huggingface_hub.hf_hub_url(name, "config.json")]
+        asked.clear()
+
+
 def test_chat_template():
     tokenizer = tiny_tokenizer()
     with pytest.raises(SparseRLError, match="no chat template"):
@@ -78,6 +118,6 @@ def test_half_of_a_surrogate_pair_is_no_prompt():
 def test_characters_that_tiny_does_not_have_are_named():
     from sparse_rl.models import tiny_tokenizer, unknown_to_tiny
 
-    (line,) = unknown_to_tiny(tiny_tokenizer(), ["3 × 4 €", "1+1=", "数"])
-    assert line.startswith("2 prompts hold characters") and "'×' '€' '数'" in line
+    (line,) = unknown_to_tiny(tiny_tokenizer(), ["3 ¥ 4 €", "1+1=", "数"])
+    assert line.startswith("2 prompts hold characters") and "'¥' '€' '数'" in line
     assert unknown_to_tiny(tiny_tokenizer(), ["1+1=\n"]) == []

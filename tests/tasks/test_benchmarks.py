@@ -182,9 +182,10 @@ def test_where_the_files_are(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "eval"))
     assert len(make("minerva")) == 272
     (tmp_path / "eval" / "gsm8k.jsonl").unlink()
-    with pytest.raises(
-        SparseRLError, match=r"gsm8k: there is no file .*eval/gsm8k.jsonl, nor .*eval/eval/gsm8k.jsonl; put gsm8k.jsonl"
-    ):
+    said = (
+        r"gsm8k: there is no file .*eval/gsm8k.jsonl, nor .*eval/eval/gsm8k.jsonl; put gsm8k.jsonl there .`sparse-rl "
+    )
+    with pytest.raises(SparseRLError, match=said):
         make("gsm8k")
     with pytest.raises(SparseRLError, match="the task gsm8k has no option 'flder'; did you mean 'folder'"):
         make("gsm8k", flder=tmp_path)

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from sparse_rl.errors import SparseRLError
 from sparse_rl.tasks import make
 from sparse_rl.tasks import published as module
+from sparse_rl.tasks.rows import rows_of
 from tests.helpers.rows import write
 from tests.helpers.runs import run
 
@@ -101,3 +103,14 @@ def test_files_that_are_not_gsm8k_are_refused(tmp_path, rows, message):
     write(tmp_path / "train.jsonl", rows)
     done = run("data", "gsm8k", "--from", tmp_path, "--to", tmp_path / "data")
     assert done.returncode == 1 and message in done.stderr and not (tmp_path / "data").exists()
+
+
+def test_a_missing_file_that_the_command_writes_is_named_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("train", "qwen2.5-0.5b-gsm8k-24gb", "--model.name", "tiny", "--model.lora_rank", 0)
+    said = "there is no file data/train/gsm8k.jsonl; write it with `sparse-rl data gsm8k`, or "
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    with pytest.raises(SparseRLError, match="with `sparse-rl data gsm8k --to /other`"):
+        list(rows_of("/other/eval/gsm8k.jsonl"))
+    with pytest.raises(SparseRLError, match=r"other.jsonl; give the path"):
+        list(rows_of("data/train/other.jsonl"))
