@@ -25,6 +25,7 @@ ELSEWHERE = {  # Python blocks that tests/test_docs.py executes with more assert
     "docs/python.md": "tests/test_docs.py",
     "docs/add-a-compressor.md": "tests/test_docs.py",
     "docs/evaluate.md": "tests/test_docs.py",
+    "docs/reward-models.md": "tests/train/test_reward_model.py",
     "docs/trl.md": "examples/trl_grpo.py: tests/integrations/test_trl_adapter.py",
 }
 README_NEEDS = ("make ", "sparse-rl train qwen2.5-1.5b-simplerl")  # minutes; a GPU and a download

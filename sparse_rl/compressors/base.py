@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import SparseRLError, nearest, require_int
 from ..files import names_python_file
 from ..kernels import twins
+from .mistakes import failed, is_own, named, place
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class Compressor:
             return cls(**options)
         except TypeError as error:
             raise SparseRLError(f"{written} cannot use the parameters {options} ({error}).") from error
+        except Exception as error:
+            if isinstance(error, SparseRLError) or not is_own(cls):
+                raise
+            raise SparseRLError(
+                f"{written}{place(cls, error)} cannot be made with the parameters {options}: "
+                f"{type(error).__name__}: {error}."
+            ) from error
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this compressor cannot run on."""
@@ -101,6 +109,10 @@ class Compressor:
     def keep(self, view: CacheView, budget: int) -> Tensor:
         """Slot numbers to keep, ascending (that is feed order). -> int64 [B, H, budget]"""
         raise NotImplementedError
+
+    def decides(self) -> Compressor:
+        """The compressor whose code chooses the slots: this one, or the one that it asks."""
+        return self
 
     def capacity(self, prompt: int, new: int) -> int:
         """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones."""
@@ -168,10 +180,52 @@ class ScoreCompressor(Compressor):
         forced = (slot < sinks) | (slot >= used - window)  # [S]
         if self.protect_prompt:
             forced = forced | (view.feed < view.num_prompt_tokens[:, None, None])  # [B, H, S]
-        score = self.score(view).float()
+        score = self._checked(self.score(view), view).float()
         if view.unreachable is not None:
             score = score.masked_fill(view.unreachable, -torch.inf)
-        return best(score.masked_fill(forced, torch.inf), budget)
+        score = score.masked_fill(forced, torch.inf)
+        kept = best(score, budget)
+        if is_own(type(self)):  # -1 is refused when slot numbers are checked, so that a GPU need not wait for it here
+            blamed = score.isnan().any(-1) & view.keys.isfinite().flatten(2).all(-1)  # [B, H]; the model may be ruined
+            kept[..., 0].masked_fill_(blamed, -1)
+        return kept
+
+    def _checked(self, score: Any, view: CacheView) -> Tensor:
+        shape = view.keys.shape[:3]
+        if isinstance(score, Tensor) and score.shape == shape:
+            return score
+        given = f"a tensor {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
+        raise SparseRLError(
+            f"{named(self)}.score{place(type(self))} returned {given}; it must return a tensor {list(shape)}: a score "
+            "per row, KV head and slot."
+        )
+
+
+def choose(compressor: Compressor, view: CacheView, budget: int) -> Tensor:
+    """What a compressor keeps. An error in a user's own compressor, unless of the device, becomes one sentence."""
+    try:
+        return compressor.keep(view, budget)
+    except (SparseRLError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        decider = compressor.decides()
+        if not is_own(type(decider)) or "can't allocate memory" in str(error):
+            raise
+        raise failed(decider, error) from error
+
+
+def refusal(compressor: Compressor, used: int) -> SparseRLError:
+    """What to raise where a compressor kept other slots than distinct, ascending ones below `used`."""
+    decider = compressor.decides()
+    cls = type(decider)
+    if isinstance(decider, ScoreCompressor) and cls.keep is ScoreCompressor.keep:
+        return SparseRLError(
+            f"{named(decider)}.score{place(cls)} returned NaN, though the keys are finite; look for 0 / 0, "
+            "inf - inf, or the root or logarithm of a negative number."
+        )
+    return SparseRLError(
+        f"{named(decider)}.keep must return distinct, ascending slot numbers below {used}{place(cls)}."
+    )
 
 
 def best(score: Tensor, budget: int) -> Tensor:

@@ -44,6 +44,9 @@ class PromptOnly(Compressor):
     def keep(self, view: CacheView, budget: int) -> Tensor:
         return self.chooser.keep(view, budget)
 
+    def decides(self) -> Compressor:
+        return self.chooser.decides()
+
     def evicts_prompt(self, tokens: int) -> bool:
         return tokens > self.budget
 

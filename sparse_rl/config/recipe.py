@@ -30,6 +30,7 @@ from ..models.logits import check_logits
 from .budget import Adaptive
 from .learn import LearnSettings
 from .sections import EvalSettings, RunSettings, WarmupSettings
+from .task import TaskSettings
 from .values import plain
 
 RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
@@ -61,21 +62,6 @@ class ModelSettings:
         if self.gradient_checkpointing not in (True, False, "auto"):
             given = self.gradient_checkpointing
             raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false or auto.")
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    name: str = key("a name from `sparse-rl list tasks`, `gym:NAME`, `file.py` or `file.py:Class`")
-    options: dict = key("the task's own options; in a recipe they stand beside `name`", {})
-    overlong: float = key(
-        "the last share of rollout.max_new_tokens over which a reward `overlong` falls from 0 to -1, such as 0.2 "
-        "(DAPO's soft punishment); 0: none",
-        0.0,
-    )
-
-    def __post_init__(self):
-        if not 0 <= self.overlong <= 1:
-            raise SparseRLError(f"task.overlong is {self.overlong}; it is a share of max_new_tokens, from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -164,6 +150,11 @@ class Recipe:
             raise SparseRLError(
                 "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2; ppo "
                 "compares with a critic instead."
+            )
+        if self.learn.dynamic and self.learn.algorithm == "ppo":
+            raise SparseRLError(
+                f"learn.dynamic is {self.learn.dynamic}: it replaces prompts whose completions all have the same "
+                "reward, but ppo learns from those, too; set it to 0."
             )
 
     def _check_algorithm(self) -> None:

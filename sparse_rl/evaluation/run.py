@@ -167,7 +167,9 @@ def _evaluated(
 def answers(exam: Exam, summary: Summary) -> Answers:
     """What the completions of a benchmark were like."""
     count = summary.problems * summary.samples
-    return Answers(count, summary.accuracy, summary.truncated, summary.no_answer, exam.sampling.max_new_tokens)
+    ungraded = {"timeout": summary.timeouts, "error": summary.errors, "bad gold": summary.bad_golds}
+    longest = exam.sampling.max_new_tokens
+    return Answers(count, summary.accuracy, summary.truncated, summary.no_answer, longest, ungraded=ungraded)
 
 
 def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:

@@ -125,6 +125,11 @@ def advantage(
     centred = rewards - mean[group_of]
     variance = per_group(centred**2) / (count - 1).clamp(min=1)
     flat = per_group(centred.abs()) <= _EQUAL * count  # the group's members all have the same reward
+    if not (centred.isfinite().all() and variance.isfinite().all()):
+        raise SparseRLError(
+            f"the rewards reach from {rewards.min().item():.3g} to {rewards.max().item():.3g}, so the variance of a "
+            "group is not finite; return finite rewards of moderate size, such as 0 to 1."
+        )
     statistics = GroupRewards(rewards, centred, variance.sqrt()[group_of], count[group_of])
     found = estimate(statistics, eps)
     if not isinstance(found, Tensor) or found.shape != rewards.shape:

@@ -12,15 +12,17 @@ from .load import (
 from .logits import Float32Head, check_logits, set_logits, wide_product
 from .names import check_folder
 from .record import Record, find_model, read_record, record_of, set_record
+from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
-from .tiny import tiny_tokenizer
+from .tiny import tiny_tokenizer, unknown_to_tiny
 
 __all__ = [
     "Float32Head",
     "ModelShape",
     "Record",
+    "RewardModel",
     "base_of",
     "check_folder",
     "check_logits",
@@ -36,18 +38,21 @@ __all__ = [
     "is_adapter",
     "load_config",
     "load_model",
+    "load_reward_model",
     "no_progress_bar",
     "own_stop_ids",
     "read_record",
     "reading",
     "record_base",
     "record_of",
+    "reward_config",
     "set_base",
     "set_logits",
     "set_record",
     "shape_config",
     "stop_ids",
     "tiny_tokenizer",
+    "unknown_to_tiny",
     "weight_bytes",
     "wide_product",
     "with_lora",

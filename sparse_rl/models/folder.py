@@ -88,14 +88,17 @@ def check_layers(source: str) -> None:
                 raise SparseRLError(f"{path}: {key} is {str(value)[:30]}; it must be between 1 and {MOST_LAYERS:,}.")
 
 
-def check_size(folder: str) -> None:
-    """Refuse a folder whose files could not hold the model of its config, before memory is taken for that model."""
+def check_size(folder: str, kind: Any = None) -> None:
+    """Refuse a folder whose files could not hold the model of its config, before memory is taken for that model.
+
+    `kind`: transformers' class that makes it; None: the one for language models.
+    """
     from transformers import AutoConfig
 
     if not (Path(folder) / "config.json").is_file():
         return
     size = sum(file.stat().st_size for file in Path(folder).iterdir() if file.is_file())
-    parameters = weight_bytes(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.int8)
+    parameters = weight_bytes(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.int8, kind)
     if parameters > MOST_PER_BYTE * size:
         raise SparseRLError(
             f"the config of {folder} describes {parameters:,} parameters, but all of its files have {size:,} bytes; "

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..beacon import beacon_of, load_beacon
-from ..errors import SparseRLError, nearest
+from ..errors import SparseRLError, nearest, shown
+from ..files import is_text
 from .adapters import base_of, is_adapter
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
@@ -169,6 +170,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def encode(tokenizer, text: str | list[dict]) -> list[int]:
     """Token ids of a prompt: text as it is, or chat messages through the tokenizer's template."""
+    for content in [text] if isinstance(text, str) else [message.get("content") for message in text]:
+        if isinstance(content, str) and not is_text(content):
+            raise SparseRLError(
+                f"a prompt holds half of a surrogate pair, which is not text: {shown(content)}; repair or remove it."
+            )
     if isinstance(text, str):
         return tokenizer.encode(text)
     if tokenizer.chat_template is None:

@@ -5,6 +5,7 @@ architectures by name, the bytes of a model's weights, and dtypes by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -105,13 +106,13 @@ def shape_config(name: str):
     )
 
 
-def weight_bytes(config, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a model's parameters, counted on a model without storage."""
+def weight_bytes(config, dtype: torch.dtype | None = None, kind: Any = None) -> int:
+    """Bytes of a model's parameters, counted on a model without storage. `kind`: transformers' class that makes it."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
     except Exception as error:  # settings that do not fit together lead to errors of any type
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise SparseRLError(f"no model can be made from this config ({why}); repair its config.json.") from error

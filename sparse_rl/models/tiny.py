@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Iterable
 
 from ..errors import SparseRLError
 
@@ -69,3 +70,19 @@ def tiny_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def unknown_to_tiny(tokenizer, texts: Iterable[str]) -> list[str]:
+    """What users should know where a tiny tokenizer reads characters that it does not have: nothing, or one line."""
+    known, count, characters = set(_CHARACTERS), 0, {}
+    if set(tokenizer.get_vocab()) != {"<pad>", "<eos>", *_CHARACTERS}:
+        return []
+    for text in texts:
+        missing = dict.fromkeys(character for character in text if character not in known)
+        count, characters = count + bool(missing), characters | missing
+    if not count:
+        return []
+    shown = " ".join(repr(character) for character in list(characters)[:5])
+    return [
+        f"{count} prompts hold characters that the tiny tokenizer does not have and reads as spaces, such as {shown}"
+    ]

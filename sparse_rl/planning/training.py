@@ -28,6 +28,8 @@ class TrainingPlan:
     update_bytes: int  # estimate: activations of a micro-batch, in the update or in scoring, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
     student_bytes: int = 0  # weights and optimizers of all students
+    reward_model_bytes: int = 0
+    grading_bytes: int = 0  # estimate: activations of the reward model; they take turns with the rollout
     critic_bytes: int = 0  # weights and optimizer of a separate critic
     learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
@@ -36,16 +38,11 @@ class TrainingPlan:
     @property
     def total_bytes(self) -> int:
         plan = self.rollout
-        held = (
-            plan.total_bytes
-            - plan.working_bytes
-            + self.student_bytes
-            + self.critic_bytes
-            + self.learner_bytes
-            + WORKSPACE
-        )
-        working = plan.working_bytes + self.update_bytes if self.ahead else max(plan.working_bytes, self.update_bytes)
-        return held + self.optimizer_bytes + self.reference_bytes + max(working, self.eval_bytes)
+        sampling = max(plan.working_bytes, self.grading_bytes)
+        working = sampling + self.update_bytes if self.ahead else max(sampling, self.update_bytes)
+        models = self.learner_bytes + self.reference_bytes + self.reward_model_bytes
+        held = self.optimizer_bytes + models + self.student_bytes + self.critic_bytes + WORKSPACE
+        return plan.total_bytes - plan.working_bytes + held + max(working, self.eval_bytes)
 
     def fits(self, memory: int) -> bool:
         """Whether the plan fits, with the allocator's share left free."""
@@ -63,6 +60,7 @@ class TrainingPlan:
             (f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes)),
             *([("the learner's own weights", size(self.learner_bytes))] if self.learner_bytes else []),
             ("reference model", size(self.reference_bytes)),
+            *self._reward_model_lines(),
             *([("students: weights and optimizers", size(self.student_bytes))] if self.student_bytes else []),
             *([("critic: weights and optimizer", size(self.critic_bytes))] if self.critic_bytes else []),
             ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
@@ -78,6 +76,14 @@ class TrainingPlan:
                 )
             )
         return aligned(lines)
+
+    def _reward_model_lines(self) -> list[tuple[str, str]]:
+        if not self.reward_model_bytes:
+            return []
+        return [
+            ("reward model", size(self.reward_model_bytes)),
+            ("grading: activations of the reward model (estimate)", size(self.grading_bytes)),
+        ]
 
 
 def make_training_plan(
@@ -98,6 +104,7 @@ def make_training_plan(
     processes: int = 1,
     shard: bool = False,
     ahead: bool = False,
+    reward_model: tuple[int, int] = (0, 0),
     critic: bool = False,
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
@@ -112,6 +119,7 @@ def make_training_plan(
     with; a layer is whole while it runs, and so are embeddings and head. Without it, gradients are summed in buckets.
     `ahead`: sampler and learner have weights of their own and work at the same time. `critic`: a separate one, of the
     model's size and with as many trained parameters; its activations are there together with the policy's.
+    `reward_model`: bytes of its weights, and of a forward pass.
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -144,6 +152,8 @@ def make_training_plan(
         student_bytes=students * (rollout.weight_bytes + student_trained * per_parameter),
         critic_bytes=(1 + ahead) * rollout.weight_bytes + trained * per_parameter if critic else 0,
         reference_bytes=rollout.weight_bytes if reference else 0,
+        reward_model_bytes=reward_model[0],
+        grading_bytes=reward_model[1],
         update_bytes=update + exchanged if divided else max(update, exchanged),
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
@@ -187,6 +197,12 @@ def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool) -> int:
     item = shape.dtype.itemsize
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     return tokens * (layer_bytes(shape, adapters) + 3 * shape.hidden * item) + chunk
+
+
+def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, longest: int) -> int:
+    """Estimate: one layer of a classifier's forward pass over `tokens` tokens, and masks of rows of `longest`."""
+    layer = 2 * hidden * 4 + (6 * hidden + 3 * intermediate) * item  # norms in fp32; states, attention, feed-forward
+    return tokens * (layer + longest * item)
 
 
 def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int) -> int:

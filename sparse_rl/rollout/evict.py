@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..cache import SlotCache
 from ..compressors import CacheView, Compressor
+from ..compressors.base import choose, refusal
 from ..errors import SparseRLError
 from ..kernels import ops
 from ..streams import eviction_streams
@@ -48,7 +49,7 @@ def evict(
             softcap=_common(cache.softcap, "soft-cap"),
             unreachable=_unreachable(cache, layers, feed, fed),
         )
-        kept = compressor.keep(view, budget)
+        kept = choose(compressor, view, budget)
         fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)
         if ops.rules(rows.device).defers_checks:
             kept = kept.clamp(0, used - 1)  # until the host checks, a wrong number must not reach another row
@@ -63,7 +64,7 @@ def evict(
 
 def check_fine(fine: bool, used: int, compressor: Compressor) -> None:
     if not fine:
-        raise SparseRLError(f"{compressor.name}.keep must return distinct, ascending slot numbers below {used}.")
+        raise refusal(compressor, used)
 
 
 def _common(per_layer: list, what: str) -> float | None:
@@ -85,10 +86,9 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
     return (distance >= reach[:, None, None, None]).flatten(0, 1)
 
 
-def _check_kept(kept: Tensor, shape: tuple[int, int, int], used: int, compressor: Compressor) -> Tensor:
+def _check_kept(kept: object, shape: tuple[int, int, int], used: int, compressor: Compressor) -> Tensor:
     """Refuse another shape at once. -> bool: whether the numbers are valid, which the host may ask later"""
-    if tuple(kept.shape) != shape or kept.dtype != torch.int64:
-        raise SparseRLError(
-            f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {kept.dtype} {list(kept.shape)}."
-        )
+    if not isinstance(kept, Tensor) or tuple(kept.shape) != shape or kept.dtype != torch.int64:
+        given = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
+        raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {given}.")
     return (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()

@@ -6,10 +6,16 @@ none do, steps change nothing, and a benchmark measures the format instead of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 NEARLY_ALL = 0.95
 FEWEST = 8  # completions; fewer say too little
+UNGRADED_BY = {  # verdict -> why completions could not be graded, and the remedy
+    "error": "the reward function fails: correct it (`grading failed` says where)",
+    "timeout": "the reward function takes too long: make it faster, or give it a longer deadline",
+    "bad gold": "the reference answers cannot be read: correct them",
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Answers:
     max_new_tokens: int
     groups: int = 0  # of completions that share a prompt; 0: nothing is learned from them
     flat: float = 0.0  # the share of groups whose members all have the same reward
+    ungraded: Mapping[str, int] = field(default_factory=dict)  # verdict -> completions that could not be graded
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,13 @@ def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
     """(what is missing, the sentence that says so); None if the model answers, or if there is too little to judge."""
     if found.count < FEWEST:
         return None
+    failed = sum(found.ungraded.values())
+    if failed >= NEARLY_ALL * found.count:
+        most = max(found.ungraded, key=lambda verdict: found.ungraded[verdict])
+        return "grades", (
+            f"{failed / found.count:.0%} of {found.count} completions could not be graded and count as wrong, whatever "
+            f"the model wrote, because {UNGRADED_BY[most]}."
+        )
     template = f", or change the prompts ({names.template})" if names.template else ""
     if found.cut >= NEARLY_ALL and found.right < 0.5:
         return "stops", (

@@ -23,7 +23,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -334,6 +334,11 @@ def notices(task: Task, other: Task | None = None) -> list[str]:
         templates = f"held-out prompts use the template {other.template}, training prompts {task.template}"
         lines.append(f"{templates}; accuracy may suffer")
     return lines
+
+
+def first_texts(task: Task) -> Iterator[str]:
+    """Prompts of a task that reads files, those that are text: the first thousand at most."""
+    return (p.text for p in task.sample(0, min(1000, task.num_prompts or 0)) if isinstance(p.text, str))
 
 
 def describe() -> list[tuple[str, str]]:

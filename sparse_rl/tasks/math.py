@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SparseRLError, require_int
+from ..files import is_text
 from .base import Grade, Prompt, Task, register
 from .equality import effort, last_boxed, tidy, verdict
 from .rows import Unusable, parse_row, rows_of, short_name
@@ -232,7 +233,16 @@ class Math(Task):
 def _field(row: dict, name: str) -> Any:
     if name not in row:
         raise Unusable(f"no field {name!r}")
+    if not _is_text(row[name]):
+        raise Unusable(f"{name} holds half of a surrogate pair, which is not text")
     return row[name]
+
+
+def _is_text(value: Any) -> bool:
+    """Whether the strings of a field, of a list in it, or of messages can be written, and so tokenized."""
+    items = value if isinstance(value, list) else [value]
+    strings = [text for item in items for text in (item.values() if isinstance(item, dict) else [item])]
+    return all(is_text(text) for text in strings if isinstance(text, str))
 
 
 def prompt_of(row: dict, name: str) -> str | list[dict]:

@@ -11,7 +11,7 @@ from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
 from ..records import kv_tokens_saved
-from ..tasks import mean_parts
+from ..tasks import UNGRADED, mean_parts
 from ..tasks.answering import Answers
 from .step import StepRollout
 
@@ -77,4 +77,5 @@ def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers
         max_new_tokens=rollout.max_new_tokens,
         groups=rollout.prompts,
         flat=metrics.get("advantage/groups_without_variance/frac", 0.0),
+        ungraded={v: int(metrics.get(f"grade/{v.replace(' ', '_')}/count", 0.0)) for v in UNGRADED},
     )

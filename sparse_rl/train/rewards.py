@@ -1,25 +1,37 @@
 """Rewards that a run adds to those of its task, as named parts of every grade.
 
-    overlong    task.overlong: 0, then falling to -1 over the last tokens that a response may have (DAPO)
+    overlong        task.overlong: 0, then falling to -1 over the last tokens that a response may have (DAPO)
+    reward_model    task.reward_model: the score of a classifier that reads prompt and response
 
 What is right, and so accuracy, stays for the task to say.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from ..config import Recipe
 from ..errors import SparseRLError
+from ..models import RewardModel, load_reward_model
 from ..records import Trajectory
 from ..tasks import UNGRADED, Grade, Prompt, Task
 
 
 class AddedRewards:
     def __init__(self, recipe: Recipe):
-        self.longest = recipe.rollout.max_new_tokens
-        self.buffer = max(1, round(recipe.task.overlong * self.longest)) if recipe.task.overlong else 0
+        settings, self.longest = recipe.task, recipe.rollout.max_new_tokens
+        self.buffer = max(1, round(settings.overlong * self.longest)) if settings.overlong else 0
+        self.weight = settings.reward_model_weight
+        self.model: RewardModel | None = None
+        self.last_error: str | None = None  # why a completion has no score, for the caller to show once
+        if settings.reward_model is not None:
+            self.model = load_reward_model(settings.reward_model, settings.reward_model_tokens)
+            check_context(self.model, self.longest)
 
     def grade(
         self, task: Task, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], texts: Sequence[str]
@@ -29,7 +41,32 @@ class AddedRewards:
         if self.buffer:
             values = [overlong(len(t.response_tokens), self.longest, self.buffer) for t in trajectories]
             grades = [with_part(grade, "overlong", value) for grade, value in zip(grades, values, strict=True)]
+        if self.model is not None:
+            scores = self.model.scores([prompt.text for prompt in prompts], texts)
+            grades = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
         return grades
+
+    def whatever_their_length(self, grades: Sequence[Grade]) -> Tensor:
+        """The rewards of completions without what was added for their length. fp64 [N]"""
+        added = [grade.parts["overlong"] if self.buffer and "overlong" in grade.parts else 0.0 for grade in grades]
+        return torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
+
+    def _with_score(self, grade: Grade, score: float | None) -> Grade:
+        """A completion that the reward model cannot score costs its reward, not the run."""
+        assert self.model is not None
+        if score is not None and math.isfinite(score):
+            return with_part(grade, "reward_model", score, self.weight)
+        why = f"the score is {score}" if score is not None else f"a text is longer than {self.model.context} tokens"
+        self.last_error = self.last_error or f"{why}, says the reward model {self.model.name}"
+        return Grade(0.0, "error")
+
+
+def check_context(model: RewardModel, longest: int) -> None:
+    if model.context <= longest:
+        raise SparseRLError(
+            f"the reward model {model.name} reads {model.context} tokens, but responses alone have up to {longest} "
+            f"(rollout.max_new_tokens); lower that below {model.context}, or use another reward model."
+        )
 
 
 def overlong(tokens: int, longest: int, buffer: int) -> float:

@@ -25,9 +25,9 @@ from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
-from ..models import ModelShape, dtype_of, load_config, weight_bytes
+from ..models import ModelShape, dtype_of, load_config, reward_config, weight_bytes
 from ..planning.memory import make_plan
-from ..planning.training import TrainingPlan, make_training_plan
+from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
 from ..tasks import Task
 from . import auto
 from .budget import compressor_of
@@ -223,7 +223,23 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         shard=recipe.model.shard,
         ahead=bool(recipe.rollout.ahead),
         critic=recipe.has_separate_critic,
+        reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
     )
+
+
+def reward_model_bytes(recipe: Recipe, prompt_tokens: int, prompts: int) -> tuple[int, int]:
+    """Bytes of the reward model's weights, and of a forward pass, if texts have as many tokens as for the policy."""
+    from transformers import AutoModelForSequenceClassification
+
+    if recipe.task.reward_model is None:
+        return 0, 0
+    config = reward_config(recipe.task.reward_model)
+    text, weights = config.get_text_config(), weight_bytes(config, kind=AutoModelForSequenceClassification)
+    longest = prompt_tokens + recipe.rollout.max_new_tokens
+    tokens = max(longest, min(recipe.task.reward_model_tokens, prompts * recipe.rollout.group_size * longest))
+    intermediate = getattr(text, "intermediate_size", 4 * text.hidden_size)
+    item = (config.dtype or torch.float32).itemsize
+    return weights, classifier_bytes(text.hidden_size, intermediate, item, tokens, longest)
 
 
 def lora_parameters(config, rank: int) -> int:

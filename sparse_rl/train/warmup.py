@@ -35,7 +35,7 @@ from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.score import batch_logprobs
-from ..models import ends_of, evaluating, set_record
+from ..models import ends_of, evaluating, set_record, unknown_to_tiny
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Task
@@ -75,7 +75,8 @@ def warmup(
         if resume:
             run.resume()
         write_text(folder / "recipe.yaml", recipe.to_yaml())
-        for line in [*tasks.notices(task, asked and asked.task), *changes]:
+        unknown = unknown_to_tiny(tokenizer, tasks.first_texts(task))
+        for line in [*tasks.notices(task, asked and asked.task), *unknown, *changes]:
             view.say(f"sparse-rl: {line}")
         with stoppable():
             run.train()

@@ -92,7 +92,7 @@ class Sampler:
             rollout = self._replace_flat_groups(rollout, number, own_positions, clock)
         with clock.stage("diagnose"):
             alpha = self._alpha(rollout, own_positions, count * group)
-        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.task.last_error)
+        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
 
     def check_prompts_of_files(self, steps_done: int) -> None:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
@@ -144,6 +144,7 @@ class Sampler:
     ) -> StepRollout:
         """Sample other prompts for groups whose rewards are all equal, in up to `learn.dynamic` rounds.
 
+        As published, a punishment for length is not looked at: a prompt whose answers are all right is replaced.
         A round has a prompt of its own for every position of the step, of which those that are needed are completed;
         so they do not depend on how positions were dealt.
         """
@@ -151,7 +152,7 @@ class Sampler:
         positions = torch.tensor(own_positions).view(-1, group)
         for turn in range(1, rounds + 1):
             chosen_rows = rollout.chosen_rows.view(-1, group)
-            flat = without_variance(rollout.rewards[chosen_rows])
+            flat = without_variance(self.rewards.whatever_their_length(rollout.grades)[chosen_rows])
             if not flat.any():
                 break
             with clock.stage("rollout"):
@@ -159,7 +160,7 @@ class Sampler:
                 ids = self.encode(prompts)
             more = self._complete(number, turn, prompts, ids, positions[flat].flatten().tolist(), clock)
             rows = torch.arange(len(more.trajectories)).view(-1, group)
-            better = ~without_variance(more.rewards[rows])
+            better = ~without_variance(self.rewards.whatever_their_length(more.grades)[rows])
             chosen_rows = chosen_rows.clone()
             chosen_rows[flat.nonzero()[better, 0]] = len(rollout.trajectories) + rows[better]
             rollout = append(rollout, more, chosen_rows.flatten())
@@ -254,6 +255,11 @@ class Sampler:
         if self.processes > 1:
             trajectories = [replace(t, trace=first_head_trace(t.trace)) for t in trajectories]
         return list(zip(trajectories, grades, strict=True))
+
+    @property
+    def grading_error(self) -> str | None:
+        """The first error in a reward, of the task or of what is added to it."""
+        return self.task.last_error or self.rewards.last_error
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]

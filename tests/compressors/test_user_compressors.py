@@ -1,13 +1,16 @@
 """A user's own compressor and advantage estimator: named by their file, in recipes and in every command."""
 
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sparse_rl import Engine, Sampling, SparseRLError, load_model
+from sparse_rl import Engine, NonFiniteLogits, Sampling, SparseRLError, load_model
 from sparse_rl.compressors import make
-from sparse_rl.files import read_lines
+from sparse_rl.files import find_checkpoints, read_lines
+from sparse_rl.kernels import ops
 from sparse_rl.learn.advantage import advantage, find_estimator
 from tests.helpers.runs import run, write_recipe
 
@@ -68,6 +71,85 @@ def test_mistakes_in_the_file_get_a_sentence(tmp_path, source, name, said):
         (tmp_path / "mine.py").write_text(source)
     with pytest.raises(SparseRLError, match=said):
         make(f"{tmp_path / 'mine.py'}{name}")
+
+
+@pytest.mark.parametrize("around", ["{}", "prompt-only:{}"])
+@pytest.mark.parametrize(
+    ("body", "line", "said"),
+    [
+        ("return view.feed.float() / (1 // 0)", 10, "failed: ZeroDivisionError: .* by zero.$"),
+        ("return self.missing", 10, "failed: AttributeError: 'Newest' object has no attribute 'missing'.$"),
+        ("return view.feed @ view.feed", 10, "failed: RuntimeError"),
+        ("return None", 9, r"returned NoneType; it must return a tensor \[\d+, \d+, \d+\]: a score per"),
+        ("return view.feed[..., :1]", 9, r"returned a tensor \[\d+, \d+, 1\]; it must return a tensor \[\d+, \d+, "),
+        ("return view.feed * float('nan')", 9, "returned NaN, though the keys are finite"),
+        ("return (view.feed - 9).float().sqrt()", 9, "returned NaN"),
+    ],
+)
+def test_a_mistake_in_a_score_gets_a_sentence_with_its_line(tmp_path, body, line, said, around):
+    (tmp_path / "mine.py").write_text(MINE.replace("return self.sign * view.feed.float()", body))
+    with pytest.raises(SparseRLError, match=rf"Newest.*mine.py, line {line}\) {said}") as caught:
+        model, tokenizer = load_model("tiny-sums")
+        engine = Engine(model, make(around.format(tmp_path / "mine.py")), budget=16, interval=4, rows=4)
+        engine.generate([tokenizer.encode("1+2+3+4+5+6+7+8+9+1+2+3+4+5=")], 2, Sampling(24, stop_ids=()))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_score_or_a_constructor_that_cannot_be_called(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.replace("def score(self, view)", "def score(view)"))
+    with pytest.raises(SparseRLError, match=r"Newest \(.*mine.py, line 9\) failed: TypeError: .*takes 1 positional"):
+        sampled(str(tmp_path / "mine.py"))
+    (tmp_path / "other.py").write_text(MINE.replace("self.sign = sign", "self.sign = 1 / 0"))
+    with pytest.raises(
+        SparseRLError, match=r"other.py, line 7\) cannot be made with the parameters {}: ZeroDivisionError"
+    ):
+        make(str(tmp_path / "other.py"))
+
+
+def test_keep_that_returns_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE + "\n    def keep(self, view, budget): pass\n")
+    with pytest.raises(SparseRLError, match=r"Newest.keep must return int64 slot numbers \[.*\], not NoneType"):
+        sampled(str(tmp_path / "mine.py"))
+
+
+def test_nan_where_it_does_not_matter_and_nan_keys_are_not_refused(tmp_path):
+    last = "return view.feed.float().masked_fill(view.feed == view.feed[..., -1:], float('nan'))"
+    (tmp_path / "mine.py").write_text(MINE.replace("return self.sign * view.feed.float()", last))
+    assert len(sampled(str(tmp_path / "mine.py"), window=2)) == 2
+    with pytest.raises(SparseRLError, match="returned NaN"):
+        sampled(str(tmp_path / "mine.py"))
+    model, tokenizer = load_model("tiny-sums")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(NonFiniteLogits):
+        engine = Engine(model, make(str(tmp_path / "mine.py")), budget=16, interval=4, rows=4)
+        engine.generate([tokenizer.encode("1+2+3+4+5+6+7+8+9+1+2+3+4+5=")], 2, Sampling(24, stop_ids=()))
+
+
+def test_nan_is_refused_where_checks_wait_for_the_next_sync(tmp_path, monkeypatch):
+    monkeypatch.setitem(ops.RULES, "cpu", replace(ops.RULES["cpu"], defers_checks=True))
+    (tmp_path / "mine.py").write_text(MINE.replace("view.feed.float()", "view.feed * float('nan')"))
+    with pytest.raises(SparseRLError, match=r"Newest.score \(.*mine.py, line 9\) returned NaN"):
+        sampled(str(tmp_path / "mine.py"))
+
+
+def test_a_run_that_a_score_ends_is_saved(tmp_path):
+    after = "if CALLS.append(1) or len(CALLS) > LIMIT: return 1 / 0\n        return self.sign * view.feed.float()"
+    source = MINE.replace("return self.sign * view.feed.float()", after) + "\nCALLS = []\nLIMIT = "
+    rollout = {"compressor": str(tmp_path / "mine.py"), "compressor_options": {}, "budget": 24}
+    few = {"steps": 3, "checkpoint_every": 9, "diagnose": 0, "samples": 0}
+    given = write_recipe(tmp_path, rollout=rollout, run=few, eval={"every": 0})
+    (tmp_path / "mine.py").write_text(source + "10**9")
+    told = run("train", given, "--out", tmp_path / "whole", "--run.steps", 1)
+    assert told.returncode == 0, told.stderr
+    calls = max(
+        len(getattr(m, "CALLS", ())) for name, m in sys.modules.items() if name.startswith("sparse_rl_file_mine_")
+    )
+    (tmp_path / "mine.py").write_text(source + str(calls))  # it fails in the second step
+    told = run("train", given, "--out", tmp_path / "run")
+    assert told.returncode == 1 and "line 10) failed: ZeroDivisionError" in told.stderr, told.stderr
+    assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [1]
 
 
 def test_every_command_takes_the_file(mine, tmp_path):

@@ -107,3 +107,17 @@ def test_chat_template():
     )
     assert tokenizer.decode(encode(tokenizer, [{"role": "user", "content": "hi"}])) == "[hi]>"
     assert tokenizer.decode(encode(tokenizer, "hi")) == "hi"
+
+
+def test_half_of_a_surrogate_pair_is_no_prompt():
+    for prompt in ("1+\ud800", [{"role": "user", "content": "1+\ud800"}]):
+        with pytest.raises(SparseRLError, match=r"half of a surrogate pair, which is not text: '1\+\\ud800'; repair"):
+            encode(tiny_tokenizer(), prompt)
+
+
+def test_characters_that_tiny_does_not_have_are_named():
+    from sparse_rl.models import tiny_tokenizer, unknown_to_tiny
+
+    (line,) = unknown_to_tiny(tiny_tokenizer(), ["3 × 4 €", "1+1=", "数"])
+    assert line.startswith("2 prompts hold characters") and "'×' '€' '数'" in line
+    assert unknown_to_tiny(tiny_tokenizer(), ["1+1=\n"]) == []

@@ -5,7 +5,7 @@ import pytest
 from sparse_rl.config import make_recipe
 from sparse_rl.tasks.answering import Answers, Names, cannot_answer
 from sparse_rl.train.run import train
-from tests.helpers.runs import BASE, run
+from tests.helpers.runs import BASE, run, write_recipe
 
 NAMES = Names("rollout.max_new_tokens", "task.template")
 FINE = {"count": 64, "right": 0.3, "cut": 0.1, "no_answer": 0.2, "max_new_tokens": 128, "groups": 8, "flat": 0.5}
@@ -25,6 +25,10 @@ FINE = {"count": 64, "right": 0.3, "cut": 0.1, "no_answer": 0.2, "max_new_tokens
         ({"flat": 0.9}, None, ""),
         ({"cut": 1.0, "no_answer": 1.0, "right": 0.0, "flat": 1.0}, "stops", "raise rollout.max_new_tokens"),
         ({"cut": 1.0, "no_answer": 1.0, "right": 0.0, "count": 7}, None, ""),
+        ({"flat": 1.0, "cut": 1.0, "right": 0.0, "ungraded": {"error": 64}}, "grades", "the reward function fails"),
+        ({"flat": 1.0, "right": 0.0, "ungraded": {"error": 1, "timeout": 62}}, "grades", "98% .* takes too long"),
+        ({"ungraded": {"bad gold": 64}}, "grades", "100% of 64 completions .* reference answers cannot be read"),
+        ({"flat": 1.0, "right": 0.0, "ungraded": {"error": 32}}, "varies", "easier problems"),
     ],
 )
 def test_each_thing_that_can_be_missing(change, lacking, words):
@@ -34,6 +38,32 @@ def test_each_thing_that_can_be_missing(change, lacking, words):
     assert (found and found[0]) == lacking
     if found is not None:
         assert re.search(words, found[1]) and found[1].endswith(".") and found[1].count(". ") == 0
+
+
+@pytest.mark.parametrize("returned", ["None", "float('nan')", "'1'"])
+def test_a_reward_that_always_fails_is_named_not_the_problems(tmp_path, returned):
+    (tmp_path / "mine.py").write_text(
+        f"def prompt(i): return f'{{i}}+1=', i + 1\ndef reward(answer, text): return {returned}\n"
+    )
+    task = {"name": str(tmp_path / "mine.py")}
+    few = {"steps": 1, "checkpoint_every": 1, "diagnose": 0, "samples": 0}
+    short = {"max_new_tokens": 8, "budget": 24}
+    given = write_recipe(tmp_path, task=task, rollout=short, run=few, eval={"every": 0})
+    done = run("train", given, "--out", tmp_path / "run")
+    told = " ".join(done.stderr.split())
+    assert "100% of 16 completions could not be graded" in told and "the reward function fails" in told, told
+    assert "grading failed (" in told
+    assert "easier problems" not in told and "did not stop" not in told
+
+
+def test_a_run_names_rewards_that_are_too_large(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def prompt(i): return f'{i}+1=', i + 1\ndef reward(answer, text): return 1e308 * (len(text) % 2 or -1)\n"
+    )
+    task = {"name": str(tmp_path / "mine.py")}
+    given = write_recipe(tmp_path, task=task, rollout={"budget": 24, "temperature": 2.0}, eval={"every": 0})
+    done = run("train", given, "--out", tmp_path / "run")
+    assert done.returncode == 1 and "the rewards reach from -1e+308 to 1e+308" in done.stderr, done.stderr
 
 
 def test_the_prompts_are_a_remedy_only_where_they_have_a_template():

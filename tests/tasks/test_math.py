@@ -202,6 +202,7 @@ def test_rows_of_every_shape(tmp_path):
     assert len(make("math", files=bom)) == 1
 
 
+HALF = "holds half of a surrogate pair, which is not text"
 BAD = [
     ('{"prompt": "cut off', "not JSON"),
     ("[1, 2]", "not an object"),
@@ -219,6 +220,9 @@ BAD = [
     ({"prompt": "x", "label": True}, "label is bool, not text or a number"),
     ({"prompt": "x", "label": float("nan")}, "label is not finite"),
     ({"prompt": "x", "label": r"\boxed{1"}, r"label has no closed \boxed{}"),
+    ({"prompt": "\ud800", "label": "1"}, f"prompt {HALF}"),
+    ({"prompt": [{"role": "user", "content": "\udc00x"}], "label": "1"}, f"prompt {HALF}"),
+    ({"prompt": "x", "label": ["1", "\ud83d"]}, f"label {HALF}"),
 ]
 
 
@@ -236,6 +240,8 @@ def test_unusable_rows_are_skipped_counted_and_named(tmp_path):
         b'{"prompt": "\xe9", "label": "1"}\n' + "\n".join(map(json.dumps, good)).encode()
     )
     assert make("math", files=tmp_path / "latin.jsonl").skipped == {"not JSON": 1}
+    paired = '{"prompt": "\\ud83d\\ude00", "label": "1", "other": "\\ud800"}'  # other fields do not matter
+    assert make("math", files=write(tmp_path / "paired.jsonl", [paired]))[0].text == "\N{GRINNING FACE}"
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path):

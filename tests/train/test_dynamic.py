@@ -55,13 +55,18 @@ def test_groups_without_variance_are_replaced(thirds, tmp_path):
 
 
 def test_a_group_that_no_round_can_replace_stays(tmp_path):
+    """Its rewards are equal but for the punishment of their length, from which it still learns."""
     (tmp_path / "flat.py").write_text("def prompt(i): return '1+1=', i\ndef reward(answer, text): return 1.0\n")
     small = {"rollout": {"max_new_tokens": 8, "prompts": 2}, "run": {"steps": 1, "samples": 2}, "eval": {"every": 0}}
-    flat = recipe(task={"name": str(tmp_path / "flat.py"), "workers": 1}, learn={"dynamic": 2}, **small)
-    train(flat, tmp_path / "run", show=False)
-    (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert (line["dynamic/sampled/count"], line["dynamic/replaced/count"]) == (16, 0)
-    assert line["advantage/groups_without_variance/frac"] == 1 and line["update/empty/count"] == 2
+    for share in (0.0, 1.0):
+        task = {"name": str(tmp_path / "flat.py"), "workers": 1, "overlong": share}
+        settings = recipe(model={"name": "tiny"}, task=task, learn={"dynamic": 2}, **small)
+        train(settings, tmp_path / str(share), show=False)
+    plain, shaped = (read_lines(tmp_path / name / "metrics.jsonl")[0] for name in ("0.0", "1.0"))
+    for line in (plain, shaped):
+        assert (line["dynamic/sampled/count"], line["dynamic/replaced/count"]) == (16, 0)
+    assert plain["advantage/groups_without_variance/frac"] == 1 and plain["update/empty/count"] == 2
+    assert shaped["advantage/groups_without_variance/frac"] < 1
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -133,6 +138,7 @@ def test_added_rewards_leave_the_verdict_to_the_task():
     [
         ({"learn": {"dynamic": -1}}, "learn.dynamic is -1"),
         ({"learn": {"dynamic": 2, "refill": 1}}, "learn.refill is 1 and learn.dynamic is 2"),
+        ({"learn": {"dynamic": 2, "algorithm": "ppo"}}, "learn.dynamic is 2: .* ppo learns from those, too"),
         ({"task": {"name": "sums", "overlong": 1.5}}, "task.overlong is 1.5; it is a share of max_new_tokens"),
         ({"task": {"name": "sums", "overlong": "much"}}, "task.overlong"),
     ],

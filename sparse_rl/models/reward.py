@@ -1,0 +1,127 @@
+"""A reward model: a sequence classifier with one label, whose score says how good a response to a prompt is.
+
+It reads a conversation through its own tokenizer: chat messages and the response through its chat template, where it
+has one, and otherwise the text of the prompt and the response, one after the other. Its folder or hub id is read as any
+model's: without code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SparseRLError
+from .folder import check_layers, check_size, check_tensors, reading
+from .load import check_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class RewardModel:
+    """Scores completions. `batch_tokens`: tokens of a forward pass, padding included; a longer text goes alone."""
+
+    def __init__(
+        self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_tokens: int = 16384
+    ):
+        self.name, self.model, self.tokenizer, self.batch_tokens = name, model, tokenizer, batch_tokens
+        model.config.use_cache = False  # a score needs no keys and values afterwards
+        self.context = context_of(model.config, tokenizer)
+
+    @torch.no_grad()
+    def scores(self, prompts: Sequence[str | list[dict]], texts: Sequence[str]) -> list[float | None]:
+        """The score of every completion; None for one that is longer than the model's context."""
+        ids = [self.encode(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        found: list[float | None] = [None] * len(ids)
+        for rows in self._batches([len(row) for row in ids]):
+            for row, score in zip(rows, self._forward([ids[row] for row in rows]).tolist(), strict=True):
+                found[row] = score
+        return found
+
+    def encode(self, prompt: str | list[dict], text: str) -> list[int]:
+        """The tokens of a prompt and a response to it."""
+        if self.tokenizer.chat_template is not None:
+            before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            messages = [*before, {"role": "assistant", "content": text}]
+            encoded: Any = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+            return list(encoded["input_ids"])
+        if not isinstance(prompt, str):
+            raise SparseRLError(
+                f"the prompts are chat messages, but the tokenizer of the reward model {self.name} has no chat "
+                "template; use prompts of plain text, or another reward model."
+            )
+        return self.tokenizer.encode(prompt + text)
+
+    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Rows that go through the model together, longest first, without those that are too long.
+
+        Without a padding token the model cannot tell where a text ends, so texts go one by one.
+        """
+        fitting = [row for row, length in enumerate(lengths) if 0 < length <= self.context]
+        order, batches = sorted(fitting, key=lambda row: -lengths[row]), []
+        while order:
+            count = max(1, self.batch_tokens // lengths[order[0]]) if self.model.config.pad_token_id is not None else 1
+            batches.append(order[:count])
+            order = order[count:]
+        return batches
+
+    def _forward(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """fp32 [rows]"""
+        width, pad, device = len(ids[0]), self.model.config.pad_token_id or 0, self.model.device
+        tokens = torch.tensor([[*row, *[pad] * (width - len(row))] for row in ids], device=device)
+        seen = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=device)
+        return self.model(input_ids=tokens, attention_mask=seen).logits[:, 0].float()
+
+
+def load_reward_model(name: str, batch_tokens: int = 16384, device: str | None = None) -> RewardModel:
+    """The reward model of a folder or a hub id, in the dtype of its files."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    reward_config(name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with reading(name, OTHERS), torch.random.fork_rng(devices=[]):
+        check_size(name, AutoModelForSequenceClassification)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_tensors` refuses and names them
+            trust_remote_code=False,
+        )
+        model, info = loaded
+        check_tensors(name, info)
+    return RewardModel(name, model.to(device).eval().requires_grad_(False), tokenizer, batch_tokens)
+
+
+OTHERS = "give the hub id or the folder of a sequence classifier."
+
+
+def reward_config(name: str) -> Any:
+    """The config of a reward model; reads no weights."""
+    from transformers import AutoConfig
+
+    check_folder(name)
+    with reading(name, OTHERS):
+        check_layers(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if generators := [kind for kind in config.architectures or [] if "SequenceClassification" not in kind]:
+        raise SparseRLError(f"the reward model {name} is a {generators[0]}, which scores nothing; {OTHERS}")
+    if config.num_labels != 1:
+        raise SparseRLError(
+            f"the reward model {name} has {config.num_labels} labels, but a reward is one number; use a classifier "
+            "with one label."
+        )
+    return config
+
+
+def context_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokens that a model was made for, as its config or its tokenizer says; the tokenizer's may be astronomical.
+
+    Both count: of RoBERTa's table of positions, two rows are for no token.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
