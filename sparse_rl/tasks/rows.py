@@ -42,8 +42,8 @@ def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
         write = f"write it with `{made}`, or " if made else ""
         raise SparseRLError(
             f"there is no file {path}; {write}give the path of a JSONL, parquet or arrow file, absolute or "
-            f"relative to {Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, --task.files on the "
-            "command line)."
+            f"relative to {Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, "
+            "--task.files on the command line)."
         )
     return _lines(path)
 
