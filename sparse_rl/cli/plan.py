@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # options that only have a meaning with --gpus
 OF_MANY = ("steps", "price", "mean", "spread", "lengths", "link", "network", "per_node", "seed")
+MOST_GPUS = 8  # that are proposed: one machine
 
 
 def plan(
@@ -247,13 +248,14 @@ def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPl
         return f"{what}; use at most --rows {low}."
     if gpus > 1 and not recipe.model.shard and fits(shard=True):
         return f"{what}; divide the learner among them with --model.shard true."
-    larger = [2**i for i in range(1, 13) if 2**i > gpus]
+    larger = [count for count in (2, 4, MOST_GPUS) if count > gpus]
     enough = next((count for count in larger if fits(count, shard=True, rows=1)), None)
     if enough is not None:
         return f"{what}, even with one row; use {enough} GPUs with --model.shard true."
+    adapters = "" if recipe.model.lora_rank else "adapters (--lora-rank 64), "
     return (
-        f"{what}, and no number of GPUs helps; "
-        "use adapters (--lora-rank 64), a smaller --micro-batch-tokens or a smaller model."
+        f"{what}, and no number of GPUs up to {max(gpus, MOST_GPUS)} helps; "
+        f"use {adapters}a smaller --micro-batch-tokens or a smaller model."
     )
 
 

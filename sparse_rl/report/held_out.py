@@ -58,6 +58,8 @@ def trained(curves: Curves, aim: Aim, figure: str, where: str, student: bool = F
     if dense is None or figure == "eval/dense/accuracy":
         return [Sentence("good", f"{said}.", figure, last)]
     said = f"{said}; it is {' '.join(beside(dense[1] - last))} on the dense cache"
+    if (fell := dense_fell(aim, dense, first, last)) is not None:
+        return [Sentence("warn", f"{said}, {fell}; {'lower student.lr' if student else carry(aim)}.", figure, last)]
     behind = dense[1] - last if dense[1] - last > aim.chance((dense[1], last)) else 0.0
     remedy = "train longer" if student else "train longer, or raise rollout.budget"
     return judged("behind", last, figure, f"{said}.", f"{said}: {remedy}.", judge=behind)
@@ -75,6 +77,8 @@ def on_small(curves: Curves, aim: Aim, figure: str) -> list[Sentence]:
     if (dense := at_both_ends(curves, "eval/dense/accuracy", figure)) is not None:
         early, late = dense[0] - first, dense[1] - last
         said = f"{said}; it is {' '.join(beside(late))} on the dense cache (at the start {beside(early)[0]})"
+        if (fell := dense_fell(aim, dense, first, last)) is not None:
+            return [Sentence("warn", f"{said}, {fell}; {carry(aim)}.", figure, last)]
         wider = late - early if late - early > aim.chance((first, last, *dense)) else 0.0
         if level("gap", wider) != "good":
             return [Sentence("warn", f"{said}: the gap widens; {remedy}.", figure, last)]
@@ -112,6 +116,13 @@ def moved(aim: Aim, where: str, ends: tuple[tuple[int, float], tuple[int, float]
 def fall(aim: Aim, first: float, last: float) -> float:
     """How far accuracy fell; 0 if that may be chance."""
     return first - last if first - last > aim.chance((first, last)) else 0.0
+
+
+def dense_fell(aim: Aim, dense: tuple[float, float], first: float, last: float) -> str | None:
+    """Words about a dense cache that came down to another curve which did not rise; None if that is not so."""
+    if last > first or level("held_out", fall(aim, *dense)) == "good" or dense[0] - first <= dense[1] - last:
+        return None
+    return f"which fell from {dense[0]:.3f} to {dense[1]:.3f}: they come together because the model got worse"
 
 
 def carry(aim: Aim) -> str:

@@ -161,7 +161,11 @@ def test_the_table_of_one_gpu_that_samples_ahead():
         ),
         ([*SEVEN, "--gpus", 2, "--gpu-memory", 80], "with --model.shard true"),
         (["--recipe", RECIPE, "--gpus", 2, "--rows", 100000], "use at most --rows "),
-        ([*SEVEN, "--gpus", 4, "--gpu-memory", 8], "no number of GPUs helps"),
+        ([*SEVEN, "--gpus", 4, "--gpu-memory", 8], "no number of GPUs up to 8 helps; use adapters"),
+        (
+            [*SEVEN, "--gpus", 1, "--gpu-memory", 6, "--model.lora_rank", 8, "--model.shard", "false"],
+            "up to 8 helps; use a smaller --micro-batch-tokens",
+        ),
         ([*SEVEN, "--gpus", 8, "--price", -1], "--price is -1"),
         ([*SEVEN, "--gpus", 8, "--link", 0], "link is 0"),
         ([*SEVEN, "--gpus", 8, "--per-node", 0], "GPUs per node is 0"),

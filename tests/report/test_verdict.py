@@ -156,6 +156,14 @@ def test_a_run_is_judged_on_the_cache_that_it_is_for():
         assert [told[DENSE]["level"], told[SMALL]["level"]] == ["fail", "warn"]
 
 
+@pytest.mark.parametrize("aim", [Aim("sparse-rl", problems=64), Aim("shadow", small=True, problems=64)])
+def test_a_small_cache_that_the_dense_one_falls_to_is_not_good(aim):
+    told = held_out((0.5, 0.3, 0.062), (0.062, 0.062, 0.062), aim)
+    assert told[SMALL]["level"] == "warn" and told[DENSE]["level"] != "good"
+    assert "which fell from 0.500 to 0.062" in told[SMALL]["text"]
+    assert held_out((0.5, 0.5, 0.5), (0.45, 0.45, 0.45), aim)[SMALL]["level"] == "good"
+
+
 def test_the_numbers_beside_a_metric_are_its_last_evaluation():
     for aim in (Aim("shadow", small=True), Aim("sparse-rl")):
         told = held_out((0.4, 0.5, 0.47), (0.25, 0.3, 0.46), aim)
