@@ -140,7 +140,7 @@ def our_gradient(model, batch, loss: Loss, temperature: float = 1.0) -> tuple[fl
     fresh = model_of()
     fresh.load_state_dict(model.state_dict())
     learner = Learner(fresh, OptimizerSettings(), loss, temperature=temperature)
-    value = learner._backward(batch, torch.arange(len(batch.tokens)))[0]["loss"]
+    value = learner._backward(batch, torch.arange(len(batch.tokens)))[0]["loss"].item()
     return value, gradient(learner.model)
 
 
