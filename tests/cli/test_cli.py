@@ -70,7 +70,7 @@ def test_a_list_that_does_not_exist():
             "rkv has no parameter 'snks'; did you mean 'sinks'",
         ),
         (["train", RECIPE, "--compressor", "rvk"], "did you mean 'rkv'"),
-        (["train", RECIPE, "--model.name", "tinny-sums"], "cannot load 'tinny-sums'"),
+        (["train", RECIPE, "--model.name", "tinny-sums"], "there is no model 'tinny-sums'; did you mean 'tiny-sums'?"),
         (["train", RECIPE, "--stop", "[<end>]"], "'<end>', which is not a token"),
         (["warmup", RECIPE, "--out", "."], "exists already"),
         (["train", RECIPE, "--resume", "--out", "no"], "there is no recipe"),
