@@ -33,7 +33,7 @@ from torch import Tensor
 from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
 from .advantage import Credit, Estimated
-from .loss import Loss, policy_loss
+from .loss import Loss
 
 if TYPE_CHECKING:
     from .batch import Batch, Scored
@@ -114,17 +114,8 @@ class ActorCritic:
         self, logprobs: Tensor, part: Batch, values: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         assert values is not None and part.old_values is not None and part.returns is not None
-        loss, sums, clipped = policy_loss(
-            logprobs,
-            part.old_logprobs,
-            part.advantages,
-            part.mask,
-            part.weights,
-            part.scale,
-            self.loss if self.ppo.kl == "loss" else replace(self.loss, beta=0.0),
-            part.reference_logprobs,
-            part.clip_kl,
-        )
+        surrogate = self.loss if self.ppo.kl == "loss" else replace(self.loss, beta=0.0)
+        loss, sums, clipped = surrogate.micro_batch(logprobs, part)
         of_values, cut = value_loss(values, part.old_values, part.returns, part.mask, part.scale, self.ppo.value_clip)
         sums |= {"value_loss": of_values.detach(), "value_clipped": cut.sum()}
         return loss + self.ppo.value_weight * of_values, sums, clipped

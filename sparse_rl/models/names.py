@@ -33,11 +33,6 @@ def check_folder(name: str, known: Iterable[str] = ("tiny", *BUILT_IN)) -> None:
         raise SparseRLError(
             f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
         )
-    if rest and Path(first).is_dir() and not _downloaded(name):
-        raise SparseRLError(
-            f"there is no model in {name}; the folder {first} is here, so the hub is not asked: name what is in it, or "
-            "run the command from another folder if this is a hub id."
-        )
     close = [] if rest else difflib.get_close_matches(name.lower()[:100], known, n=1, cutoff=_CLOSE)
     if close and not _downloaded(name):
         raise SparseRLError(f"there is no model {name!r}; did you mean {close[0]!r}?")

@@ -21,6 +21,7 @@ from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import tiny_tokenizer
 from sparse_rl.train.run import train
+from tests.helpers.learning import moved
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.processes import recorded
 from tests.helpers.runs import recipe, weights
@@ -80,14 +81,6 @@ def test_a_group_stays_whole_in_one_optimizer_step():
 
 
 # ---------------------------------------------------------------------------------------------------- the gradient
-
-
-def moved(model, seed: int, size: float = 0.02):
-    other, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=g))
-    return other
 
 
 def hand_loss(h: torch.Tensor, dpo: DPO) -> torch.Tensor:

@@ -31,6 +31,7 @@ from sparse_rl.models import load_model, with_lora
 from sparse_rl.train.fit import Fitting
 from sparse_rl.train.run import plan_run, train
 from sparse_rl.train.terminal import TerminalTable
+from tests.helpers.learning import moved
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.processes import recorded
 from tests.helpers.runs import recipe, run, weights
@@ -113,14 +114,6 @@ def test_whitening_value_loss_and_explained_variance_are_what_loops_find(data):
 
 
 # ------------------------------------------------------------------------------------------- a whole optimizer step
-
-
-def moved(model, seed: int, size: float = 0.02):
-    other, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=g))
-    return other
 
 
 CASES = {
