@@ -1,4 +1,4 @@
-"""Which part of Sparse-RL's correction does the work? One change at a time on running sums (docs/results/ablations.md).
+"""Which part of Sparse-RL's correction does the work? One change at a time on running sums.
 
     python benchmarks/ablations_cpu.py --out runs/ablations --processes 2      # repeat it to continue
     python benchmarks/ablations_cpu.py --out runs/ablations --table

@@ -1,4 +1,4 @@
-"""How noisy is each method's gradient? Repeated batches at fixed weights (docs/results/gradient-noise.md).
+"""How noisy is each method's gradient? Repeated batches at fixed weights.
 
     python benchmarks/gradient_noise.py tiny-sums --batches 48 --budgets 46,38,32 --out runs/noise
     python benchmarks/gradient_noise.py smollm2-countdown --model runs/warm --batches 24 --budgets 80 --out runs/noise

@@ -254,7 +254,8 @@ class Recipe:
         chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
         later = self.rollout.ahead or self.student.chunks or self.learn.dynamic
         checked = chosen.view == "shadow" and known and not later
-        return self.learn.rescore == "always" or not checked or chosen.correction.looks_at_gap
+        depends = chosen.correction.looks_at_gap or self.loss.level == "sequence"  # whose clips are within rounding
+        return self.learn.rescore == "always" or not checked or depends
 
     @property
     def rows_together(self) -> int:

@@ -28,7 +28,7 @@ from ..models import (
     set_record,
 )
 from .card import Card
-from .portable import check_foreign, portable, python_files, without_folders, write_portable
+from .portable import check_foreign, portable, python_files, text_without_folders, without_folders, write_portable
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -127,7 +127,7 @@ def card_of(folder: Path, record: Record, name: str, base: str | None) -> Card:
     in_run = folder.parent.name == "checkpoints" and recipe.is_file()
     lines = read_lines(run / "metrics.jsonl") if in_run else []
     found = [line for line in lines if line.get("step") == record.step and "eval/dense/accuracy" in line]
-    text = without_folders(recipe.read_text(encoding="utf-8")) if in_run else None
+    text = text_without_folders(recipe.read_text(encoding="utf-8")) if in_run else None
     return Card(name, record, text, found[-1] if found else None, base)
 
 

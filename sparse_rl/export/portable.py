@@ -16,18 +16,21 @@ from ..models import Record
 from ..models.record import FILE
 
 _FOLDERS = re.compile(r"""(?<![\w.<>/-])~?(?:/[^\s/'",:()\[\]{}]+)+/""")  # of a full path, as text has it
+_PATH = re.compile(r"(?:~|/[^\s/]+)/[^\n]*")  # a value that is a full path and nothing else; `/no_think` is none
+
+
+def text_without_folders(text: str) -> str:
+    """A text for reading, in which full paths are file names."""
+    return _FOLDERS.sub("", text)
 
 
 def without_folders(value: Any) -> Any:
-    """A text, or texts in lists and keys, in which full paths are file names. `/no_think` is no path."""
+    """A value, or values in lists and keys, of which those that are full paths become file names."""
     if isinstance(value, Mapping):
         return {key: without_folders(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [without_folders(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    one_file = len(value) < 1000 and Path(value).is_absolute() and Path(value).exists()  # its name may have spaces
-    return Path(value).name if one_file else _FOLDERS.sub("", value)
+    return Path(value).name if isinstance(value, str) and _PATH.fullmatch(value) else value
 
 
 def portable(record: Record) -> Record:

@@ -29,7 +29,7 @@ from .correct import Corrected, Correction, accept, correct_rows, normalise_weig
 from .dpo import Pairs
 from .fused import fused
 from .loss import Loss, token_scale
-from .packing import pack_groups, packed_replay
+from .packing import pack_groups, packed_replay, shares
 from .score import batch_logprobs, hidden_states, replay_of, score_of
 
 if TYPE_CHECKING:
@@ -195,12 +195,12 @@ def score(
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
-    micro_batches = to_score = micro_batches_of(sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
+    micro_batches = to_score = micro_batches_of(model, sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
     marked = None  # the rows that go through the model, where some do not
     if only is not None:
         old, marked = sampled.sampler_logprobs.clone(), torch.zeros_like(sampled.lengths, dtype=torch.bool)
         marked[only] = True
-        parts = micro_batches_of(sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
+        parts = micro_batches_of(model, sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
         to_score = [only[part] for part in parts]
     with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic):
         for rows in to_score:
@@ -338,9 +338,13 @@ def seen_by(
     return replay_of(model, [(row[:n], trace) for row, n, trace in zip(tokens, lengths.tolist(), traces)])
 
 
-def micro_batches_of(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool) -> list[Tensor]:
+def micro_batches_of(
+    model: nn.Module, tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool
+) -> list[Tensor]:
     """Rows in micro-batches."""
-    return pack_groups(tokens, lengths, micro_batch_tokens) if packing else pack(lengths, micro_batch_tokens)
+    if packing:
+        return pack_groups(tokens, lengths, micro_batch_tokens, shares(model))
+    return pack(lengths, micro_batch_tokens)
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:

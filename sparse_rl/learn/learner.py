@@ -246,7 +246,8 @@ class Learner:
             yield from [rows[:0]] * (max(map(len, shares)) - len(own))
 
     def _packed(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        parts = micro_batches_of(batch.tokens[rows], batch.lengths[rows], self.micro_batch_tokens, self.packing)
+        tokens, lengths = batch.tokens[rows], batch.lengths[rows]
+        parts = micro_batches_of(self.model, tokens, lengths, self.micro_batch_tokens, self.packing)
         return [rows[part] for part in parts]
 
     def _seen(self, batch: Batch, rows: Tensor) -> Replay | None:

@@ -65,12 +65,13 @@ def shared_prefixes(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return leader, torch.where(leader == rows, 0, common[leader])
 
 
-def pack_groups(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+def pack_groups(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, share: bool = True) -> list[Tensor]:
     """Rows in micro-batches of at most `micro_batch_tokens` tokens after packing, groups with the longest rows first.
 
-    Rows of a group stay neighbours. A row that is longer than that goes alone.
+    Rows of a group stay neighbours. A row that is longer than that goes alone. share: what `shares` says of the model.
     """
     leader, shared = shared_prefixes(tokens, lengths)
+    shared = shared if share else torch.zeros_like(shared)
     longest = torch.zeros_like(lengths).scatter_reduce_(0, leader, lengths, "amax")[leader]
     order = longest.argsort(descending=True, stable=True)
     packed: list[list[int]] = [[]]
@@ -99,7 +100,7 @@ def packed_replay(model: nn.Module, tokens: Tensor, lengths: Tensor, traces: Seq
         evicted_at = torch.full((len(tokens), 1, 1, int(lengths.max())), never, dtype=torch.int32)
     else:
         evicted_at = pad_traces(model, [(row[:n], t) for row, n, t in zip(tokens, lengths.tolist(), traces)])
-    packing = pack_rows(tokens, lengths, evicted_at, share=not _slides(model))
+    packing = pack_rows(tokens, lengths, evicted_at, share=shares(model))
     if traces is None and packing.size > WORTH_PACKING * evicted_at.numel():
         return None
     moved = Packing(packing.place.to(device), packing.first.to(device), packing.size)
@@ -123,7 +124,7 @@ def pack_rows(tokens: Tensor, lengths: Tensor, evicted_at: Tensor, share: bool) 
     return Packing(torch.where(index < lengths[:, None], place, 0), first, int(brings.sum()))
 
 
-def _slides(model: nn.Module) -> bool:
-    """Whether a layer has a window: its kernels count distances in the packed row, which sharing would change."""
+def shares(model: nn.Module) -> bool:
+    """Whether rows may share tokens: not if a layer has a window, whose kernels count distances in the packed row."""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True)

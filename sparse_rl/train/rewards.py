@@ -43,7 +43,9 @@ class AddedRewards:
             grades = [with_part(grade, "overlong", value) for grade, value in zip(grades, values, strict=True)]
         if self.model is not None:
             scores = self.model.scores([prompt.text for prompt in prompts], texts)
-            grades = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
+            scored = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
+            lowest = min((grade.reward for grade in scored if grade is not None), default=0.0)
+            grades = [grade or Grade(min(lowest, 0.0), "error") for grade in scored]
         return grades
 
     def whatever_their_length(self, grades: Sequence[Grade]) -> Tensor:
@@ -51,14 +53,16 @@ class AddedRewards:
         added = [grade.parts["overlong"] if self.buffer and "overlong" in grade.parts else 0.0 for grade in grades]
         return torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
 
-    def _with_score(self, grade: Grade, score: float | None) -> Grade:
-        """A completion that the reward model cannot score costs its reward, not the run."""
+    def _with_score(self, grade: Grade, score: float | None) -> Grade | None:
+        """None: the reward model cannot score this completion. It gets the lowest reward of all, so that nobody learns
+        to write such ones; it does not cost the run.
+        """
         assert self.model is not None
         if score is not None and math.isfinite(score):
             return with_part(grade, "reward_model", score, self.weight)
         why = f"the score is {score}" if score is not None else f"a text is longer than {self.model.context} tokens"
         self.last_error = self.last_error or f"{why}, says the reward model {self.model.name}"
-        return Grade(0.0, "error")
+        return None
 
 
 def check_context(model: RewardModel, longest: int) -> None:

@@ -98,15 +98,17 @@ class Sampler:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
         rollout = self.recipe.rollout
         begin, known = steps_done * rollout.prompts, self.task.num_prompts or 0
-        count = min(self.recipe.run.steps * rollout.prompts - begin, known, MOST_CHECKED)
+        whole = known + -begin % known if known else 0  # the rest of an epoch and the next one: every prompt
+        visited = whole if self.recipe.learn.dynamic else self.recipe.run.steps * rollout.prompts - begin
+        count = min(visited, whole, MOST_CHECKED)  # with dynamic sampling any prompt may come
         refused: list[tuple[int, SparseRLError]] = []
         for start in range(begin, begin + count, 1000):
             prompts = self.task.sample(start, min(1000, begin + count - start))
             with warnings.catch_warnings():  # of long prompts, which are given when they are sampled from
                 warnings.simplefilter("ignore")
-                for place, ids in enumerate(self.encode(prompts), start):
+                for place, prompt in enumerate(prompts, start):
                     try:
-                        self.engine.check([ids], self.sampling)
+                        self.engine.check(self.encode([prompt]), self.sampling)
                     except SparseRLError as error:
                         refused.append((place, error))
         if refused:

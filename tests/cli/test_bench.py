@@ -24,7 +24,7 @@ def test_bench_rollout():
     assert result["steps"] == 39 and len(result["seconds_all"]) == 2
     assert result["tokens_per_s"] == pytest.approx(4 * 40 / result["seconds"])
     assert result["kv_bytes"] == result["kv_bytes_planned"] < result["kv_bytes_dense"]
-    assert sum(result["share"].values()) == pytest.approx(1, abs=0.05)
+    assert min(result["share"].values()) > 0 and sum(result["share"].values()) < 1 + 1e-9  # stages do not overlap
     assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["peer_tokens_per_s"])
 
 

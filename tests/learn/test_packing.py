@@ -1,6 +1,7 @@
 """Packed micro-batches: the log-probs, gradients and next weights of rows one by one, in fp64."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.packing import WORTH_SHARING, pack_groups, pack_rows, packs, shared_prefixes
 from sparse_rl.learn.score import batch_logprobs
 from sparse_rl.models import with_lora
-from tests.helpers.learning import batches_of
+from tests.helpers.learning import batches_of, moved
 from tests.helpers.models import ARCHITECTURES, prompts_of, tiny
 
 NEVER = torch.iinfo(torch.int32).max
@@ -200,11 +201,28 @@ def test_a_packed_learner_takes_the_step_of_a_plain_one(method, kind, monkeypatc
 def test_scoring_packed_rows_is_scoring_rows(view, monkeypatch):
     monkeypatch.setattr(packing_module, "WORTH_PACKING", 2.0)
     model, sampled = tiny("qwen2"), collate(rollouts(tiny("qwen2")))
+    other = moved(model, seed=1)
+    for reference_view in ("dense", "shadow"):
+        references = [
+            score(model, sampled, 100, 1.0, nullcontext(other), view, reference_view, packing).reference_logprobs
+            for packing in (False, True)
+        ]
+        assert (references[0] - references[1]).abs().max() < 1e-4 and (references[0] != 0).any()
     plain, packed = (score(model, sampled, 100, view=view, packing=packing) for packing in (False, True))
     assert (plain.old_logprobs - packed.old_logprobs).abs().max() < 1e-4
     assert (plain.entropies - packed.entropies).abs().max() < 1e-4
-    fewer = [len(micro_batches_of(sampled.tokens, sampled.lengths, 100, packing)) for packing in (False, True)]
+    fewer = [len(micro_batches_of(model, sampled.tokens, sampled.lengths, 100, packing)) for packing in (False, True)]
     assert fewer[1] < fewer[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
+def test_micro_batches_hold_what_the_model_reads(architecture, monkeypatch):
+    """Models with windows share nothing, and their micro-batches are cut accordingly."""
+    monkeypatch.setattr(packing_module, "WORTH_PACKING", 2.0)
+    model, limit = tiny(architecture), 128
+    sampled = collate(rollouts(model, prompts=(60, 60), group=6, new=8))
+    for rows in micro_batches_of(model, sampled.tokens, sampled.lengths, limit, packing=True):
+        assert seen_by(model, sampled, rows, shadow=True, packing=True).packing.size <= limit
 
 
 def test_who_is_packed(monkeypatch):

@@ -199,6 +199,23 @@ def test_a_prompt_that_does_not_fit_stops_a_run_before_it_begins(tmp_path):
         eval={"every": 0},
         rollout={"budget": 16, "prompts": 2, "compressor_options": {"protect_prompt": True}},
     )
-    with pytest.raises(SparseRLError, match=r"1 of the next 12 prompts cannot be sampled from, the first in step \d: "):
-        train(recipe(**settings, run={"steps": 9}), tmp_path / "run", show=False)
+    from sparse_rl.train.worker import Sampler
+
+    long_at, resumed = [], []
+    check = Sampler.check_prompts_of_files
+    with pytest.MonkeyPatch.context() as patch:
+
+        def spy(self, steps_done):
+            order = [prompt.text for prompt in self.task.sample(0, 24)]
+            long_at.extend(place for place, text in enumerate(order) if len(text) > 40)
+            with pytest.raises(SparseRLError) as error:  # as a run says that goes on after the first long prompt
+                check(self, long_at[0] // 2 + 1)
+            resumed.append(str(error.value))
+            check(self, steps_done)
+
+        patch.setattr(Sampler, "check_prompts_of_files", spy)
+        with pytest.raises(SparseRLError, match="1 of the next 12 prompts cannot be sampled from") as refused:
+            train(recipe(**settings, run={"steps": 18}), tmp_path / "run", show=False)
+    assert f"the first in step {long_at[0] // 2 + 1}: " in str(refused.value)
+    assert f"the first in step {long_at[1] // 2 + 1}: " in resumed[0]
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not read_lines(tmp_path / "run" / "metrics.jsonl")

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,6 +220,8 @@ def test_who_is_scored():
     assert scores_all(learn={**SHADOW, "correction": {"reject_below": 0.5}, "refill": 1})
     assert scores_all(learn=SHADOW, rollout={"ahead": 1})  # the learner's weights are newer than the sampler's
     assert scores_all(learn=SHADOW, student={"chunks": [4]})  # students learn before the update
+    assert scores_all(learn={**SHADOW, "dynamic": 2})  # whose groups may come from later rounds
+    assert scores_all(learn=SHADOW, loss={"level": "sequence"})  # clips of GSPO are within rounding
     with pytest.raises(SparseRLError, match=r"learn.rescore is 'never'; it must be auto or always"):
         scores_all(learn={"rescore": "never"})
 
@@ -242,3 +245,13 @@ def test_two_processes_check_what_one_does(tmp_path):
         for name in ("reward/mean", "old/entropy/mean", "update/grad_norm", "update/drift/mean"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
     assert load_model(str(tmp_path / "two/checkpoints/step-000002"))
+
+
+def test_over_many_steps_every_position_is_drawn():
+    settings = recipe(learn={**SHADOW, "minibatches": 4})
+    positions = settings.rollout.prompts * settings.rollout.group_size
+    sampler = SimpleNamespace(recipe=settings, _positions=positions)
+    drawn = [sparse_rl.train.worker.Sampler._drawn(sampler, number) for number in range(50)]
+    quarter = positions // 4
+    assert all([place // quarter for place in step] == [0, 1, 2, 3] for step in drawn)
+    assert {place for step in drawn for place in step} == set(range(positions))

@@ -112,7 +112,7 @@ def test_what_cannot_be_scored_costs_the_completion(tmp_path):
     rewards = AddedRewards(recipe(task={"reward_model": short}, rollout={"max_new_tokens": 24}))
     task, prompts = make("sums"), [Prompt("1+1=", [1, 1]), Prompt("1+1=" * 10, [1, 1])]
     good, bad = rewards.grade(task, prompts, [], ["2", "2"])
-    assert good.parts.keys() == {"task", "reward_model"} and bad == Grade(0.0, "error")
+    assert good.parts.keys() == {"task", "reward_model"} and bad == Grade(min(good.reward, 0.0), "error")
     assert "a text is longer than 30 tokens" in rewards.last_error
     rewards.model.model.score.weight.fill_(torch.nan)
     rewards.last_error = None
