@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cache import Trace
+from .cache import Support, Trace
 from .errors import SparseRLError
 from .files import writing
 
@@ -33,6 +33,7 @@ class Trajectory:
     version: int = 0  # optimizer steps that had led to the weights that sampled it
     beacon_id: int | None = None  # the id that stands in `tokens` where a beacon was fed; its log-prob is 0
     positions: Tensor | None = None  # int64 [T]: RoPE positions, if they differ from the feed indices
+    support: Support | None = None  # which tokens could be drawn, where top-k or top-p left some out and a learner asks
 
     @property
     def prompt_tokens(self) -> Tensor:
@@ -103,6 +104,13 @@ class TrajectoryWriter:
         if trajectory.beacon_id is not None:
             assert trajectory.positions is not None
             beacons = {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}
+        supports = {}
+        if trajectory.support is not None:
+            name = Path("supports", Path(trace).name)
+            with writing(self.folder):
+                (self.folder / name.parent).mkdir(exist_ok=True)
+            trajectory.support.save(self.folder / name)
+            supports = {"support": name.as_posix()}
         line = {
             "prompt_index": trajectory.prompt_index,
             "sample_index": trajectory.sample_index,
@@ -116,6 +124,7 @@ class TrajectoryWriter:
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
             "trace": trace,
             **beacons,
+            **supports,
         }
         with writing(self.lines):
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -170,6 +179,7 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         prompt_index=line["prompt_index"],
         sample_index=line["sample_index"],
         version=line["version"],
+        support=Support.load(folder / line["support"]) if "support" in line else None,
         **beacons,
     )
     lengths = {
@@ -177,6 +187,8 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         "log-probs": len(trajectory.sampler_logprobs),
         "trace": trajectory.trace.num_tokens,
     }
+    if trajectory.support is not None:
+        lengths["support"] = len(trajectory.support.counts)
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {n}" for name, n in lengths.items())
         raise SparseRLError(f"lengths differ: {found}; trace file {line['trace']}")

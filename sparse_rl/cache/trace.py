@@ -86,7 +86,7 @@ class Trace:
         forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN, "crc32": crc})]
         if (events := _events(self.evicted_at)) is not None:
             forms.append(save(events, metadata={"format": _EVENTS, "crc32": crc}))
-        replace_file(Path(path), _in_order(min(forms, key=len)))
+        replace_file(Path(path), in_order(min(forms, key=len)))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -170,7 +170,7 @@ def visible(evicted_at: Tensor) -> Tensor:
     return causal & (index[:, None] < evicted_at.to(torch.int32)[..., None, :])
 
 
-def _in_order(content: bytes) -> bytes:
+def in_order(content: bytes) -> bytes:
     """A safetensors file with its header in alphabetical order: safetensors shuffles metadata, and the same trace must
     make the same file.
     """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..cache import LayerSlots
 from ..cache.segments import Replay
-from .twins import Rows
+from .twins_sample import Rows
 
 # ------------------------------------------------------------------------------------------------- what computes what
 
@@ -170,9 +170,15 @@ def store_and_attend(
 
 
 def sample_and_record(
-    logits: Tensor, state: Rows, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
+    logits: Tensor,
+    state: Rows,
+    temperature: float,
+    stop_ids: Tensor,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    records: bool = False,
 ) -> None:
-    _function("sample_and_record", logits)(logits, state, temperature, stop_ids, top_k, top_p)
+    _function("sample_and_record", logits)(logits, state, temperature, stop_ids, top_k, top_p, records)
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:

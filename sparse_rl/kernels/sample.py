@@ -6,7 +6,7 @@ down and moves the row's counters.
 
 Top-k and top-p need no order either, only the least logit they keep, which a kernel before the two finds: floats in
 their order are integers, and it takes 4 of their bits at a time, the highest first, from the mass above 15
-candidates.
+candidates. Where it is recorded which tokens could be drawn, at most MOST may be; one more kernel writes them down.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache.support import MOST
 from .jit import jit
-from .twins import Rows
+from .twins_sample import Rows, room_of
 
 _CHUNK = 4096
 _BLOCK = 1024  # logits that the search for the least kept one reads at a time
@@ -62,20 +63,24 @@ def _least(
 @jit
 def _limit(
     logits, least, size, inverse_temperature, top_k, top_p,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MOST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of the least logit that each row keeps."""
+    """The place of the least logit that each row keeps. MOST > 0: of at most so many, as `truncate` caps them"""
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
     kept = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
-    if TOP_K:
-        kept = _least(logits, size, kept, top_k, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
-    if TOP_P:
+    if TOP_P or MOST > 0:
         high = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
         for start in range(0, size, BLOCK):
             i = start + tl.arange(0, BLOCK)
             high = tl.maximum(high, tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32))
         highest = tl.max(high, 0)
+    if MOST > 0:
+        too_many = _least(logits, size, kept, MOST + 1.0, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
+        kept = tl.minimum(too_many + 1, _place(highest, BITS))
+    if TOP_K:
+        kept = _least(logits, size, kept, top_k, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
+    if TOP_P:
         mass = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, size, BLOCK):
             i = start + tl.arange(0, BLOCK)
@@ -84,6 +89,40 @@ def _limit(
         bound = top_p * tl.sum(mass, 0)
         kept = _least(logits, size, kept, bound, highest, inverse_temperature, COUNT=False, BITS=BITS, BLOCK=BLOCK)
     tl.store(least + row, kept)
+
+
+@jit
+def _note(
+    logits, least, size, count, used, done, capacity, counts, margins, ids, room,
+    IDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write down which tokens the rows that run can draw: how many, the margin, and with IDS > 0 which."""
+    row = tl.program_id(0).to(tl.int64)
+    if (tl.load(done + row) == 0) & (tl.load(used + row) < tl.load(capacity)):
+        logits += row * size
+        threshold = tl.load(least + row)
+        at = row * room + tl.load(count + row)
+        total = tl.zeros((), tl.int32)
+        high = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        low = tl.full([BLOCK], float("inf"), dtype=tl.float32)
+        beyond = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        for start in range(0, size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
+            kept = (i < size) & (_place(x, BITS) >= threshold) & (x > -float("inf"))
+            high = tl.maximum(high, x)
+            low = tl.minimum(low, tl.where(kept, x, float("inf")))
+            beyond = tl.maximum(beyond, tl.where(kept, -float("inf"), x))
+            if IDS > 0:
+                place = total + tl.cumsum(kept.to(tl.int32), 0) - 1
+                tl.store(ids + at * IDS + place, i.to(tl.int32), mask=kept & (place < IDS))
+            total += tl.sum(kept.to(tl.int32), 0)
+        if IDS > 0:
+            for start in range(0, IDS, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                tl.store(ids + at * IDS + i, tl.full([BLOCK], -1, tl.int32), mask=(i >= total) & (i < IDS))
+        tl.store(counts + at, total)
+        tl.store(margins + at, tl.max(high, 0) - (tl.min(low, 0) / 2 + tl.max(beyond, 0) / 2))
 
 
 @jit
@@ -175,7 +214,13 @@ def _pick(
 
 
 def sample_and_record(
-    logits: Tensor, state: Rows, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
+    logits: Tensor,
+    state: Rows,
+    temperature: float,
+    stop_ids: Tensor,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    records: bool = False,
 ) -> None:
     """logits [B, V]; temperature 0: greedy"""
     rows, size = logits.shape
@@ -183,23 +228,32 @@ def sample_and_record(
     chunks = triton.cdiv(size, _CHUNK)
     greedy = temperature == 0
     inverse = 1.0 if greedy else 1.0 / temperature
+    room = room_of(state, records and not greedy)
     by_count, by_mass = not greedy and 0 < top_k < size, not greedy and top_p < 1
-    limited, bits = by_count or by_mass, 16 if logits.dtype == torch.bfloat16 else 32
+    most = MOST if room is not None and size > MOST else 0
+    limited, bits = by_count or by_mass or room is not None, 16 if logits.dtype == torch.bfloat16 else 32
     options = {"GREEDY": greedy, "LIMITED": limited, "BITS": bits}
+    done = state.done.view(torch.int8)
     tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     bests = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     least = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if limited:
         _limit[(rows,)](
             logits, least, size, inverse, float(top_k), max(top_p, 1e-30),
-            TOP_K=by_count, TOP_P=by_mass, BITS=bits, BLOCK=_BLOCK, num_warps=8,
+            TOP_K=by_count, TOP_P=by_mass, MOST=most, BITS=bits, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+    if room is not None and state.kept is not None:
+        _note[(rows,)](
+            logits, least, size, state.count, state.used, done, state.capacity,
+            state.kept.count, state.kept.margin, state.kept.ids, state.tokens.shape[1],
+            IDS=room, BITS=bits, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     _summarise[(rows, chunks)](
         logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **options, num_warps=4
     )
     _pick[(rows,)](
         logits, least, tops, sums, bests, size, inverse, state.capacity,
-        state.token, state.index, state.used, state.stream, state.count, state.done.view(torch.int8), state.limit,
+        state.token, state.index, state.used, state.stream, state.count, done, state.limit,
         stop_ids, state.tokens, state.logprobs, state.tokens.shape[1],
         CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
         STOPS=len(stop_ids), STOPS_BLOCK=triton.next_power_of_2(max(1, len(stop_ids))), **options, num_warps=8,

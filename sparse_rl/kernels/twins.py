@@ -1,12 +1,11 @@
-"""What every kernel of this room computes, in plain torch; those of the learner are in twins_learner.py.
+"""What every kernel of this room computes, in plain torch; those of sampling and of the learner are in twins_sample.py
+and twins_learner.py.
 
 B rows, Hq = H * G query heads, H KV heads, G query heads per KV head, C slots of a row, S slots in use, D head dim,
 T tokens, V vocabulary.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from torch.nn import functional as F
 from ..cache import LayerSlots
 from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
-from ..streams import uniform
 from .twins_learner import add_and_norm, logit_gradients, rotate, silu_gate, token_statistics  # noqa: F401
+from .twins_sample import sample_and_record  # noqa: F401
 
 BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
 
@@ -119,75 +118,6 @@ def _write(tensor: Tensor, rows: Tensor, place: Tensor, new: Tensor, live: Tenso
     """tensor[row, :, place[row]] = new[row] for every live row. tensor [R, H, C, ...]; new [B, H, ...]"""
     old = tensor[rows, :, place]
     tensor[rows, :, place] = torch.where(live.view(-1, *[1] * (old.dim() - 1)), new, old)
-
-
-# ------------------------------------------------------------------------------------------------ sampling (sample.py)
-
-
-class Rows(Protocol):
-    """What sampling reads and writes of rows, as rollout/decode.RowState has it."""
-
-    token: Tensor
-    index: Tensor
-    used: Tensor
-    stream: Tensor
-    count: Tensor
-    done: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    limit: Tensor
-    capacity: Tensor
-
-    def live(self, width: int) -> Tensor: ...
-
-    def record(
-        self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor, live: Tensor
-    ) -> None: ...
-
-
-def sample_and_record(
-    logits: Tensor, state: Rows, temperature: float, stop_ids: Tensor, top_k: int = 0, top_p: float = 1.0
-) -> None:
-    """Sample a token for each of the first B rows that runs, and write it down. logits [B, V]; temperature 0: greedy"""
-    width = len(logits)
-    live = state.live(width)
-    tokens, logprobs = sample(logits, state.stream[:width], state.count[:width], temperature, top_k, top_p)
-    state.used[:width] += live
-    state.record(slice(0, width), tokens, logprobs, stop_ids, live)
-
-
-def sample(
-    logits: Tensor, stream: Tensor, step: Tensor, temperature: float, top_k: int, top_p: float
-) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: (tokens [B], log-probs fp32 [B]). A row with non-finite logits has a non-finite log-prob.
-
-    logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
-    """
-    logprobs = log_distribution(logits, temperature, top_k, top_p)
-    if temperature == 0:
-        tokens = logprobs.argmax(-1)
-    else:
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        point = uniform(stream, step)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-def log_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """fp32 log-probs [B, V] of the distribution to sample from: temperature, top-k, top-p, then renormalised."""
-    logits = logits.float()
-    if temperature == 0:
-        return logits.log_softmax(-1)
-    if 0 < top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if top_p < 1:
-        ordered = logits.sort(-1, descending=True).values
-        probs = (ordered.double() / temperature).softmax(-1)  # fp32 over a large vocabulary would not sum to 1
-        beyond = probs.cumsum(-1) - probs >= top_p  # the likelier tokens suffice already
-        least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < least, -torch.inf)  # tokens as likely as the last kept one stay too
-    return (logits / temperature).log_softmax(-1)
 
 
 # ------------------------------------------------------------------------------------------------ evictions (evict.py)

@@ -45,7 +45,7 @@ class Plan:
     scratch_row_bytes: int  # the scratch row of a prompt, before the prompt is forked
     trace_row_bytes: int  # 0 if chunks are folded: the positions of the beacons are the whole trace
     chunk_row_bytes: int  # the positions of a row's beacons, and the state of its open chunk
-    token_row_bytes: int  # sampled tokens and their log-probs
+    token_row_bytes: int  # sampled tokens, their log-probs, and which tokens could be drawn where that is recorded
     sampling_row_bytes: int  # estimate: logits; on a CPU softmax and cumulative sum; with beacons an entry that moves
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted and scored
@@ -175,11 +175,13 @@ def make_plan(
     prefill_rows: int | None = None,
     on_gpu: bool = True,
     adapters: bool = False,
+    room: int | None = None,
 ) -> Plan:
     """The plan of a rollout.
 
     `capacity`: of rows that are already allocated. `prefill_chunk`, `prefill_rows`: the engine's; by default what it
-    chooses on that kind of device. `adapters`: the model has some, which work in fp32.
+    chooses on that kind of device. `adapters`: the model has some, which work in fp32. `room`: ids of tokens that could
+    be drawn, recorded beside each token; None: nothing of them is.
     """
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
         raise SparseRLError(
@@ -215,7 +217,7 @@ def make_plan(
         scratch_row_bytes=cache.row_bytes(prompt_tokens),
         trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
-        token_row_bytes=new_tokens * (8 + 4),
+        token_row_bytes=new_tokens * (8 + 4 + (0 if room is None else 4 + 4 + 4 * room)),
         sampling_row_bytes=logits + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
         prefill_token_bytes=activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,

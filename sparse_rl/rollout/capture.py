@@ -83,7 +83,9 @@ class Decoder:
     def sample(self, logits: Tensor) -> None:
         """Sample a token for every row that runs, and write it down. logits [B, V]"""
         sampling = self.sampling
-        ops.sample_and_record(logits, self.state, sampling.temperature, self.stop_ids, sampling.top_k, sampling.top_p)
+        records = sampling.records is not None
+        limits = (sampling.top_k, sampling.top_p)
+        ops.sample_and_record(logits, self.state, sampling.temperature, self.stop_ids, *limits, records)
 
     def capture(self, width: int) -> None:
         """Record one step. While it is tried out every row is done, so it changes nothing."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache.support import MOST, Support
+from ..errors import SparseRLError
+from ..kernels.twins_sample import Kept
 from ..records import Trajectory
 from .decode import RowState
 from .fold import Folding
@@ -21,10 +25,14 @@ def collect(
     state: RowState,
     stop_ids: Tensor,
     folding: Folding | None,
+    records: str | None,
     version: int,
     phases: Phases,
 ) -> list[Trajectory]:
-    """The trajectories of rows that are done. sequences, counts (tokens sampled): those of `rows`"""
+    """The trajectories of rows that are done.
+
+    sequences, counts (tokens sampled): those of `rows`; records: what of the tokens that could be drawn
+    """
     prompts = [torch.tensor(sequence.waiting.prompt) for sequence in sequences]
     with phases("collect"):
         responses, logprobs = state.tokens[rows, : max(counts)].cpu(), state.logprobs[rows, : max(counts)].cpu()
@@ -34,7 +42,7 @@ def collect(
             evidence = traced(state, rows, prompts, counts, responses, logprobs)
         else:
             evidence = folding.evidence(rows, prompts, counts, responses, logprobs)
-    return [
+    done = [
         Trajectory(
             **evidence[i],
             num_prompt_tokens=len(prompts[i]),
@@ -45,6 +53,32 @@ def collect(
         )
         for i, count in enumerate(counts)
     ]
+    if records is None:
+        return done
+    with phases("collect"):
+        assert state.kept is not None
+        width = max(counts)
+        kept = Kept(*(tensor[rows, :width].cpu() for tensor in state.kept.tensors))
+    return [replace(t, support=support_of(t, kept, i, records == "ids")) for i, t in enumerate(done)]
+
+
+def support_of(trajectory: Trajectory, kept: Kept, row: int, has_ids: bool) -> Support:
+    """What the sampler recorded of the tokens that it could draw. kept [N, n]"""
+    mask = trajectory.response_mask
+    count = kept.count[row, : int(mask.sum())]
+    if len(count) and int(count.max()) > MOST:
+        raise SparseRLError(
+            f"prompt {trajectory.prompt_index}, sample {trajectory.sample_index}: {int(count.max())} tokens are all "
+            f"the likeliest, but the learner renormalises over at most {MOST}; set top_k to 0 and top_p to 1, or use a "
+            "model that prefers some tokens."
+        )
+    counts = torch.zeros(len(mask), dtype=torch.int32).masked_scatter(mask, count)
+    margins = torch.zeros(len(mask)).masked_scatter(mask, kept.margin[row, : len(count)])
+    ids = None
+    if has_ids:
+        listed = kept.ids[row, : len(count)]
+        ids = listed[torch.arange(listed.shape[1]) < count[:, None]]
+    return Support(counts, margins, ids)
 
 
 def traced(

@@ -18,6 +18,7 @@ from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
+from ..kernels.twins_sample import Kept
 from .fold import Chunks
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ class RowState:
     limit: Tensor  # [1] new tokens of this call, at most N
     capacity: Tensor  # [1] slots at which a row of this call is full, at most the cache's
     chunks: Chunks | None = None  # of rows that fold
+    kept: Kept | None = None  # where it is recorded which tokens could be drawn
 
     @classmethod
-    def empty(cls, cache: SlotCache, tokens: int, new: int, folds: bool = False) -> RowState:
+    def empty(cls, cache: SlotCache, tokens: int, new: int, folds: bool = False, room: int | None = None) -> RowState:
+        """room: see `Sampling.room`"""
         rows, device = cache.rows, cache.keys.device
         token, index, used, stream, count = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
@@ -60,6 +63,7 @@ class RowState:
             limit=limit,
             capacity=capacity,
             chunks=Chunks.empty(rows, new, device) if folds else None,
+            kept=None if room is None else Kept.empty(rows, new, room, device),
         )
 
     @property
@@ -69,8 +73,13 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in ("limit", "capacity", "chunks")]
-        return own + (self.chunks.tensors if self.chunks else [])
+        others = ("limit", "capacity", "chunks", "kept")
+        own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in others]
+        return own + [tensor for part in (self.chunks, self.kept) if part for tensor in part.tensors]
+
+    def has_room(self, room: int | None) -> bool:
+        """Whether it can be recorded which tokens could be drawn, as `Sampling.room` says."""
+        return room is None or (self.kept is not None and self.kept.ids.shape[-1] == room)
 
     def begin(self, new: int, capacity: int) -> None:
         """Begin a call: every row is idle."""
@@ -99,7 +108,15 @@ class RowState:
         if self.chunks is not None:
             self.chunks.start(rows)
 
-    def record(self, rows: slice | Tensor, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor, live: Tensor) -> None:
+    def record(
+        self,
+        rows: slice | Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        stop_ids: Tensor,
+        live: Tensor,
+        kept: Kept | None = None,
+    ) -> None:
         """Write down what was sampled for those rows that run. tokens, logprobs, live [B]
 
         A log-prob that is not finite ends the row too, so that it is the last one written when the host syncs.
@@ -108,6 +125,10 @@ class RowState:
         which = torch.arange(len(self.count), device=tokens.device)[rows]
         for record, new in ((self.tokens, tokens), (self.logprobs, logprobs)):
             record[which, place] = torch.where(live, new, record[which, place])
+        if kept is not None and self.kept is not None:
+            for record, new in zip(self.kept.tensors, kept.tensors, strict=True):
+                old = record[which, place]
+                record[which, place] = torch.where(live.view(-1, *[1] * (old.dim() - 1)), new, old)
         self.token[rows] = torch.where(live, tokens, self.token[rows])
         self.count[rows] += live
         self.index[rows] += live

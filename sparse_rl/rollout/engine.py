@@ -133,13 +133,16 @@ class Engine:
             )
         self.compressor = bound
 
-    def plan(self, prompt_tokens: int, new_tokens: int) -> Plan:
-        """What a call with prompts of up to `prompt_tokens` takes."""
-        return self.storage.plan(prompt_tokens, new_tokens)
+    def plan(self, prompt_tokens: int, new_tokens: int, sampling: Sampling | None = None) -> Plan:
+        """What a call with prompts of up to `prompt_tokens` takes; sampling: if it records what could be drawn."""
+        return self.storage.plan(prompt_tokens, new_tokens, self._room(sampling))
 
-    def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
+    def reserve(self, prompt_tokens: int, new_tokens: int, sampling: Sampling | None = None) -> None:
         """Allocate now what a call of that size will take, so that smaller calls before it allocate nothing."""
-        self.storage.reserve(prompt_tokens, new_tokens)
+        self.storage.reserve(prompt_tokens, new_tokens, self._room(sampling))
+
+    def _room(self, sampling: Sampling | None) -> int | None:
+        return None if sampling is None else sampling.room(self.shape.vocabulary)
 
     @property
     def cache_bytes(self) -> int:
@@ -189,7 +192,7 @@ class Engine:
             return []
         finished: list[Trajectory] = []
         with (
-            self._call(max(map(len, prompts)), sampling.max_new_tokens, finished),
+            self._call(max(map(len, prompts)), sampling, finished),
             self._switched(),
             ProgressBar(progress, sum(map(len, wanted)), self.cache) as bar,
         ):
@@ -219,7 +222,7 @@ class Engine:
         self.check(prompts, sampling)
         finished: list[Trajectory] = []
         new: list[int] = []
-        with self._call(len(prompts[0]), sampling.max_new_tokens, finished) as number:
+        with self._call(len(prompts[0]), sampling, finished) as number:
             call = GenerateCall(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
             rounds = call.rounds(finished.append)
             while not finished:
@@ -237,7 +240,7 @@ class Engine:
 
     def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
         """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved."""
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, tuple(stop_ids.tolist()))
+        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records, tuple(stop_ids.tolist()))
         now = addresses(self.model) if self.decoders else None
         if any(known.addresses != now for known in self.decoders.values()):
             self.decoders.clear()  # they hold what has moved or changed since
@@ -250,13 +253,14 @@ class Engine:
         return self.decoders[settings]
 
     @contextmanager
-    def _call(self, prompt_tokens: int, new_tokens: int, finished: list[Trajectory]) -> Iterator[int]:
+    def _call(self, prompt_tokens: int, sampling: Sampling, finished: list[Trajectory]) -> Iterator[int]:
         """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished."""
         self.calls += 1
-        number, plan = self.calls, self.plan(prompt_tokens, new_tokens)
+        new_tokens = sampling.max_new_tokens
+        number, plan = self.calls, self.plan(prompt_tokens, new_tokens, sampling)
         try:
             try:
-                self.reserve(prompt_tokens, new_tokens)
+                self.reserve(prompt_tokens, new_tokens, sampling)
                 yield number
             except BaseException:
                 if self.calls == number:

@@ -1,7 +1,7 @@
 """How tokens are drawn from logits, and their log-probs under exactly the distribution they were drawn from.
 
 One uniform number per token, from the sequence's own stream, inverts the cumulative distribution: what a sequence
-samples does not depend on what runs beside it. The arithmetic is in kernels/twins.py.
+samples does not depend on what runs beside it. The arithmetic is in kernels/twins_sample.py.
 """
 
 from __future__ import annotations
@@ -11,20 +11,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import SparseRLError, require_int
-from ..kernels import twins
+from ..cache.support import MOST
+from ..errors import SparseRLError, nearest, require_int
+from ..kernels import twins_sample
+from ..kernels.twins_sample import Kept
+
+SUPPORTS = ("margins", "ids")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. Training keeps top_k and top_p off."""
+    """How responses are drawn."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0  # 0: greedy; log-probs are then those at temperature 1
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     stop_ids: tuple[int, ...] | None = None  # None: what the model's configs say; (): none
-    for_correction: bool = False  # the log-probs will be compared with another view's: refuses top-k and top-p
+    # The log-probs will be compared with another view's: refuses top-k and top-p, unless the support is recorded.
+    for_correction: bool = False
+    # With top-k or top-p, what is recorded of the tokens that could be drawn, then at most 512 (cache/support.py):
+    # `margins`, from which the shadow view finds them again, or their `ids`, for any view.
+    support: str | None = None
 
     def __post_init__(self):
         require_int(max_new_tokens=self.max_new_tokens)
@@ -33,11 +41,15 @@ class Sampling:
             raise SparseRLError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number.")
         if not 0 < self.top_p <= 1:
             raise SparseRLError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
-        if self.for_correction and (self.top_k or self.top_p < 1):
+        if self.support is not None and self.support not in SUPPORTS:
+            raise SparseRLError(f"support is {self.support!r}; {nearest(self.support, SUPPORTS)}")
+        if self.support is not None and self.top_k > MOST:
+            raise SparseRLError(f"top_k is {self.top_k}, but at most {MOST} tokens are recorded; lower it, or use 0.")
+        if self.for_correction and (self.top_k or self.top_p < 1) and self.support is None:
             raise SparseRLError(
                 f"top_k {self.top_k} and top_p {self.top_p} cannot go with a correction: the sampler's log-probs are "
                 "renormalised over the kept tokens, the learner's are not, so every ratio would be biased by the kept "
-                "mass; set top_k=0 and top_p=1."
+                "mass; set top_k=0 and top_p=1, or support=\"ids\" for a learner that renormalises too."
             )
         if self.stop_ids is not None:
             ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)
@@ -46,14 +58,30 @@ class Sampling:
             object.__setattr__(self, "stop_ids", ids)
 
 
+    @property
+    def records(self) -> str | None:
+        """What is recorded of the tokens that could be drawn; None where all could be."""
+        return self.support if self.temperature > 0 and (self.top_k or self.top_p < 1) else None
+
+    def room(self, vocabulary: int) -> int | None:
+        """Ids that are recorded of every token; 0: margins alone; None: nothing."""
+        return {None: None, "margins": 0, "ids": min(MOST, vocabulary)}[self.records]
+
+
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """fp32 log-probs [B, V] of the distribution to sample from."""
-    return twins.log_distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    return twins_sample.log_distribution(
+        logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.records is not None
+    )
 
 
-def sample(logits: Tensor, stream: Tensor, step: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: (tokens [B], log-probs fp32 [B]). A row with non-finite logits has a non-finite log-prob.
+def sample(
+    logits: Tensor, stream: Tensor, step: Tensor, sampling: Sampling, room: int = 0
+) -> tuple[Tensor, Tensor, Kept | None]:
+    """Draw one token per row: (tokens [B], log-probs fp32 [B], which tokens could be drawn).
 
-    logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
+    A row with non-finite logits has a non-finite log-prob. logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
+    room: ids that are recorded of every token
     """
-    return twins.sample(logits, stream, step, sampling.temperature, sampling.top_k, sampling.top_p)
+    recorded = None if sampling.records is None else room
+    return twins_sample.sample(logits, stream, step, sampling.temperature, sampling.top_k, sampling.top_p, recorded)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteLogits
+from ..kernels.twins_sample import room_of
 from ..models import check_sliding_windows, own_stop_ids
 from ..records import Trajectory
 from ..signals import uninterrupted
@@ -141,8 +142,11 @@ class GenerateCall:
             self.state.trace[to, :, :, : self.ready_trace.shape[3]] = self.ready_trace[source]
         for part in torch.arange(len(to), device=self.device).split(_TOGETHER):
             which = to[part]
-            first = sample(self.ready_logits[source[part]], stream[part], self.state.count[which], self.sampling)
-            self.state.record(which, *first, self.stop_ids, torch.ones_like(which, dtype=torch.bool))
+            step = self.state.count[which]
+            room = room_of(self.state, self.sampling.records is not None) or 0
+            tokens, logprobs, kept = sample(self.ready_logits[source[part]], stream[part], step, self.sampling, room)
+            live = torch.ones_like(which, dtype=torch.bool)
+            self.state.record(which, tokens, logprobs, self.stop_ids, live, kept)
         for ready, sample_index, _, row in admitted:
             self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
 
@@ -254,7 +258,8 @@ class GenerateCall:
         """The trajectories of rows that are done."""
         sequences, version = [self.running[row] for row in rows], self.engine.version
         folding = self.decoder.folding
-        return collect(rows, sequences, counts, self.state, self.stop_ids, folding, version, self.phases)
+        supports = self.sampling.records
+        return collect(rows, sequences, counts, self.state, self.stop_ids, folding, supports, version, self.phases)
 
     def compact_rows(self) -> None:
         """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""

@@ -52,8 +52,8 @@ class Storage:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def plan(self, prompt_tokens: int, new_tokens: int) -> Plan:
-        """What a call with prompts of up to `prompt_tokens` takes."""
+    def plan(self, prompt_tokens: int, new_tokens: int, room: int | None = None) -> Plan:
+        """What a call with prompts of up to `prompt_tokens` takes. room: see `Sampling.room`"""
         return make_plan(
             self.shape,
             self.compressor,
@@ -65,14 +65,15 @@ class Storage:
             prefill_chunk=self.prefill_chunk,
             prefill_rows=self.prefill_rows,
             on_gpu=ops.rules(self.device).on_gpu,
+            room=room,
         )
 
-    def reserve(self, prompt_tokens: int, new_tokens: int) -> None:
+    def reserve(self, prompt_tokens: int, new_tokens: int, room: int | None = None) -> None:
         """Allocate what a call of that size takes, as far as it is not there."""
-        plan = self.plan(prompt_tokens, new_tokens)
+        plan = self.plan(prompt_tokens, new_tokens, room)
         cache = self._allocate_rows(self.compressor.capacity(prompt_tokens, new_tokens), plan)
         self._allocate_scratch(plan)
-        self._allocate_state(plan, cache)
+        self._allocate_state(plan, cache, room)
 
     def clear(self) -> None:
         """Zero the slots."""
@@ -113,7 +114,7 @@ class Storage:
             shape = cache_shape(self.shape, self.compressor)
             self.scratch = SlotCache(shape, plan.prefill_rows, plan.prompt_tokens, self.device)
 
-    def _allocate_state(self, plan: Plan, cache: SlotCache) -> None:
+    def _allocate_state(self, plan: Plan, cache: SlotCache, room: int | None) -> None:
         """Where rows write down what they sample: as large as the largest call so far.
 
         A captured step has the addresses of all of it but the trace. Rows that fold need no trace: where their chunks
@@ -121,11 +122,11 @@ class Storage:
         """
         new = plan.new_tokens
         tokens = 0 if self.compressor.folds else plan.prompt_tokens + new
-        if self.state is None or self.state.tokens.shape[1] < new:
+        if self.state is None or self.state.tokens.shape[1] < new or not self.state.has_room(room):
             tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
             self.drop_state()
             self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(cache, tokens, new, self.compressor.folds)
+            self.state = RowState.empty(cache, tokens, new, self.compressor.folds, room)
         elif self.state.trace.shape[3] < tokens:
             state, self.state = self.state, None
             state.trace = state.trace.new_empty(0)  # freed before the larger one is made

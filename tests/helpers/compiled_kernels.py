@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from sparse_rl.cache import LayerSlots
 from sparse_rl.cache.segments import Replay
 from sparse_rl.kernels import decode, device, evict, head, layers, sample, segments
+from sparse_rl.kernels.twins_sample import Kept
 
 # Bytes of shared memory that a block may ask for, by compute capability (CUDA C programming guide).
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -78,9 +79,11 @@ def sampling(dtype: torch.dtype, vocabulary: int) -> None:
         tokens=torch.zeros(ROWS, 9, dtype=torch.int64), logprobs=torch.zeros(ROWS, 9),
         **dict.fromkeys(("token", "index", "used", "stream", "count"), numbers),
     )  # fmt: skip
-    for temperature, top_k in ((1.0, 50), (0.0, 0)):
+    for temperature, top_k, room in ((1.0, 50, None), (0.0, 0, None), (1.0, 0, 512), (1.0, 50, 0)):
         logits = torch.zeros(ROWS, vocabulary, dtype=dtype)
-        sample.sample_and_record(logits, state, temperature, torch.tensor([0, 2]), top_k, 0.9)  # pyright: ignore
+        state.kept = None if room is None else Kept.empty(ROWS, 9, room, torch.device("cpu"))
+        stops = torch.tensor([0, 2])
+        sample.sample_and_record(logits, state, temperature, stops, top_k, 0.9, room is not None)  # pyright: ignore
 
 
 def eviction(dtype: torch.dtype, dim: int) -> None:

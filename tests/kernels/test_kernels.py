@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from sparse_rl.cache import LayerSlots
 from sparse_rl.kernels import decode, twins
 from sparse_rl.kernels.sample import sample_and_record
+from sparse_rl.kernels.twins_sample import Kept
 from sparse_rl.rollout.decode import RowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,6 +189,46 @@ def test_sampling_of_the_likeliest_alone(vocabulary, limits, temperature, dtype)
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.done, theirs.done)
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
     assert mine.count.sum() > state_of(rows, new).count.sum()
+
+
+@pytest.mark.parametrize("room", [0, 512])
+@pytest.mark.parametrize("dtype, vocabulary", [(torch.float32, 61), (torch.float32, 1501), (torch.bfloat16, 4200)])
+@pytest.mark.parametrize("limits", [dict(top_p=0.9), dict(top_p=1e-46), dict(top_k=1), dict(top_k=40, top_p=0.6)])
+def test_what_could_be_drawn_is_recorded(vocabulary, limits, dtype, room):
+    """Against the twin: how many, the margin, which ones; rows that do not run keep what they had."""
+    rows, new = 12, 9
+    logits = draw(rows, vocabulary, dtype=dtype) * 4
+    logits[0, 1:] = -torch.inf
+    logits[1, ::2] = -0.0
+    logits[1, 1::2] = 0.0  # all tied: more than may be recorded
+    logits[2] = 0.01 * logits[2]  # flat: the cap leaves the likeliest 512
+    logits[3, 5] = 60.0
+    logits[4, 100:] = 3.0  # 512 can only be had by dividing tied ones
+    none = torch.tensor([], dtype=torch.int64, device=DEVICE)
+    mine, theirs = state_of(rows, new), state_of(rows, new)
+    for state in (mine, theirs):
+        state.kept = Kept.empty(rows, new, room, torch.device(DEVICE))
+        for tensor in state.kept.tensors:
+            tensor.fill_(7)
+    before = mine.count.clone()
+    sample_and_record(logits, mine, 0.8, none, **limits, records=True)
+    twins.sample_and_record(logits, theirs, 0.8, none, **limits, records=True)
+    assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.done, theirs.done)
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
+    assert torch.equal(mine.kept.count, theirs.kept.count) and torch.equal(mine.kept.ids, theirs.kept.ids)
+    torch.testing.assert_close(mine.kept.margin, theirs.kept.margin)
+    ran = (mine.count > before).nonzero()[:, 0]
+    assert 0 < len(ran) < rows
+    for row in ran.tolist():
+        place = int(before[row])
+        count, margin = int(mine.kept.count[row, place]), mine.kept.margin[row, place]
+        wide = logits[row].float()
+        kept = (wide >= wide.max() - margin) & (wide > -torch.inf)  # as the learner finds them
+        assert int(kept.sum()) == count <= (512 if row != 1 else vocabulary) and kept[mine.tokens[row, place]]
+        if room:
+            listed = mine.kept.ids[row, place]
+            assert torch.equal(listed[: min(count, room)].long().cpu(), kept.nonzero()[:room, 0].cpu())
+            assert listed[count:].eq(-1).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])

@@ -54,7 +54,7 @@ def test_frequencies_follow_the_log_probs(options):
     sampling = Sampling(**options)
     logits = torch.tensor([[1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 0.9, 0.9]])
     n = 40_000
-    tokens, logprobs = sample(logits.expand(n, -1), torch.full((n,), 77), torch.arange(n), sampling)
+    tokens, logprobs, _ = sample(logits.expand(n, -1), torch.full((n,), 77), torch.arange(n), sampling)
     distribution = log_distribution(logits, sampling)[0]
     assert logprobs.equal(distribution[tokens])
     expected = distribution.exp() * n
@@ -91,7 +91,7 @@ def test_top_p_of_a_large_vocabulary_is_that_of_exact_sums():
 
 def test_greedy_log_probs_are_those_at_temperature_one():
     logits = torch.randn(5, 9)
-    tokens, logprobs = sample(
+    tokens, logprobs, _ = sample(
         logits, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), Sampling(temperature=0.0)
     )
     assert tokens.equal(logits.argmax(-1))
@@ -101,7 +101,7 @@ def test_greedy_log_probs_are_those_at_temperature_one():
 def test_extreme_logits_still_give_a_token_of_positive_probability():
     logits = torch.full((1000, 50), -1e4)
     logits[:, 17] = 1e4
-    tokens, logprobs = sample(logits, torch.arange(1000), torch.zeros(1000, dtype=torch.int64), Sampling())
+    tokens, logprobs, _ = sample(logits, torch.arange(1000), torch.zeros(1000, dtype=torch.int64), Sampling())
     assert tokens.eq(17).all() and logprobs.eq(0).all()
     logits[:, :] = -torch.inf
     logits[:, 49] = 0.0
