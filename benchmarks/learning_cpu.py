@@ -4,6 +4,8 @@
     python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of finished runs
     for mode in auto always; do python benchmarks/learning_cpu.py --out runs/rescore-$mode --methods shadow \\
         --settings "rkv 38" --seeds 8 --set learn.rescore $mode; done               # does scoring matter?
+    for p in 0.95 1; do python benchmarks/learning_cpu.py --out runs/top-p-$p --methods shadow,sparse-rl \\
+        --settings "rkv 38" --starts tiny-sums --set rollout.top_p $p; done         # does top-p matter?
 
 Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second
 one that the warm-up recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end,
@@ -64,10 +66,12 @@ CURVES = (
 SECOND_SEED = 2
 
 
-def jobs(seeds: int, methods: tuple[str, ...], settings: tuple[str, ...]) -> list[tuple]:
+def jobs(
+    seeds: int, methods: tuple[str, ...], settings: tuple[str, ...], starts: tuple[str, ...] = STARTS
+) -> list[tuple]:
     """(seed, warm start, method, setting), seed by seed so that what is there is balanced."""
     everything = []
-    for seed, start in itertools.product(range(seeds), STARTS):
+    for seed, start in itertools.product(range(seeds), starts):
         everything += [(seed, start, method, "dense") for method in DENSE if method in methods]
         everything += [
             (seed, start, method, setting) for setting in settings for method in methods if method not in DENSE
@@ -209,6 +213,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--methods", default=",".join((*DENSE, *METHODS)))
     parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--starts", default=",".join(STARTS), help="warm starts")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument(
         "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of every recipe"
@@ -219,9 +224,10 @@ def main() -> None:
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     if not args.table:
         start = time.perf_counter()
-        second = make_second(args.out)
+        starts = tuple(args.starts.split(","))
+        second = make_second(args.out) if "second" in starts else args.out
         done = {(r["seed"], r["start"], r["method"], r["setting"]) for r in rows}
-        wanted = jobs(args.seeds, tuple(args.methods.split(",")), tuple(args.settings.split(",")))
+        wanted = jobs(args.seeds, tuple(args.methods.split(",")), tuple(args.settings.split(",")), starts)
         waiting = [(job, args.out / "runs", second, args.steps) for job in wanted if job not in done]
 
         def until_late():

@@ -2,9 +2,9 @@
 
 The sampler's log-probs are renormalised over the support, so the learner's must be, over the same one. Of every sampled
 token is recorded how many there were, and the margin: so much lower than the highest logit may a logit be to be kept.
-The margin lies halfway between the least logit that was kept and the highest that was not, where rounding cannot reach
-it. Under the trace the learner has the sampler's logits up to rounding and finds the support again by the margin; in the
-dense view it has others, so the ids themselves are recorded.
+The margin lies halfway between the least logit that was kept and the highest that was not, where rounding rarely
+reaches it. Under the trace the learner has the sampler's logits up to rounding and finds the support again by the
+margin; in the dense view it has others, so the ids themselves are recorded.
 
 Shapes: T tokens of a trajectory, n target tokens, K tokens of the largest support.
 """

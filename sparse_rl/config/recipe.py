@@ -26,6 +26,7 @@ from ..learn.objective import Objective
 from ..learn.optimizer import OptimizerSettings
 from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
+from ..learn.support import MOST
 from ..models.logits import check_logits
 from .budget import Adaptive
 from .learn import LearnSettings
@@ -80,6 +81,13 @@ class RolloutSettings:
     group_size: int = key("completions per prompt", 8)
     max_new_tokens: int = key("tokens of the longest response", 4096)
     temperature: float = key("the sampler's temperature, which every log-prob uses", 1.0)
+    top_k: int = key(
+        f"draw from the likeliest tokens alone, at most {MOST}; all log-probs are then renormalised over them; 0: off",
+        0,
+    )
+    top_p: float = key(
+        f"draw from the likeliest tokens that have this probability together, at most {MOST}, likewise; 1: off", 1.0
+    )
     stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
 
     def __post_init__(self):
@@ -97,6 +105,15 @@ class RolloutSettings:
             raise SparseRLError(
                 f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
             )
+
+        require_int(at_least=0, at_most=MOST, **{"rollout.top_k": self.top_k})
+        if not 0 < self.top_p <= 1:
+            raise SparseRLError(f"rollout.top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether only some tokens can be drawn."""
+        return bool(self.top_k) or self.top_p < 1
 
     @property
     def max_budget(self) -> int:
@@ -249,13 +266,23 @@ class Recipe:
         In the shadow view its old log-probs are the sampler's, unless something depends on what is left of the gap, or
         the update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), or
         because students learn from the trajectories first, or because it does not see all (learn.dynamic). An
-        algorithm may ask for more than log-probs.
+        algorithm may ask for more than log-probs. With top-k or top-p the pass also finds the supports, before any
+        update moves the logits.
         """
         chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
         later = self.rollout.ahead or self.student.chunks or self.learn.dynamic
         checked = chosen.view == "shadow" and known and not later
         depends = chosen.correction.looks_at_gap or self.loss.level == "sequence"  # whose clips are within rounding
-        return self.learn.rescore == "always" or not checked or depends
+        return self.learn.rescore == "always" or not checked or depends or self.rollout.truncates
+
+    @property
+    def records_support(self) -> str | None:
+        """What the sampler records of the tokens that top-k and top-p leave: the shadow view finds them again by
+        margins; the logits of the dense view are others, so it needs ids.
+        """
+        if not self.rollout.truncates:
+            return None
+        return "margins" if self.learn.resolve_method().view == "shadow" else "ids"
 
     @property
     def rows_together(self) -> int:

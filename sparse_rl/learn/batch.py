@@ -21,16 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Replay
-from ..cache import Trace
+from ..cache import Support, Trace
 from ..errors import SparseRLError
 from ..models import evaluating
 from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
+from .find_support import needs_search, score_and_find
 from .fused import fused
 from .loss import Loss, token_scale
 from .packing import pack_groups, packed_replay, shares
 from .score import batch_logprobs, hidden_states, replay_of, score_of
+from .support import check_recorded, ids_for
 
 if TYPE_CHECKING:
     from .critic import Critic
@@ -47,6 +49,7 @@ class Sampled:
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
     owner_rank: Tensor  # int64 [N]: the process that sampled each trajectory, and so has its whole trace
     traces: tuple[Trace, ...]  # [N]: what each query could see
+    supports: tuple[Support | None, ...] | None = None  # [N]: what could be drawn; None: all tokens could be
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,11 @@ class Scored:
         return replace(self, **{n: torch.where(taken, getattr(other, n), getattr(self, n)) for n in names})
 
     def rows(self, index: Tensor) -> Scored:
-        traces = tuple(self.sampled.traces[i] for i in index.tolist())
-        return replace(_rows(self, index), sampled=replace(_rows(self.sampled, index), traces=traces))
+        traces, supports = tuple(self.sampled.traces[i] for i in index.tolist()), self.sampled.supports
+        if supports is not None:
+            supports = tuple(supports[i] for i in index.tolist())
+        sampled = replace(_rows(self.sampled, index), traces=traces, supports=supports)
+        return replace(_rows(self, index), sampled=sampled)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Batch:
     response_tokens: int  # before any correction
     owner_rank: Tensor  # int64 [N]: the process that learns from each trajectory
     traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
+    supports: tuple[Support | None, ...] | None = None  # [N]: with ids, what log-probs are renormalised over
     clip_kl: float | None = None  # the correction's bound of the KL estimate
     pairs: Pairs | None = None  # of an algorithm that compares rows
     row_factors: Tensor | None = None  # fp64 [N]: the derivative of its loss by the sum of a row's log-probs
@@ -118,14 +125,14 @@ class Batch:
         return (self.advantages * self.mask).sum(1) / self.mask.sum(1).clamp(min=1)
 
     def part(self, rows: Tensor, device: torch.device) -> Batch:
-        """Some rows without the padding they do not need, on a device. Traces and pairs stay behind."""
+        """Some rows without the padding they do not need, on a device. Traces, supports and pairs stay behind."""
         width = int(self.lengths[rows].max())
 
         def cut(tensor: Tensor) -> Tensor:
             return (tensor[rows] if tensor.dim() == 1 else tensor[rows, :width]).to(device)
 
         tensors = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, traces=None, pairs=None, **tensors)
+        return replace(self, traces=None, supports=None, pairs=None, **tensors)
 
 
 def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
@@ -139,7 +146,8 @@ def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
         tokens[i, : len(t.tokens)] = t.tokens
         logprobs[i, : len(t.tokens)] = t.sampler_logprobs
     owner_rank, traces = torch.full_like(lengths, rank), tuple(t.trace for t in trajectories)
-    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces)
+    supports = tuple(t.support for t in trajectories) if any(t.support is not None for t in trajectories) else None
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces, supports)
 
 
 def join(*parts: Scored) -> Scored:
@@ -161,6 +169,7 @@ def join(*parts: Scored) -> Scored:
             sampler_logprobs=padded([s.sampler_logprobs for s in sampled]),
             owner_rank=torch.cat([s.owner_rank for s in sampled]),
             traces=tuple(trace for s in sampled for trace in s.traces),
+            supports=None if sampled[0].supports is None else tuple(x for s in sampled for x in s.supports or ()),
         ),
         old_logprobs=padded([part.old_logprobs for part in parts]),
         entropies=padded([part.entropies for part in parts]),
@@ -190,8 +199,13 @@ def score(
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
     of its own. `packing`: micro-batches are packed rows (packing.py). `only` int64 [n]: the rows to score, in the
     shadow view; the others keep the sampler's log-probs.
+
+    Where the sampler recorded only margins of what it could draw, the supports are found here, once and for all.
     """
     assert only is None or view == "shadow", "in the dense view the sampler's log-probs are others"
+    assert only is None or sampled.supports is None, "supports are found by scoring"
+    supports = list(sampled.supports or ())
+    check_recorded(supports, view)
     device = next(model.parameters()).device
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
@@ -207,7 +221,11 @@ def score(
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, view == "shadow", packing)
             states = hidden_states(model, tokens.to(device), seen)
-            found = score_of(model, states, tokens.to(device), response.to(device), temperature).cpu()
+            targets = (model, states, tokens.to(device), response.to(device), temperature)
+            if needs_search(supports, rows):
+                found = score_and_find(*targets, rows, supports).cpu()
+            else:
+                found = score_of(*targets, ids_for(supports or None, rows, response.to(device))).cpu()
             for whole, part in zip((old, entropies, ranks), found.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
             if critic is not None and values is not None:
@@ -216,6 +234,7 @@ def score(
         checked = slice(None) if only is None else only
         gap, mask = (old - sampled.sampler_logprobs)[checked], sampled.mask[checked]
         check_replay(gap, mask, next(model.parameters()).dtype)
+    sampled = replace(sampled, supports=tuple(supports) or None)
     if reference is None:
         return Scored(sampled, old, entropies, ranks, values=values, view=view, seen=marked)
     references = torch.zeros_like(old)
@@ -223,7 +242,8 @@ def score(
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
-            logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
+            ids = ids_for(sampled.supports, rows, response.to(device))
+            logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen, ids)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
     return Scored(sampled, old, entropies, ranks, references, values, view, marked)
 
@@ -306,6 +326,7 @@ def make_batches(
                 response_tokens=int(sampled.mask.sum()),
                 owner_rank=sampled.owner_rank,
                 traces=sampled.traces if scored.view == "shadow" else None,
+                supports=sampled.supports,
                 clip_kl=correction.clip_kl,
                 pairs=None if pairs is None else pairs.rows(rows),
                 old_values=part.values,

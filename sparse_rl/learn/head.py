@@ -42,6 +42,17 @@ class PlainHead:
         hidden = hidden.to(self.weight.dtype)
         return _Statistics.apply(hidden, self.weight, targets, temperature, self.softcap, chunk)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [c, N] -> [c, V]"""
+        return self.capped(_product(hidden.to(self.weight.dtype), self.weight))
+
+    def logits_at(self, hidden: Tensor, ids: Tensor, chunk: int) -> Tensor:
+        """The logits of some ids alone, differentiable. hidden [n, N], int32 [n, K], -1 means none -> fp32 [n, K]"""
+        return self.capped(_LogitsAt.apply(hidden.to(self.weight.dtype), self.weight, ids, chunk))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
 
 def plain_head(causal_lm: nn.Module) -> PlainHead | None:
     """A model's head, if fused kernels run on its device and nothing else makes its logits; their dtype is fp32."""
@@ -103,6 +114,42 @@ class _Statistics(torch.autograd.Function):
                     to_weight[start:end] = gradients.t() @ rows
             start = end
         return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, None, None, None, None
+
+
+class _LogitsAt(torch.autograd.Function):
+    """Forward: the product chunk by chunk, of which the ids are kept. Backward: their gradients are spread over parts
+    of the vocabulary, all others being 0, so the product is not needed again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, chunk):
+        ctx.save_for_backward(hidden, weight, ids)
+        ctx.chunk = chunk
+        parts = zip(hidden.split(chunk), ids.clamp(min=0).split(chunk), strict=True)
+        return torch.cat([_product(part, weight).gather(1, of_part.long()) for part, of_part in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, ids = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dtype = weight.dtype if weight.is_cuda else wide  # as the head itself does
+        to_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if wants_hidden else None
+        to_weight = torch.empty_like(weight) if wants_weight else None
+        rows, upstream, start = hidden.to(dtype), upstream.masked_fill(ids < 0, 0.0).to(dtype), 0
+        for part in weight.split(vocabulary_part(len(hidden), len(weight), ctx.chunk)):
+            place, end = ids.long() - start, start + len(part)
+            inside = (place >= 0) & (place < len(part))
+            gradients = torch.zeros(len(hidden), len(part), dtype=dtype, device=hidden.device)
+            gradients.scatter_add_(1, torch.where(inside, place, 0), torch.where(inside, upstream, 0.0))
+            with torch.autocast(weight.device.type, enabled=False):
+                if to_hidden is not None:
+                    to_hidden += wide_product(gradients, part.to(dtype).t())
+                if to_weight is not None:
+                    to_weight[start:end] = gradients.t() @ rows
+            start = end
+        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, None, None
 
 
 def vocabulary_part(tokens: int, vocabulary: int, chunk: int) -> int:

@@ -31,6 +31,7 @@ from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skip
 from .scaler import LossScale
 from .score import batch_logprobs, hidden_states, logprobs_of, statistics_of
 from .shards import Sharded
+from .support import ids_for
 
 T = TypeVar("T")
 _SUMS: tuple[str, ...] = ("loss", "tokens", "clipped", "drift", "kl", "distill", "value_loss", "value_clipped")
@@ -188,14 +189,14 @@ class Learner:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
         tokens, mask = part.tokens, part.mask
-        seen = self._seen(batch, rows)
+        seen, ids = self._seen(batch, rows), ids_for(batch.supports, rows, mask)
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states = hidden_states(model, tokens, seen)
             if found is None:
-                logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+                logprobs = logprobs_of(model, states, tokens, mask, self.temperature, ids)
             else:
-                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature)
+                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature, ids)
                 found[:, rows.to(self.device), : tokens.shape[1]] = torch.stack([logprobs.detach(), entropies])
             values = None if self.critic is None else self.critic(states, tokens, mask, seen)
             if self.distill is None:
@@ -223,10 +224,10 @@ class Learner:
                     self._empty_micro_batch()
                     continue
                 part = batch.part(rows, self.device)
-                seen = self._seen(batch, rows)
+                seen, ids = self._seen(batch, rows), ids_for(batch.supports, rows, part.mask)
                 logprobs = self._call(
-                    lambda model, part=part, seen=seen: batch_logprobs(
-                        model, part.tokens, part.mask, self.temperature, seen
+                    lambda model, part=part, seen=seen, ids=ids: batch_logprobs(
+                        model, part.tokens, part.mask, self.temperature, seen, ids
                     )
                 )
                 sums[rows.to(self.device)] = torch.where(part.mask, logprobs, 0.0).double().sum(1)

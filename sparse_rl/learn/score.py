@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,22 +22,30 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import Replay, use_attention_through_backward
 from ..beacon import beacon_of
-from ..cache import Trace
+from ..cache import Support, Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..models import head_chunk
 from ..records import Trajectory
 from .head import plain_head, states_before
+from .support import ids_for, over_same_tokens, over_support, padded, place_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None, temperature: float = 1.0) -> Tensor:
+def token_logprobs(
+    model: nn.Module,
+    tokens: Tensor,
+    trace: Trace | None = None,
+    temperature: float = 1.0,
+    support: Support | None = None,
+) -> Tensor:
     """fp32 [T]: the log-prob of each token given those before it; 0 for the first token and beacons. Differentiable.
 
     tokens [T]. Without a trace every token sees all tokens before it; with one, exactly what the sampler's cache still
-    held. Temperature 0 reads as 1, as in the sampler.
+    held. Temperature 0 reads as 1, as in the sampler. With a support that has ids, log-probs of the sampled tokens are
+    renormalised over it, and the others are 0.
     """
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens, device=device)[None]
@@ -45,60 +53,103 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     if (beacon := beacon_of(model)) is not None:
         target_mask &= ~beacon.is_beacon(tokens)
     replay = None if trace is None else replay_of(model, [(tokens[0], trace)])
-    return batch_logprobs(model, tokens, target_mask, temperature, replay)[0]
+    if support is None:
+        return batch_logprobs(model, tokens, target_mask, temperature, replay)[0]
+    target_mask &= (support.counts > 0).to(device)
+    ids = ids_for([support], torch.tensor([0]), target_mask)
+    return batch_logprobs(model, tokens, target_mask, temperature, replay, ids)[0]
 
 
 def batch_logprobs(
-    model: nn.Module, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0, replay: Replay | None = None
+    model: nn.Module,
+    tokens: Tensor,
+    target_mask: Tensor,
+    temperature: float = 1.0,
+    replay: Replay | None = None,
+    support: Tensor | None = None,
 ) -> Tensor:
     """fp32 [B, T]: log-probs of the target tokens, 0 elsewhere. Differentiable.
 
-    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view.
+    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view; `support` int32 [n, K]:
+    renormalise over these ids (support.py).
     """
-    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, target_mask, temperature)
+    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, target_mask, temperature, support)
 
 
-def logprobs_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0) -> Tensor:
+def logprobs_of(
+    model: nn.Module,
+    states,
+    tokens: Tensor,
+    target_mask: Tensor,
+    temperature: float = 1.0,
+    support: Tensor | None = None,
+) -> Tensor:
     """`batch_logprobs` from hidden states that were computed already."""
-    values = _fused_statistics(model, states, tokens, target_mask, temperature or 1.0)
+    values = _fused_statistics(model, states, tokens, target_mask, temperature or 1.0, support)
     if values is None:
         function = chosen_logprobs(temperature or 1.0)
-        values = [over_chunks(model, states, target_mask, function, tokens[target_mask])]
+        values = [_over_targets(model, states, tokens, target_mask, function, support)]
     return values[0].new_zeros(tokens.shape).masked_scatter(target_mask, values[0])
 
 
 def statistics_of(
-    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0
+    model: nn.Module,
+    states,
+    tokens: Tensor,
+    target_mask: Tensor,
+    temperature: float = 1.0,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_of`, to the bit, and from the same pass through the head: entropies of the targets' distributions, and
     ranks of the targets there (1: likeliest). fp32 [B, T] each, 0 elsewhere. Only the log-probs are differentiable.
     """
     temperature = temperature or 1.0
-    values = _fused_statistics(model, states, tokens, target_mask, temperature)
+    values = _fused_statistics(model, states, tokens, target_mask, temperature, support)
     if values is None:
-        both = over_chunks(model, states, target_mask, _logprobs_and_others(temperature), tokens[target_mask])
+        both = _over_targets(model, states, tokens, target_mask, _logprobs_and_others(temperature), support)
         values = both.unbind(-1)
     logprobs, entropies, ranks = (v.new_zeros(tokens.shape).masked_scatter(target_mask, v) for v in values)
     return logprobs, entropies.detach(), ranks.detach()
 
 
-def score_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float) -> Tensor:
+def score_of(
+    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float, support: Tensor | None = None
+) -> Tensor:
     """Log-probs, entropies and ranks of the target tokens, side by side. fp32 [n, 3]"""
-    values = _fused_statistics(model, states, tokens, target_mask, temperature)
+    values = _fused_statistics(model, states, tokens, target_mask, temperature, support)
     if values is None:
-        return over_chunks(model, states, target_mask, logprobs_entropies_ranks(temperature), tokens[target_mask])
+        function = logprobs_entropies_ranks(temperature)
+        return _over_targets(model, states, tokens, target_mask, function, support)
     return torch.stack(values, -1)
 
 
+def _over_targets(
+    model: nn.Module,
+    states,
+    tokens: Tensor,
+    target_mask: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    support: Tensor | None,
+) -> Tensor:
+    """`over_chunks` of a function of logits and targets, or of the logits of a support."""
+    if support is None:
+        return over_chunks(model, states, target_mask, function, tokens[target_mask])
+    return over_chunks(model, states, target_mask, over_support(function), tokens[target_mask], support)
+
+
 def _fused_statistics(
-    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float
+    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Log-probs, entropies and ranks of the target tokens, [n] each; None: the head is not known to be one matrix."""
     known = plain_head(causal_lm_of(model))
     if known is None:
         return None
-    before = states_before(states.last_hidden_state, target_mask)
-    return known.statistics(before, tokens[target_mask], temperature, _chunk(model))
+    before, targets = states_before(states.last_hidden_state, target_mask), tokens[target_mask]
+    if support is None:
+        return known.statistics(before, targets, temperature, chunk_of(model))
+    chosen = padded(known.logits_at(before, support, chunk_of(model)), support)
+    logprobs, entropies, ranks = logprobs_entropies_ranks(temperature)(chosen, place_in(support, targets)).unbind(-1)
+    return logprobs, entropies, ranks
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
@@ -162,7 +213,7 @@ def over_chunks(
     def chunk(part: Tensor, *others: Tensor) -> Tensor:
         return function(head(model, states, part), *others)
 
-    size = _chunk(model)
+    size = chunk_of(model)
     parts = zip(before.split(size), *(p.split(size) for p in per_token), strict=True)
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
@@ -254,7 +305,8 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     """alpha of every response token: the sum over the vocabulary of min(dense, sampler) probability = 1 - total
     variation.
 
-    The sampler's distribution comes from the shadow view, which equals it; so both are exact. -> fp32 [response]
+    The sampler's distribution comes from the shadow view, which equals it; so both are exact. Where the sampler drew
+    from a support alone, both are renormalised over it. -> fp32 [response]
     """
     device = next(model.parameters()).device
     whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
@@ -264,12 +316,26 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     )
     target_mask = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
     views = ((dense, target_mask), (shadow, trajectory.response_mask.to(device)[None]))
-    pairs = (states.last_hidden_state[:, :-1][target_mask[:, 1:]].split(_chunk(model)) for states, target_mask in views)
+    pairs = (
+        states.last_hidden_state[:, :-1][target_mask[:, 1:]].split(chunk_of(model)) for states, target_mask in views
+    )
     shares = []
+    drawable = _drawable(trajectory, chunk_of(model))
     for ours, theirs in zip(*pairs, strict=True):
-        p, q = ((head(model, dense, part) / temperature).softmax(-1) for part in (ours, theirs))
+        logits = [head(model, dense, part) for part in (ours, theirs)]
+        if drawable is not None:
+            logits = over_same_tokens(*logits, *next(drawable))
+        p, q = ((z / temperature).softmax(-1) for z in logits)
         shares.append(torch.minimum(p, q).sum(-1))
     return torch.cat(shares) if shares else torch.zeros(0, device=device)
+
+
+def _drawable(trajectory: Trajectory, chunk: int) -> Iterator[tuple[Tensor, Tensor]] | None:
+    """Tokens and margins of the response in chunks; None where all tokens could be drawn."""
+    if trajectory.support is None:
+        return None
+    mask = trajectory.response_mask
+    return zip(trajectory.tokens[mask].split(chunk), trajectory.support.margins[mask].split(chunk), strict=True)
 
 
 class _FixedOutput(nn.Module):
@@ -283,7 +349,8 @@ class _FixedOutput(nn.Module):
         return self.output
 
 
-def _chunk(model: nn.Module) -> int:
+def chunk_of(model: nn.Module) -> int:
+    """Tokens whose logits exist at a time."""
     return head_chunk(causal_lm_of(model).config.get_text_config(decoder=True).vocab_size)
 
 

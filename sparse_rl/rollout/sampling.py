@@ -49,14 +49,13 @@ class Sampling:
             raise SparseRLError(
                 f"top_k {self.top_k} and top_p {self.top_p} cannot go with a correction: the sampler's log-probs are "
                 "renormalised over the kept tokens, the learner's are not, so every ratio would be biased by the kept "
-                "mass; set top_k=0 and top_p=1, or support=\"ids\" for a learner that renormalises too."
+                'mass; set top_k=0 and top_p=1, or support="ids" for a learner that renormalises too.'
             )
         if self.stop_ids is not None:
             ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)
             if odd := [i for i in ids if not isinstance(i, int) or abs(i) >= 2**31]:
                 raise SparseRLError(f"stop_ids holds {str(odd[0])[:30]}, which no tokenizer has; give ids of tokens.")
             object.__setattr__(self, "stop_ids", ids)
-
 
     @property
     def records(self) -> str | None:

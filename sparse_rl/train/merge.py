@@ -14,23 +14,34 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..cache import Trace
+from ..cache import Support, Trace
 from ..learn.batch import join
 from .step import StepRollout, step_positions
 
 
 def without_full_traces(rollout: StepRollout) -> StepRollout:
-    """What other processes need of a part: one head of each trace, and which prompts they were.
+    """What other processes need of a part: one head of each trace, how many tokens could be drawn, and which prompts
+    they were.
 
     All heads evict at the same steps. The answer of a prompt may be an object of a user's own.
     """
-    traces = tuple(first_head_trace(trace) for trace in rollout.scored.sampled.traces)
+    sampled = rollout.scored.sampled
+    traces = tuple(first_head_trace(trace) for trace in sampled.traces)
+    supports = None if sampled.supports is None else tuple(_without_ids(support) for support in sampled.supports)
+    trajectories = [
+        replace(t, trace=trace, support=_without_ids(t.support))
+        for t, trace in zip(rollout.trajectories, traces, strict=True)
+    ]
     return replace(
         rollout,
         prompts=[replace(prompt, text="", answer=None) for prompt in rollout.prompts],
-        trajectories=[replace(t, trace=trace) for t, trace in zip(rollout.trajectories, traces, strict=True)],
-        scored=replace(rollout.scored, sampled=replace(rollout.scored.sampled, traces=traces)),
+        trajectories=trajectories,
+        scored=replace(rollout.scored, sampled=replace(sampled, traces=traces, supports=supports)),
     )
+
+
+def _without_ids(support: Support | None) -> Support | None:
+    return None if support is None else replace(support, ids=None)
 
 
 def first_head_trace(trace: Trace) -> Trace:

@@ -10,6 +10,7 @@ from ..config.recipe import LearnSettings, RolloutSettings
 from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
+from ..learn.support import support_metrics
 from ..records import kv_tokens_saved
 from ..tasks import UNGRADED, mean_parts
 from ..tasks.answering import Answers
@@ -46,6 +47,8 @@ def step_metrics(
     }
     if scored.seen is not None:
         metrics["replay/checked/frac"] = scored.seen.double().mean().item()
+    if scored.sampled.supports is not None:
+        metrics |= support_metrics([t.support for t in trajectories], scored.sampled.supports)
     if skipped:
         metrics["data/skipped/count"] = float(skipped)
     for verdict, count in sorted(verdicts.items()):

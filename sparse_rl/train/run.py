@@ -25,6 +25,7 @@ from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
+from ..learn.support import MOST
 from ..models import ModelShape, dtype_of, load_config, reward_config, weight_bytes
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
@@ -203,6 +204,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         new_tokens=recipe.rollout.max_new_tokens,
         weight_bytes=weights,
         adapters=recipe.model.lora_rank > 0,
+        room={None: None, "margins": 0, "ids": min(MOST, shape.vocabulary)}[recipe.records_support],
     )
     parameters = weights // shape.dtype.itemsize
     return make_training_plan(

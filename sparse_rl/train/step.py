@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache import Trace
+from ..cache import Support, Trace
 from ..distributed.world import exchanged
 from ..learn.batch import Batch, Sampled, Scored
 from ..learn.learner import UpdateResult
@@ -54,7 +54,7 @@ class StepRollout:
         return torch.tensor([g.right for g in self.grades], dtype=torch.bool)
 
 
-exchanged(StepRollout, Prompt, Trajectory, Trace, Grade, Scored, Sampled)
+exchanged(StepRollout, Prompt, Trajectory, Trace, Support, Grade, Scored, Sampled)
 
 
 def with_seen(rollout: StepRollout, batches: Sequence[Batch], updates: Sequence[UpdateResult]) -> StepRollout:

@@ -70,7 +70,13 @@ class Sampler:
         self.reference = self._reference()
         self.engine = Engine(model, compressor_of(rollout), rollout.max_budget, rollout.interval, rollout.rows)
         self.sampling = Sampling(
-            rollout.max_new_tokens, rollout.temperature, stop_ids=self._stop_ids(), for_correction=True
+            rollout.max_new_tokens,
+            rollout.temperature,
+            rollout.top_k,
+            rollout.top_p,
+            stop_ids=self._stop_ids(),
+            for_correction=True,
+            support=recipe.records_support,
         )
         self.rewards = AddedRewards(recipe)
         self.budget = BudgetControl(rollout.budget, self.engine)
