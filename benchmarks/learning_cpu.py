@@ -220,6 +220,7 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "results.jsonl"
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     if not args.table:

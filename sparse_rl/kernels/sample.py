@@ -69,6 +69,7 @@ def _limit(
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
     kept = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
+    highest = tl.full((), -float("inf"), tl.float32)
     if TOP_P or MOST > 0:
         high = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
         for start in range(0, size, BLOCK):
@@ -122,7 +123,8 @@ def _note(
                 i = start + tl.arange(0, BLOCK)
                 tl.store(ids + at * IDS + i, tl.full([BLOCK], -1, tl.int32), mask=(i >= total) & (i < IDS))
         tl.store(counts + at, total)
-        tl.store(margins + at, tl.max(high, 0) - (tl.min(low, 0) / 2 + tl.max(beyond, 0) / 2))
+        halfway = tl.min(low, 0) / 2 + tl.max(beyond, 0) / 2  # pyright: ignore[reportOperatorIssue]
+        tl.store(margins + at, tl.max(high, 0) - halfway)
 
 
 @jit

@@ -3,8 +3,8 @@
     log pi_S(a) = z_a / tau - log sum over S of exp(z / tau)
 
 S belongs to the data: it is the same for old, learner and reference, and for all updates of a step. In the dense view
-the sampler recorded it. In the shadow view the pass that scores finds it again, where the logits are the sampler's up to
-rounding, and it stays as it was found: moving logits would move it under the ratio.
+the sampler recorded it. In the shadow view the pass that scores finds it again, where the logits are the sampler's up
+to rounding, and it stays as it was found: moving logits would move it under the ratio.
 
     S = { v : z_v >= max z - margin } + { a }
 

@@ -79,7 +79,9 @@ def sample(
 ) -> tuple[Tensor, Tensor, Kept | None]:
     """Draw one token per row: (tokens [B], log-probs fp32 [B], which tokens could be drawn).
 
-    A row with non-finite logits has a non-finite log-prob. logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
+    A row with non-finite logits has a non-finite log-prob.
+
+    logits [B, V]; stream [B] int64; step [B] int64: how many tokens the sequence has drawn before.
     room: ids that are recorded of every token
     """
     recorded = None if sampling.records is None else room
