@@ -51,8 +51,8 @@ class LearnSettings:
     minibatches: int = key("optimizer steps per rollout", 4)
     rescore: str = key(
         "whether a pass of its own finds the old log-probs: always, or auto: not in the shadow view, where they are "
-        "the sampler's up to rounding and the update checks them, except with ppo, rollout.ahead, students or "
-        "learn.dynamic",
+        "the sampler's up to rounding and the update checks them, except with ppo, rollout.ahead, rollout.top_k, "
+        "rollout.top_p, students or learn.dynamic",
         "auto",
     )
     micro_batch_tokens: int | str = key(

@@ -69,7 +69,7 @@ def listed(support: Support) -> list[torch.Tensor]:
         ),
         min_size=1,
         max_size=5,
-    ),  # noqa: E501
+    ),
     st.sampled_from([0.3, 1.0, 1.7]),
     st.sampled_from(
         [
@@ -79,7 +79,7 @@ def listed(support: Support) -> list[torch.Tensor]:
             dict(top_k=0, top_p=0.7),
             dict(top_k=4, top_p=0.9),
         ]
-    ),  # noqa: E501
+    ),
     st.integers(0, 6),
 )
 def test_log_probs_over_a_support_are_those_of_a_masked_softmax(rows, temperature, limits, drawn):
@@ -301,5 +301,5 @@ def test_mistakes_get_a_sentence():
         Sampling(top_k=600, support="ids")
     with pytest.raises(SparseRLError, match="support is 'id'"):
         Sampling(support="id")
-    with pytest.raises(SparseRLError, match='the dense view cannot find the tokens.*support="ids"'):
+    with pytest.raises(SparseRLError, match=r'the dense view cannot find the tokens.*support="ids"'):
         score(tiny("llama"), collate(sampled(tiny("llama"), "margins")), 64, 0.8, view="dense")
