@@ -6,6 +6,7 @@ when it runs (attention/recurrent.py), so a config that says something else is r
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,24 +53,27 @@ def _short_convolution(config: Any) -> LayerState:
 class Family:
     name: str
     state: Callable[[Any], LayerState]
-    kernel: str  # the function of its source, in transformers, that a faster package may take over
+    package: str  # of the kernels that transformers takes where it is installed
+    distribution: str  # the package's name for pip
 
 
-_GATED_DELTA = Family("gated delta net", _gated_delta_net, "torch_chunk_gated_delta_rule")
-_MAMBA2 = Family("Mamba 2", _mamba2, "mamba2_chunk_scan")
-_CONVOLUTION = Family("short convolution", _short_convolution, "causal_conv1d_fn")
+_FLA = ("fla", "flash-linear-attention")
+_SSM = ("mamba_ssm", "mamba-ssm")
+_GATED_DELTA = Family("gated delta net", _gated_delta_net, *_FLA)
+_MAMBA2 = Family("Mamba 2", _mamba2, *_SSM)
+_CONVOLUTION = Family("short convolution", _short_convolution, "causal_conv1d", "causal-conv1d")
 _NO_TIME = 1e-9  # a time step that changes nothing; transformers cannot make a model with a least one of 0
 FAMILIES = {
     "qwen3_next": _GATED_DELTA,
     "qwen3_5_text": _GATED_DELTA,
     "qwen3_5_moe_text": _GATED_DELTA,
     "olmo_hybrid": _GATED_DELTA,
-    "kimi_linear": Family("Kimi delta attention", _kimi_delta_attention, "chunk_kimi_delta_attention"),
+    "kimi_linear": Family("Kimi delta attention", _kimi_delta_attention, *_FLA),
     "bamba": _MAMBA2,
     "falcon_h1": _MAMBA2,
     "granitemoehybrid": _MAMBA2,
-    "nemotron_h": Family("Mamba 2", _nemotron, "mamba2_chunk_scan"),
-    "jamba": Family("Mamba", _mamba1, "mamba_selective_scan"),
+    "nemotron_h": Family("Mamba 2", _nemotron, *_SSM),
+    "jamba": Family("Mamba", _mamba1, *_SSM),
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
 }
@@ -97,6 +101,19 @@ def num_slot_layers(config: Any) -> int:
     return sum(kind not in LAYERS_WITHOUT_SLOTS for kind in kinds[: config.num_hidden_layers])
 
 
+def recurrent_kernels(config: Any) -> str | None:
+    """Which kernels compute a model's recurrent layers, in words; None: it has none."""
+    config = config.get_text_config(decoder=True)
+    if not is_recurrent(config) or config.model_type not in FAMILIES:
+        return None
+    family = FAMILIES[config.model_type]
+    try:
+        importlib.import_module(family.package)
+    except Exception:  # whatever a broken package raises: transformers falls back on it, too
+        return f"{family.name} by the torch operations of transformers ({family.distribution} is not installed)"
+    return f"{family.name} by {family.distribution}"
+
+
 def check_recurrent(config: Any) -> None:
     """Refuse recurrent layers whose states are not known, and a model that has no other layers."""
     name = config.model_type
@@ -109,6 +126,11 @@ def check_recurrent(config: Any) -> None:
         )
     if not num_slot_layers(config):
         raise SparseRLError(f"{name} has recurrent layers alone here: it has no KV cache that could be compressed.")
+    if getattr(config, "kv_lora_rank", None):
+        raise SparseRLError(
+            f"the attention layers of {name} keep latents (MLA) beside its recurrent layers: this architecture is not "
+            "supported."
+        )
     low, high = _time_steps(config)
     if low > _NO_TIME or high < math.inf:
         key, value = ("time_step_min", _NO_TIME) if name == "nemotron_h" else ("time_step_limit", "[0, Infinity]")
