@@ -12,7 +12,6 @@ from tests import survey
         ("roberta", "exact", ""),  # whose own positions begin elsewhere
         ("gpt_oss", "exact", ""),  # attention sinks, mixture of experts
         ("lfm2", "exact", ""),  # recurrent layers
-        ("mamba2", "refused", ""),
         ("gemma3n_text", "refused", "shares keys and values"),
         ("bloom", "refused", "takes no position_ids"),
     ],

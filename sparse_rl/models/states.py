@@ -135,8 +135,9 @@ def check_recurrent(config: Any) -> None:
     if low > _NO_TIME or high < math.inf:
         key, value = ("time_step_min", _NO_TIME) if name == "nemotron_h" else ("time_step_limit", "[0, Infinity]")
         raise SparseRLError(
-            f"{name} limits its time steps to {low} .. {high} where it reads many tokens at once, but not where it reads "
-            f"one: sampler and learner would compute different things; set {key} in its config.json to {value} first."
+            f"{name} limits its time steps to {low} .. {high} where it reads many tokens at once, but not where it "
+            f"reads one: sampler and learner would compute different things; set {key} in its config.json to {value} "
+            "first."
         )
 
 

@@ -49,7 +49,7 @@ class Plan:
     trace_row_bytes: int  # 0 if chunks are folded: the positions of the beacons are the whole trace
     chunk_row_bytes: int  # the positions of a row's beacons, and the state of its open chunk
     token_row_bytes: int  # sampled tokens and their log-probs
-    sampling_row_bytes: int  # estimate: logits, a layer's states; on a CPU softmax, sums; with beacons an entry that moves
+    sampling_row_bytes: int  # estimate: logits, a layer's states; on a CPU softmax, sums; with beacons one entry
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted and scored
     eviction_bytes: int  # estimate: the most that is copied at a time

@@ -196,7 +196,9 @@ def test_a_state_of_another_size_than_planned_is_refused():
     for module in model.modules():
         if type(module).__name__ == "Lfm2ShortConv":
             module.conv_kernel_size = 5
-    with pytest.raises(SparseRLError, match=r"layer 0 keeps a state of shape \(32, 5\) where the config says \(32, 3\)"):
+    with pytest.raises(
+        SparseRLError, match=r"layer 0 keeps a state of shape \(32, 5\) where the config says \(32, 3\)"
+    ):
         engine.generate(prompts_of(9))
 
 

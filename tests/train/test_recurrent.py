@@ -7,9 +7,17 @@ from sparse_rl.models import load_model, tiny_tokenizer
 from sparse_rl.train.run import train
 from tests.helpers.hybrids import hybrid
 from tests.helpers.runs import recipe
+from tests.helpers.task_files import write
 
+SEVENS = """
+def prompt(i):
+    return f"{i % 90 + 10}+{i % 70 + 11}", None
+
+def reward(answer, text):
+    return text.count("7") / 10
+"""
 SMALL = {
-    "rollout": {"budget": 24, "rows": 4, "prompts": 2, "group_size": 2, "max_new_tokens": 24},
+    "rollout": {"budget": 32, "rows": 4, "prompts": 2, "group_size": 4, "max_new_tokens": 24},
     "learn": {"method": "shadow", "rescore": "always", "minibatches": 1},
     "eval": {"every": 0},
     "optimizer": {"lr": 1e-3},
@@ -21,7 +29,8 @@ def test_a_run_resumes_to_the_byte(tmp_path, capsys):
     model = hybrid("qwen3_5_text", vocab_size=len(tokenizer))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    settings = {**SMALL, "model": {"name": str(tmp_path / "model")}}
+    task = {"name": write(tmp_path / "sevens.py", SEVENS)}
+    settings = {**SMALL, "model": {"name": str(tmp_path / "model")}, "task": task}
     train(recipe(**settings, run={"steps": 3, "checkpoint_every": 1}), tmp_path / "whole", show=False)
     assert "recurrent layers: gated delta net by" in capsys.readouterr().err
     train(recipe(**settings, run={"steps": 1, "checkpoint_every": 1}), tmp_path / "parts", show=False)
