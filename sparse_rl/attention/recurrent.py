@@ -8,6 +8,8 @@ layer works on a copy, which is written back when the next layer begins. So one 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
@@ -37,21 +39,19 @@ class FedStates(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
 
-    def begin(self, layer: _LayerStates) -> None:
-        if self.open is not layer:
-            self.finish()
-            self.open = layer
-
-    def finish(self) -> None:
-        """The last layer has run."""
-        if self.open is not None:
+    def begin(self, layer: _LayerStates | None) -> None:
+        """A layer is at work; the one before has run."""
+        if self.open is not None and self.open is not layer:
             self.open.write_back()
-            self.open = None
+        self.open = layer
 
-    @property
-    def missed(self) -> list[int]:
-        """Recurrent layers that did not ask for their state."""
-        return [i for i, layer in enumerate(self.layers) if layer.state is not None and not layer.asked]  # pyright: ignore[reportAttributeAccessIssue]
+    def end(self) -> list[int]:
+        """The model has run. -> recurrent layers that did not ask for their state"""
+        self.begin(None)
+        layers = cast("list[_LayerStates]", self.layers)
+        missed = [i for i, layer in enumerate(layers) if layer.state is not None and not layer.asked]
+        self.layers.clear()  # they point back here, and to the rows
+        return missed
 
 
 class _LayerStates(LinearAttentionLayer):

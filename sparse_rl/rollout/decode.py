@@ -165,8 +165,7 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
         logits = _logits_at(model, last, **inputs)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
     for fed in states.values():
-        fed.finish()
-        missed |= set(fed.missed)
+        missed |= set(fed.end())
     if missed:
         raise SparseRLError(
             f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported."
