@@ -40,9 +40,11 @@ class Plan:
     row_bytes: int  # one row of the cache: keys, values, feed indices, and what the compressor records
     kv_bytes_per_token: int  # keys and values alone, in any cache
     slot_bytes: int  # the share of row_bytes that one slot takes
+    scratch_capacity: int  # slots of a scratch row
+    prompt_piece: int  # tokens of one prompt that are fed at a time, at most
     most_prefill_rows: int  # prompts prefilled together, if there are as many rows
     prefill_chunk: int  # prompt tokens fed at a time
-    scratch_row_bytes: int  # the scratch row of a prompt, before the prompt is forked
+    scratch_row_bytes: int  # the row in which a prompt is read, before it is forked
     trace_row_bytes: int  # 0 if chunks are folded: the positions of the beacons are the whole trace
     chunk_row_bytes: int  # the positions of a row's beacons, and the state of its open chunk
     token_row_bytes: int  # sampled tokens and their log-probs
@@ -80,7 +82,7 @@ class Plan:
     @property
     def working_bytes(self) -> int:
         """An upper estimate: prefill, sampling and eviction as if they happened at the same time."""
-        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens)
+        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_piece)
         prefill = (
             tokens * (self.prefill_token_bytes + self.attention_token_bytes)
             + self.prefill_rows * self.prompt_logits_bytes
@@ -142,7 +144,11 @@ class Plan:
                 f"{size(self.row_bytes)} ({against})",
             ),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
-            (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
+            (
+                f"prefill scratch, {self.prefill_rows} prompts"
+                + (f" of {self.scratch_capacity} slots" if self.scratch_capacity < self.prompt_tokens else ""),
+                size(self.scratch_bytes),
+            ),
             *self._record_lines(),
             ("working set (estimate)", size(self.working_bytes)),
             ("total", size(self.total_bytes)),
@@ -187,7 +193,7 @@ def make_plan(
         )
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
-    tokens = prompt_tokens + new_tokens
+    tokens, scratch = prompt_tokens + new_tokens, compressor.scratch_capacity(prompt_tokens)
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
     logits = shape.vocabulary * 4  # in fp32, whatever the dtype of the weights
@@ -210,9 +216,11 @@ def make_plan(
         row_bytes=cache.row_bytes(capacity),
         kv_bytes_per_token=cache.kv_bytes_per_token,
         slot_bytes=cache.slot_bytes,
+        scratch_capacity=scratch,
+        prompt_piece=min(prompt_tokens, compressor.prompt_chunk) if scratch < prompt_tokens else prompt_tokens,
         most_prefill_rows=prefill_rows,
         prefill_chunk=prefill_chunk,
-        scratch_row_bytes=cache.row_bytes(prompt_tokens),
+        scratch_row_bytes=cache.row_bytes(scratch),
         trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
@@ -221,7 +229,7 @@ def make_plan(
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=logits if on_gpu else 0,
-        attention_token_bytes=8 * shape.query_heads * prompt_tokens if compressor.uses_mass else 0,
+        attention_token_bytes=8 * shape.query_heads * scratch if compressor.uses_mass else 0,
         scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
         first_row_bytes=sampled if on_gpu else 0,
     )

@@ -107,11 +107,11 @@ class Storage:
     def _allocate_scratch(self, plan: Plan) -> None:
         """Rows for the longest prompts, made anew when longer ones come, or more of them together."""
         known = self.scratch
-        if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
+        if known is None or known.capacity < plan.scratch_capacity or known.rows < plan.prefill_rows:
             self.scratch = known = None
             self._require(plan.scratch_bytes, plan)
             shape = cache_shape(self.shape, self.compressor)
-            self.scratch = SlotCache(shape, plan.prefill_rows, plan.prompt_tokens, self.device)
+            self.scratch = SlotCache(shape, plan.prefill_rows, plan.scratch_capacity, self.device)
 
     def _allocate_state(self, plan: Plan, cache: SlotCache) -> None:
         """Where rows write down what they sample: as large as the largest call so far.
