@@ -170,6 +170,11 @@ class Task:
             self.last_error = next((problem for _, problem in judgements if problem is not None), None)
         return [grade for grade, _ in judgements]
 
+    def start_grading(self, completions: int) -> None:
+        """Start the processes that will grade so many completions, which takes seconds, while these are sampled."""
+        if self.isolated and self._pool is not None:
+            self._pool.start(completions)
+
     def excerpt(self, text: str) -> str:
         """The part of a completion that `judge` needs; only this is sent to a grading process."""
         return text
