@@ -267,12 +267,6 @@ def named_rewards(given: Mapping[str, float]) -> dict[str, float]:
     return {name: finite(f"the reward {name!r}", value) for name, value in given.items()}
 
 
-def mean_parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """The mean of every named reward. A completion without it, such as one that could not be graded, counts as 0."""
-    names = sorted({name for grade in grades for name in grade.parts})
-    return {name: math.fsum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names}
-
-
 def finite(what: str, value: Any) -> float:
     if not hasattr(value, "__float__"):
         raise TypeError(f"{what} is {value!r:.80}; it must be a number")
