@@ -11,7 +11,7 @@ from tests import survey
         ("opt", "exact", ""),  # a decoder inside the decoder
         ("roberta", "exact", ""),  # whose own positions begin elsewhere
         ("gpt_oss", "exact", ""),  # attention sinks, mixture of experts
-        ("qwen3_next", "refused", "linear_attention"),
+        ("lfm2", "exact", ""),  # recurrent layers
         ("gemma3n_text", "refused", "shares keys and values"),
         ("bloom", "refused", "takes no position_ids"),
     ],

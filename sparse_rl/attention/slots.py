@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache import LayerSlots, SlotCache
+from ..cache.states import slot_layers
 from ..errors import SparseRLError
 from ..kernels import ops, twins
 from ..kernels.twins import attend, attend_with_probs, group_mask
@@ -172,9 +173,11 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
 
 
 def layer_of(module: nn.Module) -> int:
+    """The number of an attention's layer among those that have slots."""
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return layer
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return slot_layers(tuple(kinds)).get(layer, layer) if kinds else layer
 
 
 def check_call(

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..cache import CacheShape
+from ..cache import CacheShape, LayerState
 from ..errors import SparseRLError, nearest
+from .states import layer_states, num_slot_layers
 from .support import check_supported
 
 # Public architectures: enough to plan memory, or to measure speed with random weights, without a download.
@@ -34,7 +35,8 @@ class ModelShape:
     """What a model's config says about its cache."""
 
     architecture: str
-    layers: int
+    layers: int  # all of them
+    slot_layers: int  # those that have slots
     heads: int  # KV heads
     query_heads: int
     head_dim: int
@@ -44,6 +46,7 @@ class ModelShape:
     context: int  # positions the model was made for
     hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, or a table of learned positions
     dtype: torch.dtype
+    states: tuple[LayerState, ...] = ()  # of recurrent layers
 
     @classmethod
     def of(cls, config, dtype: torch.dtype | None = None) -> ModelShape:
@@ -59,6 +62,7 @@ class ModelShape:
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
+            slot_layers=num_slot_layers(config),
             heads=getattr(config, "num_key_value_heads", None) or query_heads,
             query_heads=query_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
@@ -68,10 +72,13 @@ class ModelShape:
             context=config.max_position_embeddings,
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
+            states=layer_states(config),
         )
 
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype)
+        return CacheShape(
+            self.slot_layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype, states=self.states
+        )
 
 
 def _rope_parameters(config) -> list[dict]:

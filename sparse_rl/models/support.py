@@ -6,7 +6,9 @@ import inspect
 
 from torch import nn
 
+from ..cache.states import LAYERS_WITHOUT_SLOTS, RECURRENT_LAYERS
 from ..errors import SparseRLError, require_int
+from .states import FAMILIES, check_recurrent
 
 
 def check_model(model: nn.Module) -> None:
@@ -23,14 +25,15 @@ def check_model(model: nn.Module) -> None:
 def check_sliding_windows(config, windows: list[int | None]) -> None:
     """Refuse a model whose config has sliding windows that its layers did not pass to the attention.
 
-    `windows`: the window that each layer passed.
+    `windows`: the window that each layer with slots passed.
     """
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds:
+        with_slots = [(i, kind) for i, kind in enumerate(kinds) if kind not in LAYERS_WITHOUT_SLOTS]
         lost = [
             i
-            for i, (kind, window) in enumerate(zip(kinds, windows, strict=False))
+            for (i, kind), window in zip(with_slots, windows, strict=False)
             if kind == "sliding_attention" and window is None
         ]
     else:
@@ -66,9 +69,12 @@ def check_supported(config) -> None:
             "this architecture is not supported."
         )
     others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
+    if name in FAMILIES:
+        others = [kind for kind in others if kind not in RECURRENT_LAYERS | LAYERS_WITHOUT_SLOTS]
     if others:
         supported = " and ".join(sorted(_SUPPORTED_LAYERS))
         raise SparseRLError(f"{name} has layers of type {', '.join(others)}; only {supported} layers have slots.")
+    check_recurrent(config)
 
 
 def _of_all_layers(config, key: str):
