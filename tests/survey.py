@@ -80,7 +80,15 @@ SIZES = {
 }  # fmt: skip
 # What the sizes above do not settle.
 OWN: dict[str, dict] = {
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"],
+        "time_step_min": 1e-9,
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "gemma4_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_unified_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "nemotron": {"num_key_value_heads": 2},

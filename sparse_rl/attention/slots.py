@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache import LayerSlots, SlotCache
+from ..cache.states import slot_layers
 from ..errors import SparseRLError
 from ..kernels import ops, twins
 from ..kernels.twins import attend, attend_with_probs, group_mask
@@ -77,7 +78,11 @@ def slots_attention(
     rows = feed.slot.shape[0]
     padding = query.shape[0] - rows
     scale = scaling or query.shape[-1] ** -0.5
+    width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
+    if narrower > 0 and feed.cache.shape.narrow:  # zeros change neither logits nor what is read of the values
+        query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
     out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap, s_aux)
+    out = out[..., :width]
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
 
@@ -92,18 +97,26 @@ def feed_and_attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the tokens, then attend. -> [B, T, H * G, D]"""
+    """Store the tokens, then attend. -> [B, T, H * G, D]
+
+    A layer that reads the slots of another finds the tokens there; the queries that are recorded for scoring are those
+    of the layer that stored.
+    """
     cache, layer = feed.cache, _check_layer(module, query, key, value, feed)
+    stored = layer in feed.layers_seen
+    feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    if feed.live is None:
+    if feed.live is not None and cache.mass is None and ops.rules(query.device).attends_while_storing:
+        token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
+        out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
+        return out.view(query.shape[0], 1, query.shape[1], -1)
+    if stored:
+        pass
+    elif feed.live is None:
         cache.append(layer, feed.slot, key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
-        token = _one_token(cache, layer, query, key, value, feed, feed.live)
-        if cache.mass is None and ops.rules(query.device).attends_while_storing:
-            out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
-            return out.view(query.shape[0], 1, query.shape[1], -1)
-        twins.store(*token)
+        twins.store(*_one_token(cache, layer, query, key, value, feed, feed.live))
         if cache.mass is not None:
             cache.open_mass(layer, feed.slot[:, 0], feed.live)
     if feed.first and sliding_window is None and softcap is None and sinks is None and cache.mass is None:
@@ -146,15 +159,23 @@ def _attend_to_slots(
 
 
 def _one_token(
-    cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed, live: Tensor
+    cache: SlotCache,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feed: Feed,
+    live: Tensor,
+    with_ring: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, LayerSlots, Tensor, Tensor, Tensor]:
     """One new token per row and where it goes, as kernels take it. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
-    new = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-    return *new, cache.layer(layer), feed.slot[:, 0], feed.index[:, 0], live
+    new, slots = (query[:, :, 0], key[:, :, 0], value[:, :, 0]), cache.layer(layer)
+    slots = slots if with_ring else slots._replace(ring=None)
+    return *new, slots, feed.slot[:, 0], feed.index[:, 0], live
 
 
 def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> int:
-    """The layer's number, after refusing layers that are not what the config says, or that attend twice."""
+    """Which slots the layer reads, after refusing layers that are not what the config says, or that attend twice."""
     layer, shape = layer_of(module), feed.cache.shape
     given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
     planned = (shape.query_heads, shape.heads, shape.key_dim, shape.value_dim)
@@ -163,18 +184,21 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
             f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} "
             f"for each of {shape.layers} layers: {type(module).__name__} is not supported."
         )
-    if layer in feed.layers_seen:
+    if layer in feed.layers_seen and not getattr(module, "is_kv_shared_layer", False):
         raise SparseRLError(
             f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported."
         )
-    feed.layers_seen.add(layer)
     return layer
 
 
 def layer_of(module: nn.Module) -> int:
-    layer = module.layer_idx
+    """Which slots an attention reads, by their number."""
+    layer, config = module.layer_idx, getattr(module, "config", None)
     assert isinstance(layer, int)
-    return layer
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return layer
+    return slot_layers(tuple(kinds), getattr(config, "num_kv_shared_layers", None) or 0).get(layer, layer)
 
 
 def check_call(

@@ -213,7 +213,7 @@ def make_plan(
         most_prefill_rows=prefill_rows,
         prefill_chunk=prefill_chunk,
         scratch_row_bytes=cache.row_bytes(prompt_tokens),
-        trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
+        trace_row_bytes=0 if folds else shape.slot_layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
         sampling_row_bytes=logits + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,24 @@ from .queue import Waiting
 
 
 def feed_prompts(model: nn.Module, scratch: SlotCache, prompts: list[list[int]], chunk_tokens: int) -> Tensor:
-    """Feed N prompts densely, `chunk_tokens` at a time, the shorter ones padded at their end. -> logits [N, V]"""
+    """Feed N prompts densely, `chunk_tokens` at a time, the shorter ones padded at their end. -> logits [N, V]
+
+    Padding would change the states of recurrent layers, so with such layers only neighbours of the same length go
+    together.
+    """
+    if scratch.states is None:
+        return _feed_together(model, scratch, prompts, chunk_tokens)
+    logits, first = [], 0
+    for length, same in itertools.groupby(prompts, key=len):
+        group = list(same)
+        rows = scratch.part(slice(first, first + len(group)))
+        whole = chunk_tokens if scratch.states.continues else len(group) * length
+        logits.append(_feed_together(model, rows, group, whole))
+        first += len(group)
+    return torch.cat(logits)
+
+
+def _feed_together(model: nn.Module, scratch: SlotCache, prompts: list[list[int]], chunk_tokens: int) -> Tensor:
     device, lengths = scratch.keys.device, [len(prompt) for prompt in prompts]
     n, longest = len(prompts), max(lengths)
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # [N, P]
