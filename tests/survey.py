@@ -117,7 +117,11 @@ def tiny_config(kind: type[PreTrainedConfig], own: dict) -> PreTrainedConfig:
     for name, value in SIZES.items():
         with contextlib.suppress(RuntimeError):  # which differs from layer to layer, and stays as it is
             settable = not isinstance(getattr(kind, name, None), property) or getattr(kind, name).fset is not None
-            if settable and getattr(usual, name, None) is not None and not isinstance(getattr(usual, name), (list, dict)):
+            if (
+                settable
+                and getattr(usual, name, None) is not None
+                and not isinstance(getattr(usual, name), (list, dict))
+            ):
                 given[name] = value
     if getattr(usual, "kv_lora_rank", None) is not None:  # one latent for all heads
         given |= {"num_key_value_heads": 4, "head_dim": 8}
