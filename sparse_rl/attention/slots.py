@@ -19,6 +19,7 @@ from ..cache.states import slot_layers
 from ..errors import SparseRLError
 from ..kernels import ops, twins
 from ..kernels.twins import attend, attend_with_probs, group_mask
+from .latent import absorbed, expanded
 
 _Given = TypeVar("_Given")
 
@@ -36,6 +37,8 @@ class Feed:
     position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
     live: Tensor | None = None  # [B] bool, while decoding: which rows are fed; others stay unchanged. None: all are fed
     layers_seen: set[int] = field(default_factory=set)
+    # By the number of a layer: the latents and rotated keys of the tokens, of a model that keeps those (latent.py).
+    latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.live is None:
@@ -78,11 +81,13 @@ def slots_attention(
     rows = feed.slot.shape[0]
     padding = query.shape[0] - rows
     scale = scaling or query.shape[-1] ** -0.5
+    if feed.cache.shape.latent:
+        query, key, value = absorbed(module, query, feed)
     width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
     if narrower > 0 and feed.cache.shape.narrow:  # zeros change neither logits nor what is read of the values
         query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
     out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap, s_aux)
-    out = out[..., :width]
+    out = expanded(module, out) if feed.cache.shape.latent else out[..., :width]
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
 
@@ -106,7 +111,8 @@ def feed_and_attend(
     stored = layer in feed.layers_seen
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    if feed.live is not None and cache.mass is None and ops.rules(query.device).attends_while_storing:
+    whole = cache.mass is None and not cache.shape.latent  # what the kernel can store
+    if feed.live is not None and whole and ops.rules(query.device).attends_while_storing:
         token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
         return out.view(query.shape[0], 1, query.shape[1], -1)
@@ -116,7 +122,7 @@ def feed_and_attend(
         cache.append(layer, feed.slot, key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
-        twins.store(*_one_token(cache, layer, query, key, value, feed, feed.live))
+        twins.store(*_one_token(cache, layer, query, key, value[..., : cache.values.shape[-1]], feed, feed.live))
         if cache.mass is not None:
             cache.open_mass(layer, feed.slot[:, 0], feed.live)
     if feed.first and sliding_window is None and softcap is None and sinks is None and cache.mass is None:
@@ -144,7 +150,8 @@ def _attend_to_slots(
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
     rows = query.shape[0]
-    keys, values = cache.keys[layer, :rows, :, : feed.span], cache.values[layer, :rows, :, : feed.span]  # [B, H, S, D]
+    keys = cache.keys[layer, :rows, :, : feed.span]  # [B, H, S, D]
+    values = cache.values_of(keys, cache.values[layer, :rows, :, : feed.span])
     visible = feed.visible
     if sliding_window is not None:
         distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
@@ -178,7 +185,7 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
     """Which slots the layer reads, after refusing layers that are not what the config says, or that attend twice."""
     layer, shape = layer_of(module), feed.cache.shape
     given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.value_dim)
+    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.latent or shape.value_dim)
     if given != planned or not 0 <= layer < shape.layers:
         raise SparseRLError(
             f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} "

@@ -64,7 +64,7 @@ class RowStates:
 
 @functools.lru_cache
 def slot_layers(kinds: tuple[str, ...], shared: int = 0) -> dict[int, int]:
-    """Of a model with layers of these types: by its number, the slots that a layer reads; layers of no slots are missing.
+    """Of a model with layers of these types: the slots that a layer reads, by its number; those without are missing.
 
     shared: so many layers at the end have no keys and values of their own, and read those of the last layer of their
     type before them.

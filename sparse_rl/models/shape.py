@@ -11,7 +11,7 @@ import torch
 
 from ..cache import CacheShape, LayerState
 from ..errors import SparseRLError, nearest
-from .states import layer_states, num_slot_layers
+from .states import layer_states, num_slot_heads, num_slot_layers
 from .support import check_supported, head_dims
 
 # Public architectures: enough to plan memory, or to measure speed with random weights, without a download.
@@ -48,6 +48,7 @@ class ModelShape:
     dtype: torch.dtype
     states: tuple[LayerState, ...] = ()  # of recurrent layers
     narrow: bool = False  # some layers have smaller heads, whose slots are filled up with zeros
+    latent: tuple[int, int] | None = None  # numbers of the latent and of the rotated key that a slot holds (MLA)
 
     @classmethod
     def of(cls, config, dtype: torch.dtype | None = None) -> ModelShape:
@@ -55,6 +56,10 @@ class ModelShape:
         check_supported(config)
         query_heads = config.num_attention_heads
         dims = head_dims(config) or [config.hidden_size // query_heads]
+        latent = None
+        if getattr(config, "kv_lora_rank", None):
+            latent = (config.kv_lora_rank, config.qk_rope_head_dim)
+            dims = [config.qk_nope_head_dim + config.qk_rope_head_dim]
         intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         ropes = _rope_parameters(config)
         limits = [
@@ -66,7 +71,7 @@ class ModelShape:
             architecture=config.model_type,
             layers=config.num_hidden_layers,
             slot_layers=num_slot_layers(config),
-            heads=getattr(config, "num_key_value_heads", None) or query_heads,
+            heads=num_slot_heads(config),
             query_heads=query_heads,
             head_dim=max(dims),
             vocabulary=config.vocab_size,
@@ -77,12 +82,14 @@ class ModelShape:
             dtype=dtype or config.dtype or torch.float32,
             states=layer_states(config),
             narrow=len(dims) > 1,
+            latent=latent,
         )
 
     def cache_shape(self) -> CacheShape:
+        key, value = (sum(self.latent), 0) if self.latent else (self.head_dim, self.head_dim)
         return CacheShape(
-            self.slot_layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype,
-            states=self.states, narrow=self.narrow,
+            self.slot_layers, self.heads, self.query_heads, key, value, self.dtype,
+            states=self.states, narrow=self.narrow, latent=self.latent[0] if self.latent else 0,
         )  # fmt: skip
 
 

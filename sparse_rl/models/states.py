@@ -98,6 +98,13 @@ def num_slot_layers(config: Any) -> int:
     return len(set(slot_layers(tuple(kinds[: config.num_hidden_layers]), shared).values()))
 
 
+def num_slot_heads(config: Any) -> int:
+    """KV heads of a layer's slots: one where they hold latents."""
+    if getattr(config, "kv_lora_rank", None):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def check_recurrent(config: Any) -> None:
     """Refuse recurrent layers whose states are not known, and a model that has no other layers."""
     name = config.model_type

@@ -49,6 +49,8 @@ def check_sliding_windows(config, windows: list[int | None]) -> None:
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 # Models whose last layers attend with the keys and values of the last layer of their type before them.
 _SHARING = {"gemma3n_text", "gemma4_text", "gemma4_unified_text"}
+# Models whose latents are one KV head with the matrices absorbed (attention/latent.py).
+_LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "youtu"}
 
 
 def check_supported(config) -> None:
@@ -71,6 +73,8 @@ def check_supported(config) -> None:
             f"{name} shares keys and values between its last {shared} layers in a way that is not known here: "
             "this architecture is not supported."
         )
+    if getattr(config, "kv_lora_rank", None) and name not in _LATENT:
+        raise SparseRLError(f"{name} has latent keys and values of a kind not known here: it is not supported.")
     others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
     if name in FAMILIES:
         others = [kind for kind in others if kind not in RECURRENT_LAYERS | LAYERS_WITHOUT_SLOTS]

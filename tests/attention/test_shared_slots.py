@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AttentionInterface
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.cache.states import slot_layers
@@ -13,6 +12,7 @@ from sparse_rl.learn import score as scoring
 from sparse_rl.learn.batch import collate
 from sparse_rl.models import ModelShape
 from tests.helpers.compressors import STANDALONE
+from tests.helpers.explicit import compare_gradients, explicit_logprobs
 from tests.helpers.models import prompts_of
 from tests.survey import tiny_model
 
@@ -69,42 +69,22 @@ def test_attention_of_all_readers_counts():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_logprobs_and_gradients_are_those_of_an_explicit_mask(model, checkpointing):
-    name = model.config.model_type
     _, (t, *_) = rollouts(model, "rkv")
     assert (t.trace.evicted_at.long() < len(t.tokens)).any()
     own, other = copy.deepcopy(model), copy.deepcopy(model)
-    weights = torch.randn(len(t.response_tokens), generator=torch.Generator().manual_seed(0))
     if checkpointing:
         own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         own.train()
     sampled = collate([t])
     replay = scoring.replay_of(own, [(t.tokens, t.trace)])
-    found = scoring.batch_logprobs(own, sampled.tokens, sampled.mask, 1.0, replay)[sampled.mask]
-    (found * weights).sum().backward()
-
-    evicted_at, index = t.trace.evicted_at.long(), torch.arange(len(t.tokens))
-    windows = other.config.sliding_window
-
-    def attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        seen = (index <= index[:, None]) & (index[:, None] < evicted_at[SOURCES[name][module.layer_idx]][:, None])
-        if module.is_sliding:
-            seen = seen & (index[:, None] - index < windows)
-        logits = query @ key.transpose(-1, -2) * scaling
-        mask = seen.repeat_interleave(groups, 0)
-        return (logits.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
-
-    AttentionInterface.register("explicit-shared", attention)
-    other.set_attn_implementation("explicit-shared")
-    expected = other(t.tokens[None], use_cache=False).logits[0].log_softmax(-1)[:-1].gather(1, t.tokens[1:, None])[:, 0]
-    expected = expected[t.num_prompt_tokens - 1 :]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    (expected * weights).sum().backward()
-    for (key, mine), theirs in zip(own.named_parameters(), other.parameters(), strict=True):
-        if theirs.grad is not None:
-            scale = theirs.grad.abs().max().item()
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4 * max(1.0, scale), msg=key)
+    mine = scoring.batch_logprobs(own, sampled.tokens, sampled.mask, 1.0, replay)[sampled.mask]
+    theirs = explicit_logprobs(
+        other,
+        t,
+        SOURCES[model.config.model_type],
+        lambda module: other.config.sliding_window if module.is_sliding else None,
+    )
+    compare_gradients(own, other, mine, theirs)
 
 
 def test_other_ways_of_sharing_are_refused():
