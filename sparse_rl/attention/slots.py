@@ -39,6 +39,7 @@ class Feed:
     layers_seen: set[int] = field(default_factory=set)
     # By the number of a layer: the latents and rotated keys of the tokens, of a model that keeps those (latent.py).
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shared_keys: dict[int, Tensor] = field(default_factory=dict)  # by slots, where layers share them
 
     def __post_init__(self):
         if self.live is None:
@@ -81,6 +82,7 @@ def slots_attention(
     rows = feed.slot.shape[0]
     padding = query.shape[0] - rows
     scale = scaling or query.shape[-1] ** -0.5
+    _check_shared(module, key, feed)
     if feed.cache.shape.latent:
         query, key, value = absorbed(module, query, feed)
     width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
@@ -196,6 +198,19 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
             f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported."
         )
     return layer
+
+
+def _check_shared(module: nn.Module, key: Tensor, feed: Feed) -> None:
+    """Refuse a layer that should attend with another's keys but brings its own, as some versions of transformers do."""
+    if not getattr(getattr(module, "config", None), "num_kv_shared_layers", None):
+        return
+    if not getattr(module, "is_kv_shared_layer", False):
+        feed.shared_keys[layer_of(module)] = key
+    elif feed.shared_keys.get(layer_of(module)) is not key:
+        raise SparseRLError(
+            f"{type(module).__name__} does not share its keys without a cache of its own in this version of "
+            "transformers: update transformers."
+        )
 
 
 def layer_of(module: nn.Module) -> int:

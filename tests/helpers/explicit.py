@@ -7,8 +7,9 @@ from transformers import AttentionInterface
 
 
 def explicit_logprobs(model, trajectory, slots: Sequence[int], window: Callable = lambda module: None) -> torch.Tensor:
-    """Of the response tokens, with their gradient. slots: which layer of the trace each layer reads; a head of the trace
-    may serve several KV heads. window: a layer's own.
+    """Of the response tokens, with their gradient.
+
+    slots: which layer of the trace each layer reads; a head of it may serve several KV heads. window: a layer's own.
     """
     evicted_at, index = trajectory.trace.evicted_at.long(), torch.arange(len(trajectory.tokens))
 
