@@ -25,7 +25,7 @@ from ..beacon import beacon_of
 from ..cache import Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
-from ..models import head_chunk, num_slot_layers
+from ..models import head_chunk, num_slot_heads, num_slot_layers
 from ..records import Trajectory
 from .head import plain_head, states_before
 
@@ -224,8 +224,7 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
     """The traces side by side, padded with "never": int32 [B, L, H, T]"""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    layers, longest = num_slot_layers(config), max(len(tokens) for tokens, _ in items)
+    layers, heads, longest = num_slot_layers(config), num_slot_heads(config), max(len(tokens) for tokens, _ in items)
     padded = torch.full((len(items), layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
     if beacon_of(model) is None and (highest := max(int(tokens.max()) for tokens, _ in items)) >= config.vocab_size:
         raise SparseRLError(

@@ -14,7 +14,7 @@ from .names import check_folder
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
-from .states import is_recurrent, num_slot_layers, recurrent_kernels
+from .states import is_recurrent, num_slot_heads, num_slot_layers, recurrent_kernels
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer, unknown_to_tiny
@@ -42,6 +42,7 @@ __all__ = [
     "load_model",
     "load_reward_model",
     "no_progress_bar",
+    "num_slot_heads",
     "num_slot_layers",
     "own_stop_ids",
     "read_record",

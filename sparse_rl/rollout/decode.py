@@ -176,7 +176,7 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
 
 def _states(feed: Feed, padding: int) -> dict[str, FedStates]:
     """The states of recurrent layers as the model takes them, for as long as it is fed; nothing if it has none."""
-    if feed.cache.states is None:
+    if feed.cache.states is None and not feed.cache.shape.latent:
         return {}
     from ..attention.recurrent import FedStates
 
