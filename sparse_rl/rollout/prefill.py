@@ -8,13 +8,23 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
+from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
 
 
-def feed_prompts(model: nn.Module, scratch: SlotCache, prompts: list[list[int]], chunk_tokens: int) -> Tensor:
-    """Feed N prompts densely, `chunk_tokens` at a time, the shorter ones padded at their end. -> logits [N, V]"""
+def feed_prompts(
+    model: nn.Module,
+    scratch: SlotCache,
+    prompts: list[list[int]],
+    chunk_tokens: int,
+    recorder: RouteRecorder | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Feed N prompts densely, `chunk_tokens` at a time, the shorter ones padded at their end.
+
+    -> logits [N, V], and with a recorder through which experts the tokens went, [N, P, M, k]
+    """
     device, lengths = scratch.keys.device, [len(prompt) for prompt in prompts]
     n, longest = len(prompts), max(lengths)
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # [N, P]
@@ -22,15 +32,18 @@ def feed_prompts(model: nn.Module, scratch: SlotCache, prompts: list[list[int]],
     ragged = min(lengths) < longest
     index = torch.arange(longest, device=device).expand(n, -1)
     chunk = max(1, chunk_tokens // n)
-    logits = None
+    logits, routes = None, []
     for start in range(0, longest, chunk):
         part = slice(start, min(start + chunk, longest))
         here = index[:, part]
         feed = Feed(scratch, here, here, span=part.stop, first=start == 0, ends=ends if ragged else None)
+        into = None if recorder is None else recorder.empty(here.numel(), device)  # [M, N * c, k]
         new = forward(model, tokens[:, part], feed)
+        if into is not None:
+            routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))
         logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
     assert logits is not None
-    return logits
+    return logits, torch.cat(routes, 1) if routes else None
 
 
 def compress_prompts(

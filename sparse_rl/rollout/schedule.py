@@ -119,15 +119,16 @@ class GenerateCall:
 
     def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
         """Feed prompts to the scratch cache, and compress those that are too long."""
-        self.ready_logits = feed_prompts(
-            self.model, self.scratch, [w.prompt for w in prompts], self.engine.prefill_chunk
+        self.ready_logits, routes = feed_prompts(
+            self.model, self.scratch, [w.prompt for w in prompts], self.engine.prefill_chunk, self.engine.recorder
         )
         check_sliding_windows(self.model.config, self.scratch.sliding_window)
         long = [i for i, w in enumerate(prompts) if self.compressor.evicts_prompt(len(w.prompt))]
         self.ready_trace, fine = compress_prompts(self.scratch, self.compressor, prompts, long, self.state.trace)
         self.fine &= fine
         used = [self.compressor.budget if i in long else len(w.prompt) for i, w in enumerate(prompts)]
-        return deque(Prefilled(w, i, used[i]) for i, w in enumerate(prompts))
+        of_each = [None if routes is None else routes[i, : len(w.prompt)].clone() for i, w in enumerate(prompts)]
+        return deque(Prefilled(w, i, used[i], of_each[i]) for i, w in enumerate(prompts))
 
     def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
         """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
@@ -144,7 +145,8 @@ class GenerateCall:
             first = sample(self.ready_logits[source[part]], stream[part], self.state.count[which], self.sampling)
             self.state.record(which, *first, self.stop_ids, torch.ones_like(which, dtype=torch.bool))
         for ready, sample_index, _, row in admitted:
-            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
+            prompt = ready.waiting.prompt
+            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(prompt), prompt_routes=ready.routes)
 
     # --------------------------------------------------------------------------------------------------------- decode
 
