@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import SparseRLError
 from .load import evaluating
+from .shape import without_storage
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ def routing_of(model: nn.Module) -> Routing | None:
     experts, chosen = sizes.pop()
     assert experts is not None and chosen is not None
     return Routing(len(routers(model)), experts, chosen)
+
+
+def routing_from(config: Any) -> Routing | None:
+    """The same of a config's model."""
+    return routing_of(without_storage(config))
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..cache import CacheShape
 from ..errors import SparseRLError, nearest
@@ -64,7 +65,7 @@ class ModelShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
             vocabulary=config.vocab_size,
             hidden=config.hidden_size,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            intermediate=_intermediate(config),
             context=config.max_position_embeddings,
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
@@ -72,6 +73,17 @@ class ModelShape:
 
     def cache_shape(self) -> CacheShape:
         return CacheShape(self.layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype)
+
+
+def _intermediate(config) -> int:
+    """The width of the feed-forward part that one token goes through: of a mixture, its experts side by side."""
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return dense
+    of_each = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return max(dense, chosen * of_each + shared)
 
 
 def _rope_parameters(config) -> list[dict]:
@@ -108,15 +120,20 @@ def shape_config(name: str):
 
 def weight_bytes(config, dtype: torch.dtype | None = None, kind: Any = None) -> int:
     """Bytes of a model's parameters, counted on a model without storage. `kind`: transformers' class that makes it."""
+    parameters = without_storage(config, kind).parameters()
+    return sum(p.numel() for p in parameters) * (dtype or config.dtype or torch.float32).itemsize
+
+
+def without_storage(config, kind: Any = None) -> nn.Module:
+    """The model of a config, with parameters that have shapes and no values."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
+            return (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
     except Exception as error:  # settings that do not fit together lead to errors of any type
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise SparseRLError(f"no model can be made from this config ({why}); repair its config.json.") from error
-    return sum(p.numel() for p in model.parameters()) * (dtype or config.dtype or torch.float32).itemsize
 
 
 def head_chunk(vocabulary: int) -> int:
