@@ -72,12 +72,14 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--models", nargs="+", default=["dense", "experts"], choices=["dense", "experts"])
     args = parser.parse_args()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}")
     print("\n| dtype | model | routes | mean gap | worst trajectory | worst token | other experts |")
     print("|---|---|---|---|---|---|---|")
-    for dtype in (torch.float32, torch.bfloat16):
-        for experts in (False, True):
+    for dtype in (getattr(torch, name) for name in args.dtypes):
+        for experts in (name == "experts" for name in args.models):
             model = make_model(experts, dtype)
             engine = Engine(model, "rkv", budget=24, interval=8, rows=64, record_routes=experts)
             generator = torch.Generator().manual_seed(1)
