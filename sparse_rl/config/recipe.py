@@ -198,7 +198,7 @@ class Recipe:
             self.rollout.budget.check(self.learn.method, chosen.view, chosen.correction.rejects, self.run.diagnose)
 
     def _check_beacons(self) -> None:
-        if not self._folds:
+        if not self.folds:
             return
         name, chosen = self.learn.method, self.learn.resolve_method()
         if chosen.view != "shadow":
@@ -213,7 +213,7 @@ class Recipe:
             )
 
     def _check_students(self) -> None:
-        if self.student.chunks and (self._folds or self.model.lora_rank):
+        if self.student.chunks and (self.folds or self.model.lora_rank):
             raise SparseRLError(
                 "a run with students has an ordinary model for their teacher: set rollout.compressor to one other than "
                 f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students "
@@ -278,7 +278,8 @@ class Recipe:
         return self.learn.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
-    def _folds(self) -> bool:
+    def folds(self) -> bool:
+        """Whether rollouts fold chunks into beacons."""
         return self.rollout.compressor.partition(":")[0] == "beacon"
 
     def may_name_files(self) -> dict[str, str]:

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Replay, use_attention_through_backward
+from ..attention import Replay, through_backward, use_attention
 from ..beacon import beacon_of
 from ..cache import Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..models import head_chunk, num_slot_heads, num_slot_layers
+from ..models.routing import replaying_routes
 from ..records import Trajectory
 from .head import plain_head, states_before
+from .routes import routes_in_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +40,8 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     """fp32 [T]: the log-prob of each token given those before it; 0 for the first token and beacons. Differentiable.
 
     tokens [T]. Without a trace every token sees all tokens before it; with one, exactly what the sampler's cache still
-    held. Temperature 0 reads as 1, as in the sampler.
+    held, and if the trace has routes, it goes through the sampler's experts. Temperature 0 reads as 1, as in the
+    sampler.
     """
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens, device=device)[None]
@@ -45,17 +49,24 @@ def token_logprobs(model: nn.Module, tokens: Tensor, trace: Trace | None = None,
     if (beacon := beacon_of(model)) is not None:
         target_mask &= ~beacon.is_beacon(tokens)
     replay = None if trace is None else replay_of(model, [(tokens[0], trace)])
-    return batch_logprobs(model, tokens, target_mask, temperature, replay)[0]
+    routes = None if trace is None else _routes_of(model, trace)
+    return batch_logprobs(model, tokens, target_mask, temperature, replay, routes)[0]
 
 
 def batch_logprobs(
-    model: nn.Module, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0, replay: Replay | None = None
+    model: nn.Module,
+    tokens: Tensor,
+    target_mask: Tensor,
+    temperature: float = 1.0,
+    replay: Replay | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     """fp32 [B, T]: log-probs of the target tokens, 0 elsewhere. Differentiable.
 
-    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view.
+    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view; `routes`: see
+    `hidden_states`.
     """
-    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, target_mask, temperature)
+    return logprobs_of(model, hidden_states(model, tokens, replay, routes), tokens, target_mask, temperature)
 
 
 def logprobs_of(model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float = 1.0) -> Tensor:
@@ -101,10 +112,11 @@ def _fused_statistics(
     return known.statistics(before, tokens[target_mask], temperature, _chunk(model))
 
 
-def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
+def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None, routes: Tensor | None = None):
     """What the decoder hands to the head, as the model's own output record.
 
     tokens [B, T] -> last_hidden_state [B, T, hidden]. With a packing (packing.py) the decoder reads one packed row.
+    routes [M, n, k]: the experts to which it sends the tokens that it reads (routes.py); None: it chooses.
     """
     decoder, caught = _decoder(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
@@ -120,11 +132,12 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     if "logits_to_keep" in taken:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
-        if replay is None:
+        if replay is None and routes is None:
             model(**inputs)
         else:
-            with use_attention_through_backward(model, "shadow"):
-                model(**inputs, replay=replay)
+            given = {} if replay is None else {"replay": replay}
+            with through_backward(model, lambda: _replaying(model, replay is not None, routes)):
+                model(**inputs, **given)
     finally:
         hook.remove()
     if not caught:
@@ -139,6 +152,20 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
         after = states.last_hidden_state
         states.last_hidden_state = torch.where(beacon.is_beacon(tokens)[..., None], after.roll(1, 1), after)
     return states
+
+
+@contextmanager
+def _replaying(model: nn.Module, shadow: bool, routes: Tensor | None) -> Iterator[None]:
+    attention = use_attention(model, "shadow") if shadow else nullcontext()
+    with attention, nullcontext() if routes is None else replaying_routes(model, routes):
+        yield
+
+
+def _routes_of(model: nn.Module, trace: Trace) -> Tensor | None:
+    """The routes of one trajectory, for `hidden_states`."""
+    if trace.routes is None:
+        return None
+    return routes_in_order(model, [trace.routes], torch.tensor([trace.num_tokens]))
 
 
 def pack_tokens(tokens: Tensor, lengths: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -256,9 +283,8 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     device = next(model.parameters()).device
     whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
     dense = hidden_states(model, whole)
-    shadow = hidden_states(
-        model, trajectory.tokens.to(device)[None], replay_of(model, [(trajectory.tokens, trajectory.trace)])
-    )
+    seen, routes = replay_of(model, [(trajectory.tokens, trajectory.trace)]), _routes_of(model, trajectory.trace)
+    shadow = hidden_states(model, trajectory.tokens.to(device)[None], seen, routes)
     target_mask = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
     views = ((dense, target_mask), (shadow, trajectory.response_mask.to(device)[None]))
     pairs = (states.last_hidden_state[:, :-1][target_mask[:, 1:]].split(_chunk(model)) for states, target_mask in views)

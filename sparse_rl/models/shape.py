@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..cache import CacheShape, LayerState
 from ..errors import SparseRLError, nearest
@@ -60,7 +61,6 @@ class ModelShape:
         if getattr(config, "kv_lora_rank", None):
             latent = (config.kv_lora_rank, config.qk_rope_head_dim)
             dims = [config.qk_nope_head_dim + config.qk_rope_head_dim]
-        intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         ropes = _rope_parameters(config)
         limits = [
             r.get("original_max_position_embeddings") or config.max_position_embeddings for r in ropes if _rescales(r)
@@ -76,7 +76,7 @@ class ModelShape:
             head_dim=max(dims),
             vocabulary=config.vocab_size,
             hidden=config.hidden_size,
-            intermediate=max(intermediate) if isinstance(intermediate, (list, tuple)) else intermediate,
+            intermediate=_intermediate(config),
             context=config.max_position_embeddings,
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
@@ -91,6 +91,18 @@ class ModelShape:
             self.slot_layers, self.heads, self.query_heads, key, value, self.dtype,
             states=self.states, narrow=self.narrow, latent=self.latent[0] if self.latent else 0,
         )  # fmt: skip
+
+
+def _intermediate(config) -> int:
+    """The width of the feed-forward part that one token goes through: of a mixture, its experts side by side."""
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    dense = max(dense) if isinstance(dense, (list, tuple)) else dense  # one per layer
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return dense
+    of_each = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return max(dense, chosen * of_each + shared)
 
 
 def _rope_parameters(config) -> list[dict]:
@@ -127,15 +139,20 @@ def shape_config(name: str):
 
 def weight_bytes(config, dtype: torch.dtype | None = None, kind: Any = None) -> int:
     """Bytes of a model's parameters, counted on a model without storage. `kind`: transformers' class that makes it."""
+    parameters = without_storage(config, kind).parameters()
+    return sum(p.numel() for p in parameters) * (dtype or config.dtype or torch.float32).itemsize
+
+
+def without_storage(config, kind: Any = None) -> nn.Module:
+    """The model of a config, with parameters that have shapes and no values."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
+            return (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
     except Exception as error:  # settings that do not fit together lead to errors of any type
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise SparseRLError(f"no model can be made from this config ({why}); repair its config.json.") from error
-    return sum(p.numel() for p in model.parameters()) * (dtype or config.dtype or torch.float32).itemsize
 
 
 def head_chunk(vocabulary: int) -> int:

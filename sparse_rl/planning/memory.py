@@ -19,6 +19,7 @@ from ..compressors import Compressor
 from ..compressors.rkv import BLOCK_ELEMENTS
 from ..errors import SparseRLError
 from ..models import ModelShape
+from ..models.routing import Routing
 
 _CHUNK = 256  # tokens that chunked scans weigh against each other, at most
 ALLOCATOR_SHARE = 0.05  # of the memory, left free
@@ -51,6 +52,7 @@ class Plan:
     trace_row_bytes: int  # 0 if chunks are folded: the positions of the beacons are the whole trace
     chunk_row_bytes: int  # the positions of a row's beacons, and the state of its open chunk
     token_row_bytes: int  # sampled tokens and their log-probs
+    routes_row_bytes: int  # experts of all tokens, if they are recorded
     sampling_row_bytes: int  # estimate: logits, a layer's states; on a CPU softmax, sums; with beacons one entry
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted and scored
@@ -79,8 +81,9 @@ class Plan:
 
     @property
     def record_bytes(self) -> int:
-        """Trace or chunks, tokens and log-probs of all rows."""
-        return self.rows * (self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes)
+        """Trace or chunks, tokens, log-probs and routes of all rows."""
+        a_row = self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes + self.routes_row_bytes
+        return self.rows * a_row
 
     @property
     def working_bytes(self) -> int:
@@ -165,7 +168,12 @@ class Plan:
 
     def _record_lines(self) -> list[tuple[str, str]]:
         name, a_row = ("places of beacons", self.chunk_row_bytes) if self.folds else ("trace", self.trace_row_bytes)
-        return [(f"{name} per row", size(a_row)), (f"{name}, {self.rows} rows", size(self.rows * a_row))]
+        routes = [(f"routes, {self.rows} rows", size(self.rows * self.routes_row_bytes))]
+        return [
+            (f"{name} per row", size(a_row)),
+            (f"{name}, {self.rows} rows", size(self.rows * a_row)),
+            *(routes if self.routes_row_bytes else []),
+        ]
 
     def text(self, memory: int | None = None) -> str:
         """The plan as a table for people."""
@@ -185,11 +193,13 @@ def make_plan(
     prefill_rows: int | None = None,
     on_gpu: bool = True,
     adapters: bool = False,
+    routing: Routing | None = None,
 ) -> Plan:
     """The plan of a rollout.
 
     `capacity`: of rows that are already allocated. `prefill_chunk`, `prefill_rows`: the engine's; by default what it
-    chooses on that kind of device. `adapters`: the model has some, which work in fp32.
+    chooses on that kind of device. `adapters`: the model has some, which work in fp32. `routing`: of a mixture of
+    experts whose routes are recorded.
     """
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
         raise SparseRLError(
@@ -232,6 +242,7 @@ def make_plan(
         trace_row_bytes=0 if folds else shape.slot_layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
+        routes_row_bytes=tokens * routing.token_bytes if routing else 0,
         sampling_row_bytes=logits + copied + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
         prefill_token_bytes=max(
             activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),

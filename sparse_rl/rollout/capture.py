@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..cache import SlotCache
 from ..compressors import Compressor
 from ..kernels import ops
+from ..models.routing import RouteRecorder
 from ..planning.memory import is_out_of_memory
 from .decode import RowState, forward_modules
 from .fold import Folding
@@ -35,12 +36,16 @@ class Decoder:
         sampling: Sampling,
         stop_ids: Tensor,
         waits: bool,
+        recorder: RouteRecorder | None = None,
     ):
-        """`waits`: several steps may run between two syncs, so rows that are full must stay unchanged."""
+        """`waits`: several steps may run between two syncs, so rows that are full must stay unchanged.
+        `recorder`: writes down through which experts tokens go.
+        """
+        self.recorder = recorder
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
         self.folding = Folding(model, cache, state, compressor) if compressor.folds else None
         rules = ops.rules(cache.keys.device)
-        fused = rules.fuses and FusedForward.fits(model, cache)
+        fused = rules.fuses and recorder is None and FusedForward.fits(model, cache)
         self.waits = waits or fused or rules.captures or compressor.folds
         self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
@@ -78,7 +83,7 @@ class Decoder:
         if self.forward is not None:
             assert live is not None
             return self.forward(self.state, token, position, live)
-        return forward_modules(self.model, self.cache, self.state, token, position, live, span)
+        return forward_modules(self.model, self.cache, self.state, token, position, live, span, self.recorder)
 
     def sample(self, logits: Tensor) -> None:
         """Sample a token for every row that runs, and write it down. logits [B, V]"""
