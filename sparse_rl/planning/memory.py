@@ -222,7 +222,7 @@ def make_plan(
         prefill_chunk=prefill_chunk,
         scratch_row_bytes=cache.row_bytes(scratch),
         trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
-        chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
+        chunk_row_bytes=new_tokens * (5 if compressor.chooses else 1) + 8 + 8 + 4 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
         sampling_row_bytes=logits + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
         prefill_token_bytes=activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
