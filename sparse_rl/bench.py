@@ -18,7 +18,7 @@ from .attention import use_attention
 from .beacon import add_beacon, beacon_of
 from .compressors import let_choose, make
 from .errors import SparseRLError, require_int
-from .models import evaluating, load_model
+from .models import evaluating, load_model, recurrent_kernels
 from .planning.memory import size
 from .rollout import Engine, Sampling
 from .rollout.decode import RowState
@@ -101,6 +101,8 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
     }
+    if (kernels := recurrent_kernels(engine.model.config)) is not None:
+        result["recurrent_layers"] = kernels
     if device.type == "cuda":
         result |= bench_step(engine, sampling)
     if setting.peer:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..cache.states import RECURRENT_LAYERS
 from ..errors import SparseRLError
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ def install(model: Model, vector: Tensor, chunks: tuple[int, ...], position: str
     transformer = cast("PreTrainedModel", model)
     base = transformer.get_input_embeddings()
     assert isinstance(base, nn.Embedding)
+    kinds = getattr(transformer.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if RECURRENT_LAYERS.intersection(kinds):
+        raise SparseRLError(
+            f"{type(model).__name__} has recurrent layers, whose states a beacon would enter and never leave, beside "
+            "the tokens that it stands for: such a model cannot have a beacon."
+        )
     transformer.set_input_embeddings(BeaconEmbedding(base, vector, chunks, position))
     setattr(transformer.config, MARK, FILE)  # saved with the model: a folder that has lost its beacon is noticed
     return model

@@ -46,7 +46,7 @@ def load_beacon(source: str | Path, model: Model) -> Model:
     try:
         with safe_open(path, framework="pt") as file:
             about, vector = file.metadata() or {}, file.get_tensor("beacon")
-            choice = tuple(json.loads(about["choice"])) if "choice" in about else None
+            choice: tuple[int, int] | None = tuple(json.loads(about["choice"])) if "choice" in about else None
             head = [file.get_tensor(name) for name in ("choice_weight", "choice_bias")] if choice else []
         chunks, position, vocabulary = tuple(json.loads(about["chunks"])), about["position"], int(about["vocabulary"])
         for chunk in chunks:
@@ -69,7 +69,8 @@ def load_beacon(source: str | Path, model: Model) -> Model:
         )
     install(model, vector, chunks, position)
     if choice is not None and (found := beacon_of(model)) is not None:
-        found.set_choice(*(tensor.to(found.weight) for tensor in head), choice)
+        weight, bias = (tensor.to(found.weight) for tensor in head)
+        found.set_choice(weight, bias, choice)
     return model
 
 

@@ -27,7 +27,7 @@ from ..beacon import beacon_of, choice_entropies, choice_logprobs
 from ..cache import Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
-from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk
+from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk, num_slot_heads, num_slot_layers
 from ..records import Trajectory
 from .head import plain_head, states_before
 
@@ -241,7 +241,7 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     given.last_hidden_state = hidden[None]
     holder, name = decoder_place(model)
     decoder = getattr(holder, name)
-    setattr(holder, name, _FixedOutput(given))
+    setattr(holder, name, _FixedOutput(given, decoder))
     try:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
         return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
@@ -291,18 +291,15 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
     """The traces side by side, padded with "never": int32 [B, L, H, T]"""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    longest = max(len(tokens) for tokens, _ in items)
-    padded = torch.full(
-        (len(items), config.num_hidden_layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32
-    )
+    layers, heads, longest = num_slot_layers(config), num_slot_heads(config), max(len(tokens) for tokens, _ in items)
+    padded = torch.full((len(items), layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
     if beacon_of(model) is None and (highest := max(int(tokens.max()) for tokens, _ in items)) >= config.vocab_size:
         raise SparseRLError(
             f"the tokens hold id {highest}, outside this model's vocabulary of {config.vocab_size}: it is a beacon's "
             "or another tokenizer's; use the model that sampled them."
         )
     for row, (tokens, trace) in zip(padded, items, strict=True):
-        expected = (config.num_hidden_layers, heads, len(tokens))
+        expected = (layers, heads, len(tokens))
         if tuple(trace.evicted_at.shape) != expected:
             raise SparseRLError(
                 f"the trace is for (layers, KV heads, tokens) {tuple(trace.evicted_at.shape)} but this model and these "
@@ -340,10 +337,12 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
 
 
 class _FixedOutput(nn.Module):
-    """A stub of the decoder that returns the output it was made with."""
+    """A stub of the decoder that returns the output it was made with, and has the decoder's plain settings."""
 
-    def __init__(self, output):
+    def __init__(self, output, decoder: nn.Module):
         super().__init__()
+        settings = vars(decoder).items()
+        vars(self).update({k: v for k, v in settings if k not in vars(self) and isinstance(v, (bool, int, float, str))})
         self.output = output
 
     def forward(self, *args, **kwargs):

@@ -15,6 +15,7 @@ from .names import check_folder
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
 from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .states import is_recurrent, num_slot_heads, num_slot_layers, recurrent_kernels
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer, unknown_to_tiny
@@ -40,15 +41,19 @@ __all__ = [
     "find_model",
     "head_chunk",
     "is_adapter",
+    "is_recurrent",
     "load_config",
     "load_model",
     "load_reward_model",
     "no_progress_bar",
+    "num_slot_heads",
+    "num_slot_layers",
     "own_stop_ids",
     "read_record",
     "reading",
     "record_base",
     "record_of",
+    "recurrent_kernels",
     "reward_config",
     "set_base",
     "set_logits",

@@ -24,6 +24,8 @@ from .fold import Chunks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..attention.recurrent import FedStates
+
 
 @dataclass
 class RowState:
@@ -155,19 +157,31 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     position = feed.index if feed.position is None else feed.position
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
+    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed}
+    states = _states(feed, padding)
     if feed.ends is None:
-        logits = model(
-            input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=1, slots_feed=feed
-        ).logits
+        logits = model(**inputs, logits_to_keep=1, **states).logits
     else:
         last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
-        logits = _logits_at(model, last, input_ids=tokens, position_ids=position, use_cache=False, slots_feed=feed)
+        logits = _logits_at(model, last, **inputs)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
+    for fed in states.values():
+        fed.finish()
+        missed |= set(fed.missed)
     if missed:
         raise SparseRLError(
             f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported."
         )
     return logits[:rows, -1]
+
+
+def _states(feed: Feed, padding: int) -> dict[str, FedStates]:
+    """The states of recurrent layers as the model takes them, for as long as it is fed; nothing if it has none."""
+    if feed.cache.states is None and not feed.cache.shape.latent:
+        return {}
+    from ..attention.recurrent import FedStates
+
+    return {"past_key_values": FedStates(feed, padding)}
 
 
 def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:

@@ -7,6 +7,7 @@ of a prompt, and the trace notes every eviction.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
+from ..errors import SparseRLError
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
@@ -40,8 +42,52 @@ def read_prompts(
 ) -> Read:
     """Feed N prompts, about `together` tokens at a time, the shorter ones padded at their end.
 
-    `trace_like` has the dtype and the device of the trace.
+    Padding would change the states of recurrent layers, so with such layers only neighbours of the same length go
+    together. `trace_like` has the dtype and the device of the trace.
     """
+    if scratch.states is None:
+        return _read_together(model, scratch, compressor, prompts, together, trace_like)
+    parts: list[Read] = []
+    for length, same in itertools.groupby(prompts, key=lambda w: len(w.prompt)):
+        group = list(same)
+        first = sum(len(part.used) for part in parts)
+        rows = scratch.part(slice(first, first + len(group)))
+        whole = together if scratch.states.continues else len(group) * length
+        if compressor.prompt_chunk and not scratch.states.continues:
+            raise SparseRLError(
+                f"prompt_chunk is {compressor.prompt_chunk}, but recurrent layers of this model read a prompt whole; "
+                "leave it out."
+            )
+        parts.append(_read_together(model, rows, compressor, group, whole, trace_like))
+    return _join(parts, max(len(w.prompt) for w in prompts), trace_like)
+
+
+def _join(parts: list[Read], longest: int, trace_like: Tensor) -> Read:
+    """Parts one after the other; traces are padded to the longest prompt."""
+    used, fine = [n for part in parts for n in part.used], torch.stack([part.fine for part in parts]).all()
+    logits, some = (
+        torch.cat([part.logits for part in parts]),
+        next((p.trace for p in parts if p.trace is not None), None),
+    )
+    if some is None:
+        return Read(logits, None, used, fine)
+    trace = trace_like.new_full((len(used), *some.shape[1:3], longest), never_in(trace_like))
+    first = 0
+    for part in parts:
+        if part.trace is not None:
+            trace[first : first + len(part.used), :, :, : part.trace.shape[3]] = part.trace
+        first += len(part.used)
+    return Read(logits, trace, used, fine)
+
+
+def _read_together(
+    model: nn.Module,
+    scratch: SlotCache,
+    compressor: Compressor,
+    prompts: list[Waiting],
+    together: int,
+    trace_like: Tensor,
+) -> Read:
     device, lengths = scratch.keys.device, [len(w.prompt) for w in prompts]
     n, longest = len(prompts), max(lengths)
     tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]

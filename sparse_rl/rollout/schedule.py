@@ -119,6 +119,8 @@ class GenerateCall:
 
     def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
         """Feed prompts to the scratch cache, and compress those that are too long."""
+        if self.scratch.states is not None:
+            prompts = sorted(prompts, key=lambda w: len(w.prompt))  # only those of one length are fed together
         read = read_prompts(
             self.model, self.scratch, self.compressor, prompts, self.engine.prefill_chunk, self.state.trace
         )

@@ -75,10 +75,10 @@ class Storage:
         self._allocate_state(plan, cache)
 
     def clear(self) -> None:
-        """Zero the slots."""
+        """Zero the slots and the states."""
         for cache in (self.cache, self.scratch):
-            for tensor in cache.tensors if cache else ():
-                tensor.zero_()
+            if cache is not None:
+                cache.clear()
 
     def drop_state(self) -> None:
         """Forget what rows wrote down, and what was captured to write it."""
