@@ -1,6 +1,7 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
 from .adapters import base_of, is_adapter, record_base, set_base
+from .decoder import causal_lm_of, decoder_of, decoder_place
 from .folder import no_progress_bar, reading
 from .load import (
     encode,
@@ -25,10 +26,13 @@ __all__ = [
     "Record",
     "RewardModel",
     "base_of",
+    "causal_lm_of",
     "check_folder",
     "check_logits",
     "check_model",
     "check_sliding_windows",
+    "decoder_of",
+    "decoder_place",
     "dtype_of",
     "encode",
     "end_token",

@@ -240,7 +240,7 @@ def make_plan(
         prefill_chunk=prefill_chunk,
         scratch_row_bytes=cache.row_bytes(scratch),
         trace_row_bytes=0 if folds else shape.slot_layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
-        chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
+        chunk_row_bytes=new_tokens * (5 if compressor.chooses else 1) + 8 + 8 + 4 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
         routes_row_bytes=tokens * routing.token_bytes if routing else 0,
         sampling_row_bytes=logits + copied + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),

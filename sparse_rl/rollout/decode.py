@@ -18,6 +18,7 @@ from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
+from ..models import decoder_of
 from ..models.routing import RouteRecorder, Routing, on_device
 from .fold import Chunks
 
@@ -50,7 +51,13 @@ class RowState:
 
     @classmethod
     def empty(
-        cls, cache: SlotCache, tokens: int, new: int, folds: bool = False, routing: Routing | None = None
+        cls,
+        cache: SlotCache,
+        tokens: int,
+        new: int,
+        folds: bool = False,
+        routing: Routing | None = None,
+        chooses: bool = False,
     ) -> RowState:
         rows, device = cache.rows, cache.keys.device
         token, index, used, stream, count = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
@@ -73,7 +80,7 @@ class RowState:
             trace=empty_trace(cache, tokens),
             limit=limit,
             capacity=capacity,
-            chunks=Chunks.empty(rows, new, device) if folds else None,
+            chunks=Chunks.empty(rows, new, device, chooses) if folds else None,
             routes=routes,
             step_routes=step_routes,
         )
@@ -258,3 +265,20 @@ def forward_modules(
     logits = forward(model, token[:, None], feed)
     state.record_routes(width, live)
     return logits
+
+
+def forward_and_states(
+    model: nn.Module, cache: SlotCache, state: RowState, token: Tensor, position: Tensor, live: Tensor | None, span: int
+) -> tuple[Tensor, Tensor]:
+    """`forward_modules`, and the states [B, hidden] that its logits were made of: the decoder's output."""
+    caught = []
+    hook = decoder_of(model).register_forward_hook(lambda module, args, output: caught.append(output))
+    try:
+        logits = forward_modules(model, cache, state, token, position, live, span)
+    finally:
+        hook.remove()
+    if not caught:
+        raise SparseRLError(
+            f"{type(model).__name__} does not run its decoder as a whole: it cannot choose its folds; use beacon:N."
+        )
+    return logits, caught[0].last_hidden_state[: len(token), -1]

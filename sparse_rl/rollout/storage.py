@@ -131,7 +131,8 @@ class Storage:
             tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
             self.drop_state()
             self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(cache, tokens, new, self.compressor.folds, self.routing)
+            folds, chooses = self.compressor.folds, self.compressor.chooses
+            self.state = RowState.empty(cache, tokens, new, folds, self.routing, chooses)
         elif self.state.trace.shape[3] < tokens:
             state, self.state = self.state, None
             state.trace = state.trace.new_empty(0)  # freed before the larger one is made
