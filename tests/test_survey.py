@@ -12,7 +12,7 @@ from tests import survey
         ("roberta", "exact", ""),  # whose own positions begin elsewhere
         ("gpt_oss", "exact", ""),  # attention sinks, mixture of experts
         ("lfm2", "exact", ""),  # recurrent layers
-        ("gemma3n_text", "refused", "shares keys and values"),
+        ("gemma4_text", "exact", ""),  # layers that read another's slots, heads of two widths
         ("bloom", "refused", "takes no position_ids"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What recurrent layers see of the rows that are fed: transformers' own cache, over states that belong to the rows.
+"""What a model that asks for a cache sees of the rows that are fed: transformers' own, over states of the rows.
 
 The attention layers of such a model hand their keys and values to this cache too, and get them back as they are: slots
 are the attention function's business. A recurrent layer is given its state and changes it in place, by whatever kernel
@@ -23,14 +23,17 @@ class FedStates(Cache):
     """The states of the rows of one feed. `padding`: rows of the batch beyond those."""
 
     def __init__(self, feed: Feed, padding: int):
-        assert feed.cache.states is not None
-        assert feed.ends is None, "padding would enter the states"
+        states = () if feed.cache.states is None else feed.cache.states.layers
+        assert not states or feed.ends is None, "padding would enter the states"
+        self.feed, self.rows = feed, feed.slot.shape[0]
         self.open: _LayerStates | None = None  # the layer that is at work
-        known = {state.layer: state for state in feed.cache.states.layers}
-        layers = [_LayerStates(self, feed, padding, known.get(i)) for i in range(max(known) + 1)]
+        known = {state.layer: state for state in states}
+        layers = [_LayerStates(self, feed, padding, known.get(i)) for i in range(max(known, default=0) + 1)]
         super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if self.feed.cache.shape.latent:
+            self.feed.latents[layer_idx] = key_states[: self.rows], value_states[: self.rows]
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -45,6 +45,9 @@ class BeaconEmbedding(nn.Embedding):
         self.beacon = nn.Parameter(vector.detach().to(base.weight))  # [hidden]
         self.chunks = chunks  # the tokens per beacon it is made for; empty: not trained yet, or any number
         self.position = position
+        self.choice: tuple[int, int] | None = None  # the model chooses its folds (choice.py): least and most tokens
+        self.choice_weight: nn.Parameter | None = None  # [hidden]
+        self.choice_bias: nn.Parameter | None = None  # [1]
 
     @property
     def id(self) -> int:
@@ -57,6 +60,15 @@ class BeaconEmbedding(nn.Embedding):
 
     def is_beacon(self, tokens: Tensor) -> Tensor:
         return tokens == self.id
+
+    def set_choice(self, weight: Tensor, bias: Tensor, choice: tuple[int, int]) -> None:
+        self.choice_weight, self.choice_bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.choice = choice
+
+    def choice_logits(self, hidden: Tensor) -> Tensor:
+        """z of choice.py after states, in fp32. [..., hidden] -> [...]"""
+        assert self.choice_weight is not None and self.choice_bias is not None
+        return (hidden.float() * self.choice_weight.float()).sum(-1) + self.choice_bias.float()
 
     def positions(self, tokens: Tensor) -> Tensor:
         """RoPE positions of tokens in feed order. int64 [..., T]"""

@@ -40,6 +40,8 @@ class CacheShape:
     num_queries: int = 0  # the last queries kept for scoring
     mass: bool = False  # accumulated attention per slot (fp32)
     states: tuple[LayerState, ...] = ()  # of recurrent layers
+    narrow: bool = False  # some layers have smaller dims than these, and fill them up with zeros
+    latent: int = 0  # so many numbers of a key are the value, too, which then takes no room of its own (value_dim 0)
 
     @property
     def slot_bytes(self) -> int:
@@ -119,6 +121,10 @@ class SlotCache:
         part.states = None if self.states is None else self.states.part(rows)
         return part
 
+    def values_of(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The values of some slots, whose keys and stored values these are. [..., D]"""
+        return keys[..., : self.shape.latent] if self.shape.latent else values
+
     def layer(self, layer: int) -> LayerSlots:
         ring = None if self.queries is None else self.queries[layer]
         return LayerSlots(self.keys[layer], self.values[layer], self.feed[layer], ring)
@@ -134,7 +140,8 @@ class SlotCache:
         """Store the tokens being fed to the first B rows. slot [B, T]; key, value [B, H, T, D]"""
         rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
         self.keys[layer][rows, :, slot] = key.transpose(1, 2)
-        self.values[layer][rows, :, slot] = value.transpose(1, 2)
+        if not self.shape.latent:
+            self.values[layer][rows, :, slot] = value.transpose(1, 2)
 
     def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
         """A token about to be fed to each live row has received no attention yet. slot, live [B]"""

@@ -63,7 +63,14 @@ class RowStates:
 
 
 @functools.lru_cache
-def slot_layers(kinds: tuple[str, ...]) -> dict[int, int]:
-    """Of a model with layers of these types: the numbers of those that have slots, and which of them each is."""
-    with_slots = [layer for layer, kind in enumerate(kinds) if kind not in LAYERS_WITHOUT_SLOTS]
-    return {layer: number for number, layer in enumerate(with_slots)}
+def slot_layers(kinds: tuple[str, ...], shared: int = 0) -> dict[int, int]:
+    """Of a model with layers of these types: the slots that a layer reads, by its number; those without are missing.
+
+    shared: so many layers at the end have no keys and values of their own, and read those of the last layer of their
+    type before them.
+    """
+    own = kinds[: len(kinds) - shared] if shared < len(kinds) else kinds
+    with_slots = [layer for layer, kind in enumerate(own) if kind not in LAYERS_WITHOUT_SLOTS]
+    found = {layer: number for number, layer in enumerate(with_slots)}
+    last = {kinds[layer]: number for layer, number in found.items()}
+    return found | {layer: last[kinds[layer]] for layer in range(len(own), len(kinds)) if kinds[layer] in last}

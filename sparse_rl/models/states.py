@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cache import LayerState
-from ..cache.states import LAYERS_WITHOUT_SLOTS, RECURRENT_LAYERS
+from ..cache.states import RECURRENT_LAYERS, slot_layers
 from ..errors import SparseRLError
 
 
@@ -94,11 +94,19 @@ def is_recurrent(config: Any) -> bool:
 
 
 def num_slot_layers(config: Any) -> int:
-    """Layers that have slots: all, but for those that only keep a state or mix no tokens."""
+    """Layers that have slots: all, but for those that only keep a state, mix no tokens, or read another's slots."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         return config.num_hidden_layers
-    return sum(kind not in LAYERS_WITHOUT_SLOTS for kind in kinds[: config.num_hidden_layers])
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return len(set(slot_layers(tuple(kinds[: config.num_hidden_layers]), shared).values()))
+
+
+def num_slot_heads(config: Any) -> int:
+    """KV heads of a layer's slots: one where they hold latents."""
+    if getattr(config, "kv_lora_rank", None):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def recurrent_kernels(config: Any) -> str | None:

@@ -19,6 +19,7 @@ from ..compressors import Compressor
 from ..compressors.rkv import BLOCK_ELEMENTS
 from ..errors import SparseRLError
 from ..models import ModelShape
+from ..models.routing import Routing
 
 _CHUNK = 256  # tokens that chunked scans weigh against each other, at most
 ALLOCATOR_SHARE = 0.05  # of the memory, left free
@@ -43,12 +44,15 @@ class Plan:
     kv_bytes_per_token: int  # keys and values alone, in any cache
     state_bytes: int  # the share of row_bytes that recurrent layers keep, in any cache
     slot_bytes: int  # the share of row_bytes that one slot takes
+    scratch_capacity: int  # slots of a scratch row
+    prompt_piece: int  # tokens of one prompt that are fed at a time, at most
     most_prefill_rows: int  # prompts prefilled together, if there are as many rows
     prefill_chunk: int  # prompt tokens fed at a time
-    scratch_row_bytes: int  # the scratch row of a prompt, before the prompt is forked
+    scratch_row_bytes: int  # the row in which a prompt is read, before it is forked
     trace_row_bytes: int  # 0 if chunks are folded: the positions of the beacons are the whole trace
     chunk_row_bytes: int  # the positions of a row's beacons, and the state of its open chunk
     token_row_bytes: int  # sampled tokens and their log-probs
+    routes_row_bytes: int  # experts of all tokens, if they are recorded
     sampling_row_bytes: int  # estimate: logits, a layer's states; on a CPU softmax, sums; with beacons one entry
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted and scored
@@ -77,13 +81,14 @@ class Plan:
 
     @property
     def record_bytes(self) -> int:
-        """Trace or chunks, tokens and log-probs of all rows."""
-        return self.rows * (self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes)
+        """Trace or chunks, tokens, log-probs and routes of all rows."""
+        a_row = self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes + self.routes_row_bytes
+        return self.rows * a_row
 
     @property
     def working_bytes(self) -> int:
         """An upper estimate: prefill, sampling and eviction as if they happened at the same time."""
-        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens)
+        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_piece)
         prefill = (
             tokens * (self.prefill_token_bytes + self.attention_token_bytes)
             + self.prefill_rows * self.prompt_logits_bytes
@@ -146,7 +151,11 @@ class Plan:
             ),
             *([("of it states of recurrent layers", size(self.state_bytes))] if self.state_bytes else []),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
-            (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
+            (
+                f"prefill scratch, {self.prefill_rows} prompts"
+                + (f" of {self.scratch_capacity} slots" if self.scratch_capacity < self.prompt_tokens else ""),
+                size(self.scratch_bytes),
+            ),
             *self._record_lines(),
             ("working set (estimate)", size(self.working_bytes)),
             ("total", size(self.total_bytes)),
@@ -159,7 +168,12 @@ class Plan:
 
     def _record_lines(self) -> list[tuple[str, str]]:
         name, a_row = ("places of beacons", self.chunk_row_bytes) if self.folds else ("trace", self.trace_row_bytes)
-        return [(f"{name} per row", size(a_row)), (f"{name}, {self.rows} rows", size(self.rows * a_row))]
+        routes = [(f"routes, {self.rows} rows", size(self.rows * self.routes_row_bytes))]
+        return [
+            (f"{name} per row", size(a_row)),
+            (f"{name}, {self.rows} rows", size(self.rows * a_row)),
+            *(routes if self.routes_row_bytes else []),
+        ]
 
     def text(self, memory: int | None = None) -> str:
         """The plan as a table for people."""
@@ -179,11 +193,13 @@ def make_plan(
     prefill_rows: int | None = None,
     on_gpu: bool = True,
     adapters: bool = False,
+    routing: Routing | None = None,
 ) -> Plan:
     """The plan of a rollout.
 
     `capacity`: of rows that are already allocated. `prefill_chunk`, `prefill_rows`: the engine's; by default what it
-    chooses on that kind of device. `adapters`: the model has some, which work in fp32.
+    chooses on that kind of device. `adapters`: the model has some, which work in fp32. `routing`: of a mixture of
+    experts whose routes are recorded.
     """
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
         raise SparseRLError(
@@ -191,7 +207,7 @@ def make_plan(
         )
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
-    tokens = prompt_tokens + new_tokens
+    tokens, scratch = prompt_tokens + new_tokens, compressor.scratch_capacity(prompt_tokens)
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
     if not all(state.continues for state in shape.states):
@@ -218,12 +234,15 @@ def make_plan(
         kv_bytes_per_token=cache.kv_bytes_per_token,
         state_bytes=cache.state_bytes,
         slot_bytes=cache.slot_bytes,
+        scratch_capacity=scratch,
+        prompt_piece=min(prompt_tokens, compressor.prompt_chunk) if scratch < prompt_tokens else prompt_tokens,
         most_prefill_rows=prefill_rows,
         prefill_chunk=prefill_chunk,
-        scratch_row_bytes=cache.row_bytes(prompt_tokens),
+        scratch_row_bytes=cache.row_bytes(scratch),
         trace_row_bytes=0 if folds else shape.slot_layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
-        chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
+        chunk_row_bytes=new_tokens * (5 if compressor.chooses else 1) + 8 + 8 + 4 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4),
+        routes_row_bytes=tokens * routing.token_bytes if routing else 0,
         sampling_row_bytes=logits + copied + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
         prefill_token_bytes=max(
             activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
@@ -232,7 +251,7 @@ def make_plan(
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=logits if on_gpu else 0,
-        attention_token_bytes=8 * shape.query_heads * prompt_tokens if compressor.uses_mass else 0,
+        attention_token_bytes=8 * shape.query_heads * scratch if compressor.uses_mass else 0,
         scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
         first_row_bytes=sampled if on_gpu else 0,
     )

@@ -167,7 +167,8 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     """
     item = shape.dtype.itemsize
     hidden, intermediate = shape.hidden, shape.intermediate
-    queries, keys = shape.query_heads * shape.head_dim, shape.heads * shape.head_dim
+    key_heads = shape.query_heads if shape.latent else shape.heads  # the learner expands latents for all heads
+    queries, keys = shape.query_heads * shape.head_dim, key_heads * shape.head_dim
     attention = 2 * (queries + keys) * item  # queries, keys, values and the output
     if not adapters:
         norms = (2 * hidden + queries + keys) * (4 + item)
