@@ -67,6 +67,7 @@ class Compressor:
     has_budget: bool = True  # whether it chooses slots to keep, so that a budget has a meaning
     evicts_response: bool = True  # whether full rows are evicted; if not, a row has room for the whole response
     folds: bool = False  # whether the model folds chunks of its response into one entry each while it decodes
+    chooses: bool = False  # whether it folds where its policy chose to
 
     def __init__(
         self,

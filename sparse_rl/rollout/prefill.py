@@ -7,6 +7,7 @@ of a prompt, and the trace notes every eviction.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
+from ..errors import SparseRLError
+from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
@@ -28,6 +31,10 @@ class Read:
     trace: Tensor | None  # [N, L, H, P]; None: nothing was evicted
     used: list[int]  # slots that each takes
     fine: Tensor  # bool: whether the compressor returned what it must
+    routes: list[Tensor] | None = None  # with a recorder: through which experts the tokens of each went, [P, M, k]
+
+    def routes_of(self, prompt: int, length: int) -> Tensor | None:
+        return None if self.routes is None else self.routes[prompt][:length].clone()
 
 
 def read_prompts(
@@ -37,11 +44,56 @@ def read_prompts(
     prompts: list[Waiting],
     together: int,
     trace_like: Tensor,
+    recorder: RouteRecorder | None = None,
 ) -> Read:
     """Feed N prompts, about `together` tokens at a time, the shorter ones padded at their end.
 
-    `trace_like` has the dtype and the device of the trace.
+    Padding would change the states of recurrent layers, so with such layers only neighbours of the same length go
+    together. `trace_like` has the dtype and the device of the trace.
     """
+    if scratch.states is None:
+        return _read_together(model, scratch, compressor, prompts, together, trace_like, recorder)
+    parts: list[Read] = []
+    for length, same in itertools.groupby(prompts, key=lambda w: len(w.prompt)):
+        group = list(same)
+        first = sum(len(part.used) for part in parts)
+        rows = scratch.part(slice(first, first + len(group)))
+        whole = together if scratch.states.continues else len(group) * length
+        if compressor.prompt_chunk and not scratch.states.continues:
+            raise SparseRLError(
+                f"prompt_chunk is {compressor.prompt_chunk}, but recurrent layers of this model read a prompt whole; "
+                "leave it out."
+            )
+        parts.append(_read_together(model, rows, compressor, group, whole, trace_like, recorder))
+    return _join(parts, max(len(w.prompt) for w in prompts), trace_like)
+
+
+def _join(parts: list[Read], longest: int, trace_like: Tensor) -> Read:
+    """Parts one after the other; traces are padded to the longest prompt."""
+    used, fine = [n for part in parts for n in part.used], torch.stack([part.fine for part in parts]).all()
+    logits = torch.cat([part.logits for part in parts])
+    some = next((part.trace for part in parts if part.trace is not None), None)
+    routes = None if parts[0].routes is None else [r for part in parts for r in part.routes or ()]
+    if some is None:
+        return Read(logits, None, used, fine, routes)
+    trace = trace_like.new_full((len(used), *some.shape[1:3], longest), never_in(trace_like))
+    first = 0
+    for part in parts:
+        if part.trace is not None:
+            trace[first : first + len(part.used), :, :, : part.trace.shape[3]] = part.trace
+        first += len(part.used)
+    return Read(logits, trace, used, fine, routes)
+
+
+def _read_together(
+    model: nn.Module,
+    scratch: SlotCache,
+    compressor: Compressor,
+    prompts: list[Waiting],
+    together: int,
+    trace_like: Tensor,
+    recorder: RouteRecorder | None = None,
+) -> Read:
     device, lengths = scratch.keys.device, [len(w.prompt) for w in prompts]
     n, longest = len(prompts), max(lengths)
     tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]
@@ -52,6 +104,7 @@ def read_prompts(
     fine = torch.ones((), dtype=torch.bool, device=device)
     used = [0] * n
     logits: Tensor | None = None
+    routes: list[Tensor] = []
     chunk = compressor.prompt_chunk if long else 0
     for start, stop, ends_chunk in pieces(longest, max(1, together // n), chunk):
         index = torch.arange(start, stop, device=device).expand(n, -1)
@@ -59,7 +112,10 @@ def read_prompts(
         slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
         span = min(scratch.capacity, max(used) + stop - start)
         feed = Feed(scratch, slot, index, span=span, first=start == 0, ends=ends if min(lengths) < longest else None)
+        into = None if recorder is None else recorder.empty(index.numel(), device)  # [M, N * c, k]
         new = forward(model, tokens[:, start:stop], feed)
+        if into is not None:
+            routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))
         logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
         used = [have + max(0, min(stop, length) - start) for have, length in zip(used, lengths)]
         for i in long if ends_chunk else ():
@@ -68,7 +124,7 @@ def read_prompts(
                 fine &= _compress(scratch, compressor, i, used[i], min(stop, lengths[i]), prompts[i], trace)
                 used[i] = compressor.budget
     assert logits is not None
-    return Read(logits, trace, used, fine)
+    return Read(logits, trace, used, fine, list(torch.cat(routes, 1)) if routes else None)
 
 
 def pieces(longest: int, together: int, chunk: int) -> list[tuple[int, int, bool]]:

@@ -119,13 +119,16 @@ class GenerateCall:
 
     def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
         """Feed prompts to the scratch cache, and compress those that are too long."""
+        if self.scratch.states is not None:
+            prompts = sorted(prompts, key=lambda w: len(w.prompt))  # only those of one length are fed together
         read = read_prompts(
-            self.model, self.scratch, self.compressor, prompts, self.engine.prefill_chunk, self.state.trace
-        )
+            self.model, self.scratch, self.compressor, prompts, self.engine.prefill_chunk, self.state.trace,
+            self.engine.recorder,
+        )  # fmt: skip
         check_sliding_windows(self.model.config, self.scratch.sliding_window)
         self.ready_logits, self.ready_trace = read.logits, read.trace
         self.fine &= read.fine
-        return deque(Prefilled(w, i, read.used[i]) for i, w in enumerate(prompts))
+        return deque(Prefilled(w, i, read.used[i], read.routes_of(i, len(w.prompt))) for i, w in enumerate(prompts))
 
     def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
         """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
@@ -142,7 +145,8 @@ class GenerateCall:
             first = sample(self.ready_logits[source[part]], stream[part], self.state.count[which], self.sampling)
             self.state.record(which, *first, self.stop_ids, torch.ones_like(which, dtype=torch.bool))
         for ready, sample_index, _, row in admitted:
-            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
+            prompt = ready.waiting.prompt
+            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(prompt), prompt_routes=ready.routes)
 
     # --------------------------------------------------------------------------------------------------------- decode
 

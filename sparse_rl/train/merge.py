@@ -20,7 +20,7 @@ from .step import StepRollout, step_positions
 
 
 def without_full_traces(rollout: StepRollout) -> StepRollout:
-    """What other processes need of a part: one head of each trace, and which prompts they were.
+    """What other processes need of a part: one head of each trace, no routes, and which prompts they were.
 
     All heads evict at the same steps. The answer of a prompt may be an object of a user's own.
     """
@@ -29,7 +29,11 @@ def without_full_traces(rollout: StepRollout) -> StepRollout:
         rollout,
         prompts=[replace(prompt, text="", answer=None) for prompt in rollout.prompts],
         trajectories=[replace(t, trace=trace) for t, trace in zip(rollout.trajectories, traces, strict=True)],
-        scored=replace(rollout.scored, sampled=replace(rollout.scored.sampled, traces=traces)),
+        scored=replace(
+            rollout.scored,
+            sampled=replace(rollout.scored.sampled, traces=traces),
+            routes=None if rollout.scored.routes is None else (None,) * len(traces),
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from .. import tasks
 from ..beacon import beacon_of
-from ..compressors import Compressor
+from ..compressors import Compressor, let_choose
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
@@ -24,7 +25,9 @@ from ..learn.packing import packs
 from ..learn.shards import Sharded
 from ..learn.student import Students, copied
 from ..models import Record, load_model, set_record, with_lora
+from ..models.routing import Routing, has_experts, routing_of, why_not_replayed
 from ..tasks import Task
+from .budget import compressor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -108,6 +111,7 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
                 f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
             )
         model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
+    let_choose(model, compressor_of(recipe.rollout), recipe.rollout.start_chunk)
     return model, tokenizer
 
 
@@ -117,6 +121,27 @@ def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
+
+
+def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:
+    """What the routers of a mixture of experts choose, where the learner repeats their choices; None: it does not."""
+    wanted = recipe.learn.replay_routing
+    if wanted is False or (wanted == "auto" and not has_experts(model)):
+        return None
+    why = "folds chunks into beacons" if recipe.folds else why_not_replayed(model)
+    if why is None:
+        return routing_of(model)
+    if wanted is True:
+        raise SparseRLError(
+            f"learn.replay_routing is true, but {recipe.model.name} {why}; set it to auto, and the learner chooses "
+            "experts anew."
+        )
+    warnings.warn(
+        f"{recipe.model.name} {why}, so its routing is not replayed: the learner chooses experts anew, and where two "
+        "are nearly tied its log-probs differ from the sampler's.",
+        stacklevel=2,
+    )
+    return None
 
 
 def make_critic(recipe: Recipe, model: PreTrainedModel) -> Critic | None:

@@ -26,6 +26,7 @@ from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
 from ..models import ModelShape, dtype_of, load_config, reward_config, weight_bytes
+from ..models.routing import routing_from
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
 from ..tasks import Task
@@ -203,6 +204,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         new_tokens=recipe.rollout.max_new_tokens,
         weight_bytes=weights,
         adapters=recipe.model.lora_rank > 0,
+        routing=routing_from(config) if recipe.learn.replay_routing and method.view == "shadow" else None,
     )
     parameters = weights // shape.dtype.itemsize
     return make_training_plan(

@@ -30,10 +30,10 @@ from .. import tasks
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
 from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
-from ..learn.batch import pack
 from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
+from ..learn.packing import pack
 from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, set_record, unknown_to_tiny
 from ..rollout import Engine, Sampling

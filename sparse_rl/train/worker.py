@@ -34,6 +34,7 @@ from .deal import LengthsSeen, deal
 from .held_out import complete
 from .log import Clock
 from .merge import append, first_head_trace
+from .parts import replayed_routing
 from .rewards import AddedRewards
 from .samples import positions_to_write, samples_due
 from .step import StepRollout
@@ -68,7 +69,15 @@ class Sampler:
                 "use at least as many prompts as processes."
             )
         self.reference = self._reference()
-        self.engine = Engine(model, compressor_of(rollout), rollout.max_budget, rollout.interval, rollout.rows)
+        self.routing = replayed_routing(recipe, model)
+        self.engine = Engine(
+            model,
+            compressor_of(rollout),
+            rollout.max_budget,
+            rollout.interval,
+            rollout.rows,
+            record_routes=self.routing is not None and self.method.view == "shadow",
+        )
         self.sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, stop_ids=self._stop_ids(), for_correction=True
         )
@@ -177,6 +186,7 @@ class Sampler:
         for position in positions:
             members[position // group].append(position % group)
         with clock.stage("rollout"):
+            self.task.start_grading(len(positions))
             seed = stream_key(self.recipe.run.seed, [number, turn])
             trajectories = self.engine.generate(ids, group, self.sampling, seed, samples=members)
         with clock.stage("grade"):
@@ -206,13 +216,32 @@ class Sampler:
         only = None if self.recipe.scores_all else rows(self._drawn(number))
         reference, temperature = self.reference() if self.reference else None, self.sampling.temperature
         scored = score(
-            self.model, sampled, tokens, temperature, reference, view, reference_view, packing, self.critic, only
+            self.model,
+            sampled,
+            tokens,
+            temperature,
+            reference,
+            view,
+            reference_view,
+            packing,
+            self.critic,
+            only,
+            self.routing,
         )
         if only is None or not samples_due(self.recipe, number + 1):
             return scored
         shown = rows(positions_to_write(self._positions, self.recipe.run.samples))
         return scored.with_shown(
-            score(self.model, sampled, tokens, temperature, view=view, packing=packing, only=shown)
+            score(
+                self.model,
+                sampled,
+                tokens,
+                temperature,
+                view=view,
+                packing=packing,
+                only=shown,
+                routing=self.routing,
+            )
         )
 
     def _drawn(self, number: int) -> list[int]:

@@ -169,6 +169,24 @@ def test_processes_are_kept_and_long_texts_arrive(functions):
     assert not any(map(alive, pids))
 
 
+def test_processes_may_start_before_there_is_anything_to_grade(functions):
+    """Their report then waits for the first completion; starting them again starts no more."""
+    task = make(functions, workers=2)
+    task.start_grading(9)
+    early = {child.process.pid for child in task._pool._children}
+    assert len(early) == 2 and not any(child.outbox for child in task._pool._children)  # they know their task
+    task.start_grading(9)
+    assert {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} <= early
+    dead = task._pool._children[0].process
+    os.kill(dead.pid, signal.SIGKILL)
+    wait_until(lambda: dead.poll() is not None)
+    task.start_grading(9)
+    assert task.grade(task.sample(0, 2), ["0", "3"]) == [RIGHT, WRONG]
+    assert dead.pid not in {child.process.pid for child in task._pool._children}
+    task.close()
+    Echo().start_grading(9)  # graded in this process: nothing to start
+
+
 def test_a_process_that_does_not_read_cannot_block_the_parent(functions, impatient):
     task = make(functions, workers=1, deadline=60)
     assert task.grade([task[0]], ["1"]) == [WRONG]
