@@ -1,4 +1,5 @@
 from .slots import CacheShape, LayerSlots, SlotCache
+from .states import LayerState, RowStates
 from .trace import NEVER, Trace
 
-__all__ = ["NEVER", "CacheShape", "LayerSlots", "SlotCache", "Trace"]
+__all__ = ["NEVER", "CacheShape", "LayerSlots", "LayerState", "RowStates", "SlotCache", "Trace"]

@@ -75,6 +75,11 @@ class RolloutSettings:
     )
     interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
+    start_chunk: float = key(
+        "under beacon:LEAST-MOST, the mean tokens of a chunk at first, where the model has not learned to choose yet; "
+        "0: halfway between the two",
+        0.0,
+    )
     rows: int = key("sequences decoded at a time, by each process", 64)
     ahead: int = key("steps that the sampler is ahead of the learner: 0, or 1 (asynchronous; copies the weights)", 0)
     prompts: int = key("prompts per step, over all processes", 128)
@@ -94,6 +99,10 @@ class RolloutSettings:
         check_count("completions of a step", self.prompts * self.group_size)
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
+        if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
+            raise SparseRLError(
+                f"rollout.start_chunk is {self.start_chunk}; it must be a number of tokens above 2, or 0 (halfway)."
+            )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise SparseRLError(
                 f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."

@@ -45,10 +45,11 @@ _ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}
 class Sampled:
     tokens: Tensor  # int64 [N, T]; 0 beyond a trajectory's end
     lengths: Tensor  # int64 [N]: prompt + response
-    mask: Tensor  # bool [N, T]: response tokens
+    mask: Tensor  # bool [N, T]: response tokens, and beacons that the policy chose
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
     owner_rank: Tensor  # int64 [N]: the process that sampled each trajectory, and so has its whole trace
     traces: tuple[Trace, ...]  # [N]: what each query could see
+    choices: Tensor | None = None  # bool [N, T]: log-probs that are, or hold, those of choices to fold (score.py)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Batch:
     old_values: Tensor | None = None  # fp32 [N, T]: a critic's, before the update
     returns: Tensor | None = None  # fp32 [N, T]: what the critic learns
     routes: Routes | None = None  # the experts to which tokens are sent; None: the learner chooses anew
+    choices: Tensor | None = None  # bool [N, T]: as in Sampled
 
     @property
     def row_advantages(self) -> Tensor:
@@ -140,13 +142,16 @@ def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
     lengths = torch.tensor([len(t.tokens) for t in trajectories])
     shape = (len(trajectories), int(lengths.max()))
     tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float32)
-    mask = torch.zeros(shape, dtype=torch.bool)
+    mask, choices = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
     for i, t in enumerate(trajectories):
-        mask[i, : len(t.tokens)] = t.response_mask
+        mask[i, : len(t.tokens)] = t.action_mask
+        if t.choices is not None:
+            choices[i, : len(t.tokens)] = t.choices
         tokens[i, : len(t.tokens)] = t.tokens
         logprobs[i, : len(t.tokens)] = t.sampler_logprobs
     owner_rank, traces = torch.full_like(lengths, rank), tuple(t.trace for t in trajectories)
-    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces)
+    chosen = choices if any(t.choices is not None for t in trajectories) else None
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces, chosen)
 
 
 def join(*parts: Scored) -> Scored:
@@ -160,7 +165,8 @@ def join(*parts: Scored) -> Scored:
     references = [part.reference_logprobs for part in parts if part.reference_logprobs is not None]
     values = [part.values for part in parts if part.values is not None]
     routes = [part.routes for part in parts if part.routes is not None]
-    assert all(len(found) in (0, len(parts)) for found in (references, values, routes))
+    choices = [s.choices for s in sampled if s.choices is not None]
+    assert all(len(found) in (0, len(parts)) for found in (references, values, routes, choices))
     return Scored(
         Sampled(
             tokens=padded([s.tokens for s in sampled]),
@@ -169,6 +175,7 @@ def join(*parts: Scored) -> Scored:
             sampler_logprobs=padded([s.sampler_logprobs for s in sampled]),
             owner_rank=torch.cat([s.owner_rank for s in sampled]),
             traces=tuple(trace for s in sampled for trace in s.traces),
+            choices=padded(choices) if choices else None,
         ),
         old_logprobs=padded([part.old_logprobs for part in parts]),
         entropies=padded([part.entropies for part in parts]),
@@ -217,11 +224,11 @@ def score(
     routes = OldRoutes(model, routing, sampled.lengths, [trace.routes for trace in sampled.traces], view)
     with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic), routes:
         for rows in to_score:
-            tokens, response = _cut(sampled, rows)
+            tokens, response, choices = _cut(sampled, rows, device)
             seen = seen_by(model, sampled, rows, view == "shadow", packing, routes.told)
             states = hidden_states(model, tokens.to(device), seen, routes.before(rows, tokens, seen))
             routes.after(rows, seen)
-            found = score_of(model, states, tokens.to(device), response.to(device), temperature).cpu()
+            found = score_of(model, states, tokens.to(device), response.to(device), temperature, choices).cpu()
             for whole, part in zip((old, entropies, ranks), found.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
             if critic is not None and values is not None:
@@ -235,9 +242,9 @@ def score(
     references = torch.zeros_like(old)
     with reference as other, evaluating(other), fused(other):
         for rows in micro_batches:
-            tokens, response = _cut(sampled, rows)
+            tokens, response, choices = _cut(sampled, rows, device)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
-            logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen)
+            logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen, choices=choices)
             references[rows, : tokens.shape[1]] = logprobs.cpu()
     return Scored(sampled, old, entropies, ranks, references, values, view, marked, routes.found)
 
@@ -325,6 +332,7 @@ def make_batches(
                 old_values=part.values,
                 returns=None if returns is None else returns[rows].float(),
                 routes=part.routes,
+                choices=sampled.choices,
             )
         )
     return batches
@@ -359,10 +367,11 @@ def seen_by(
     return replay_of(model, [(row[:n], trace) for row, n, trace in zip(tokens, lengths.tolist(), traces)])
 
 
-def _cut(sampled: Sampled, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and response mask of some rows, without the padding they do not need."""
+def _cut(sampled: Sampled, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens and response mask of some rows, without the padding they do not need; and on a device their choices."""
     width = int(sampled.lengths[rows].max())
-    return sampled.tokens[rows, :width], sampled.mask[rows, :width]
+    choices = None if sampled.choices is None else sampled.choices[rows, :width].to(device)
+    return sampled.tokens[rows, :width], sampled.mask[rows, :width], choices
 
 
 Record = TypeVar("Record", Sampled, Scored)

@@ -189,15 +189,15 @@ class Learner:
     def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
-        tokens, mask = part.tokens, part.mask
+        tokens, mask, choices = part.tokens, part.mask, part.choices
         seen, routes = self._seen(batch, rows)
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states = hidden_states(model, tokens, seen, routes)
             if found is None:
-                logprobs = logprobs_of(model, states, tokens, mask, self.temperature)
+                logprobs = logprobs_of(model, states, tokens, mask, self.temperature, choices)
             else:
-                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature)
+                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature, choices)
                 found[:, rows.to(self.device), : tokens.shape[1]] = torch.stack([logprobs.detach(), entropies])
             values = None if self.critic is None else self.critic(states, tokens, mask, seen)
             if self.distill is None:
@@ -228,7 +228,7 @@ class Learner:
                 seen = self._seen(batch, rows)
                 logprobs = self._call(
                     lambda model, part=part, seen=seen: batch_logprobs(
-                        model, part.tokens, part.mask, self.temperature, *seen
+                        model, part.tokens, part.mask, self.temperature, *seen, part.choices
                     )
                 )
                 sums[rows.to(self.device)] = torch.where(part.mask, logprobs, 0.0).double().sum(1)

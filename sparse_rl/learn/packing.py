@@ -26,6 +26,7 @@ from ..cache import Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..kernels.ops import place_of
+from ..models import is_recurrent
 from .routes import common_start
 from .score import causal_lm_of, pad_traces
 
@@ -41,11 +42,13 @@ _KNOWN |= {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe"}
 def packs(model: nn.Module, choice: str) -> bool:
     """Whether a model's micro-batches are packed. `auto`: on a GPU, where it is of a known architecture."""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    known = config.model_type in _KNOWN and beacon_of(model) is None
+    recurrent = is_recurrent(config)  # a state would go on from one trajectory to the next
+    known = config.model_type in _KNOWN and beacon_of(model) is None and not recurrent
     if choice == "always" and not known:
+        kind = " with beacons" if beacon_of(model) else ", which have recurrent layers," if recurrent else ""
         raise SparseRLError(
-            f"learn.packing is always, but micro-batches of {config.model_type} models"
-            f"{' with beacons' if beacon_of(model) else ''} cannot be packed; use auto or never."
+            f"learn.packing is always, but micro-batches of {config.model_type} models{kind} cannot be packed; use "
+            "auto or never."
         )
     parameter = next(model.parameters())
     has_kernels = place_of(parameter).runs_kernels and parameter.dtype != torch.float64

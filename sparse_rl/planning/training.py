@@ -9,7 +9,7 @@ import torch
 
 from ..distributed.world import BUCKET
 from ..models import ModelShape, head_chunk
-from .memory import ALLOCATOR_SHARE, Plan, aligned, size
+from .memory import ALLOCATOR_SHARE, Plan, aligned, scan_token_bytes, size
 
 WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
 
@@ -167,7 +167,8 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     """
     item = shape.dtype.itemsize
     hidden, intermediate = shape.hidden, shape.intermediate
-    queries, keys = shape.query_heads * shape.head_dim, shape.heads * shape.head_dim
+    key_heads = shape.query_heads if shape.latent else shape.heads  # the learner expands latents for all heads
+    queries, keys = shape.query_heads * shape.head_dim, key_heads * shape.head_dim
     attention = 2 * (queries + keys) * item  # queries, keys, values and the output
     if not adapters:
         norms = (2 * hidden + queries + keys) * (4 + item)
@@ -187,6 +188,8 @@ def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, passes
     layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
     activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
+    scans = 1 if checkpointing else len(shape.states)  # whose activations exist at a time
+    activations += scans * tokens * 2 * scan_token_bytes(shape)
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     gradients = 0 if adapters else 2 * shape.vocabulary * shape.hidden * item  # of the head
     return passes * activations + chunk + gradients + 3 * kept
@@ -196,7 +199,8 @@ def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool) -> int:
     """Estimate: one layer of a forward pass over `tokens` tokens that keeps nothing, and the head's chunk."""
     item = shape.dtype.itemsize
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
-    return tokens * (layer_bytes(shape, adapters) + 3 * shape.hidden * item) + chunk
+    layer = max(layer_bytes(shape, adapters), scan_token_bytes(shape))
+    return tokens * (layer + 3 * shape.hidden * item) + chunk
 
 
 def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, longest: int) -> int:
@@ -208,4 +212,4 @@ def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, lon
 def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int) -> int:
     """Estimate: a micro-batch's trace, its segments and the search for them, and fp32 gradients of one layer's K, V."""
     lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # bytes per token, layer and KV head
-    return tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim)
+    return tokens * shape.heads * (shape.slot_layers * lists + 2 * 4 * shape.head_dim)

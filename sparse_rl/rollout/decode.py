@@ -18,11 +18,14 @@ from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
+from ..models import decoder_of
 from ..models.routing import RouteRecorder, Routing, on_device
 from .fold import Chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ..attention.recurrent import FedStates
 
 
 @dataclass
@@ -48,7 +51,13 @@ class RowState:
 
     @classmethod
     def empty(
-        cls, cache: SlotCache, tokens: int, new: int, folds: bool = False, routing: Routing | None = None
+        cls,
+        cache: SlotCache,
+        tokens: int,
+        new: int,
+        folds: bool = False,
+        routing: Routing | None = None,
+        chooses: bool = False,
     ) -> RowState:
         rows, device = cache.rows, cache.keys.device
         token, index, used, stream, count = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
@@ -71,7 +80,7 @@ class RowState:
             trace=empty_trace(cache, tokens),
             limit=limit,
             capacity=capacity,
-            chunks=Chunks.empty(rows, new, device) if folds else None,
+            chunks=Chunks.empty(rows, new, device, chooses) if folds else None,
             routes=routes,
             step_routes=step_routes,
         )
@@ -194,19 +203,31 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     position = feed.index if feed.position is None else feed.position
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
+    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed}
+    states = _states(feed, padding)
     if feed.ends is None:
-        logits = model(
-            input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=1, slots_feed=feed
-        ).logits
+        logits = model(**inputs, logits_to_keep=1, **states).logits
     else:
         last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
-        logits = _logits_at(model, last, input_ids=tokens, position_ids=position, use_cache=False, slots_feed=feed)
+        logits = _logits_at(model, last, **inputs)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
+    for fed in states.values():
+        fed.finish()
+        missed |= set(fed.missed)
     if missed:
         raise SparseRLError(
             f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported."
         )
     return logits[:rows, -1]
+
+
+def _states(feed: Feed, padding: int) -> dict[str, FedStates]:
+    """The states of recurrent layers as the model takes them, for as long as it is fed; nothing if it has none."""
+    if feed.cache.states is None and not feed.cache.shape.latent:
+        return {}
+    from ..attention.recurrent import FedStates
+
+    return {"past_key_values": FedStates(feed, padding)}
 
 
 def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
@@ -244,3 +265,20 @@ def forward_modules(
     logits = forward(model, token[:, None], feed)
     state.record_routes(width, live)
     return logits
+
+
+def forward_and_states(
+    model: nn.Module, cache: SlotCache, state: RowState, token: Tensor, position: Tensor, live: Tensor | None, span: int
+) -> tuple[Tensor, Tensor]:
+    """`forward_modules`, and the states [B, hidden] that its logits were made of: the decoder's output."""
+    caught = []
+    hook = decoder_of(model).register_forward_hook(lambda module, args, output: caught.append(output))
+    try:
+        logits = forward_modules(model, cache, state, token, position, live, span)
+    finally:
+        hook.remove()
+    if not caught:
+        raise SparseRLError(
+            f"{type(model).__name__} does not run its decoder as a whole: it cannot choose its folds; use beacon:N."
+        )
+    return logits, caught[0].last_hidden_state[: len(token), -1]

@@ -81,10 +81,10 @@ class Storage:
         self._allocate_state(plan, cache)
 
     def clear(self) -> None:
-        """Zero the slots."""
+        """Zero the slots and the states."""
         for cache in (self.cache, self.scratch):
-            for tensor in cache.tensors if cache else ():
-                tensor.zero_()
+            if cache is not None:
+                cache.clear()
 
     def drop_state(self) -> None:
         """Forget what rows wrote down, and what was captured to write it."""
@@ -113,11 +113,11 @@ class Storage:
     def _allocate_scratch(self, plan: Plan) -> None:
         """Rows for the longest prompts, made anew when longer ones come, or more of them together."""
         known = self.scratch
-        if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
+        if known is None or known.capacity < plan.scratch_capacity or known.rows < plan.prefill_rows:
             self.scratch = known = None
             self._require(plan.scratch_bytes, plan)
             shape = cache_shape(self.shape, self.compressor)
-            self.scratch = SlotCache(shape, plan.prefill_rows, plan.prompt_tokens, self.device)
+            self.scratch = SlotCache(shape, plan.prefill_rows, plan.scratch_capacity, self.device)
 
     def _allocate_state(self, plan: Plan, cache: SlotCache) -> None:
         """Where rows write down what they sample: as large as the largest call so far.
@@ -131,7 +131,8 @@ class Storage:
             tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
             self.drop_state()
             self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(cache, tokens, new, self.compressor.folds, self.routing)
+            folds, chooses = self.compressor.folds, self.compressor.chooses
+            self.state = RowState.empty(cache, tokens, new, folds, self.routing, chooses)
         elif self.state.trace.shape[3] < tokens:
             state, self.state = self.state, None
             state.trace = state.trace.new_empty(0)  # freed before the larger one is made

@@ -10,10 +10,9 @@ from .base import (
     describe,
     final_answer,
     make,
-    mean_parts,
     register,
 )
-from .mixture import by_task
+from .mixture import by_task, mean_parts
 from .notices import first_texts, notices
 
 __all__ = [

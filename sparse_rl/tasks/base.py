@@ -185,6 +185,11 @@ class Task:
             self.last_error = next((problem for _, problem in judgements if problem is not None), None)
         return [grade for grade, _ in judgements]
 
+    def start_grading(self, completions: int) -> None:
+        """Start the processes that will grade so many completions, which takes seconds, while these are sampled."""
+        if self.isolated and self._pool is not None:
+            self._pool.start(completions)
+
     def excerpt(self, text: str) -> str:
         """The part of a completion that `judge` needs; only this is sent to a grading process."""
         return text
@@ -260,12 +265,6 @@ def named_rewards(given: Mapping[str, float]) -> dict[str, float]:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
             raise ValueError(f"a reward is called {name!r:.80}; use letters, digits, - and _, at most 40 of them")
     return {name: finite(f"the reward {name!r}", value) for name, value in given.items()}
-
-
-def mean_parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """The mean of every named reward. A completion without it, such as one that could not be graded, counts as 0."""
-    names = sorted({name for grade in grades for name in grade.parts})
-    return {name: math.fsum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names}
 
 
 def finite(what: str, value: Any) -> float:

@@ -106,6 +106,10 @@ class Mixture(Task):
                 self.last_error = self.last_error or task.last_error
         return [found[row] for row in range(len(pairs))]
 
+    def start_grading(self, completions: int) -> None:
+        for task in self.tasks:
+            task.start_grading(completions)
+
     def close(self) -> None:
         for task in self.tasks:
             task.close()
@@ -118,6 +122,12 @@ def by_task(prompts: Sequence[Prompt], grades: Sequence[Grade]) -> dict[str, lis
         if prompt.task:
             found.setdefault(prompt.task, []).append(grade)
     return dict(sorted(found.items()))
+
+
+def mean_parts(grades: Sequence[Grade]) -> dict[str, float]:
+    """The mean of every named reward. A completion without it, such as one that could not be graded, counts as 0."""
+    names = sorted({name for grade in grades for name in grade.parts})
+    return {name: math.fsum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names}
 
 
 @lru_cache(maxsize=8)

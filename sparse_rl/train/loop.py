@@ -32,7 +32,7 @@ from ..learn.dpo import Pairs, choose_pairs
 from ..learn.learner import UpdateResult
 from ..learn.shards import copy_weights, shard
 from ..learn.student import copied
-from ..models import unknown_to_tiny
+from ..models import recurrent_kernels, unknown_to_tiny
 from ..planning.memory import is_out_of_memory
 from ..records import Trajectory
 from ..rollout import Sampling
@@ -118,7 +118,9 @@ class Trainer:
     def run(self) -> None:
         recipe, progress = self.recipe, self.progress
         unknown = unknown_to_tiny(self.tokenizer, tasks.first_texts(self.task))
-        for line in [*tasks.notices(self.task, self.held_out), *unknown]:
+        kernels = recurrent_kernels(self.model.config)
+        recurrent = [] if kernels is None else [f"recurrent layers: {kernels}"]
+        for line in [*tasks.notices(self.task, self.held_out), *unknown, *recurrent]:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import tasks
 from ..beacon import beacon_of
-from ..compressors import Compressor
+from ..compressors import Compressor, let_choose
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
@@ -27,6 +27,7 @@ from ..learn.student import Students, copied
 from ..models import Record, load_model, set_record, with_lora
 from ..models.routing import Routing, has_experts, routing_of, why_not_replayed
 from ..tasks import Task
+from .budget import compressor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -110,6 +111,7 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
                 f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
             )
         model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
+    let_choose(model, compressor_of(recipe.rollout), recipe.rollout.start_chunk)
     return model, tokenizer
 
 

@@ -186,6 +186,7 @@ class Sampler:
         for position in positions:
             members[position // group].append(position % group)
         with clock.stage("rollout"):
+            self.task.start_grading(len(positions))
             seed = stream_key(self.recipe.run.seed, [number, turn])
             trajectories = self.engine.generate(ids, group, self.sampling, seed, samples=members)
         with clock.stage("grade"):

@@ -28,7 +28,8 @@ def small(name: str, **own):
     [
         (dict(model_type="t5"), "encoder-decoder"),
         (dict(model_type="mamba"), "not supported"),
-        (dict(model_type="qwen3_next"), "linear_attention"),
+        (dict(model_type="kimi_linear"), r"keep latents \(MLA\) beside its recurrent layers"),
+        (dict(model_type="zaya"), "layers of type hybrid"),
         (dict(model_type="gemma3n_text"), "shares keys and values"),
         (dict(model_type="gemma4_text"), "another head_dim in some layers than in others|shares keys and values"),
     ],
