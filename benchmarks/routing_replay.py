@@ -68,7 +68,7 @@ def measure(model, trajectories, replay: bool, micro_batch_tokens: int) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)

@@ -225,8 +225,8 @@ class Sampler:
             reference_view,
             packing,
             self.critic,
-            only,
-            self.routing,
+            only=only,
+            routing=self.routing,
         )
         if only is None or not samples_due(self.recipe, number + 1):
             return scored
