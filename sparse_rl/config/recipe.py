@@ -132,6 +132,11 @@ class Recipe:
             raise SparseRLError(
                 f"rollout.ahead is 1, so the sampler is a step ahead, but {why}; set rollout.ahead to 0."
             )
+        if self.optimizer.offload and self.model.shard:
+            raise SparseRLError(
+                "optimizer.offload keeps masters and moments in host memory, but model.shard divides them among GPUs; "
+                "set one of them to false."
+            )
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError(
                 "loss.renormalise divides by trajectories, but loss.mean is token-mean, "

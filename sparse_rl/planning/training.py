@@ -13,6 +13,8 @@ from .memory import ALLOCATOR_SHARE, Plan, aligned, size
 
 WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
 
+OFFLOADED = 2 * 2**25  # trained parameters whose masters and moments are on the device at a time (learn/offload.py)
+
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -23,7 +25,9 @@ class TrainingPlan:
     """
 
     rollout: Plan
-    optimizer_bytes: int  # fp32 masters (unless the weights are fp32), two moments, gradients; a shard if divided
+    # fp32 masters (unless the weights are fp32), two moments, gradients; a shard if divided; only gradients if the
+    # others are offloaded to the host
+    optimizer_bytes: int
     reference_bytes: int
     update_bytes: int  # estimate: activations of a micro-batch, in the update or in scoring, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
@@ -32,6 +36,7 @@ class TrainingPlan:
     grading_bytes: int = 0  # estimate: activations of the reward model; they take turns with the rollout
     critic_bytes: int = 0  # weights and optimizer of a separate critic
     learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
+    host_bytes: int = 0  # offloaded to the host's memory: masters and moments
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
 
@@ -51,13 +56,12 @@ class TrainingPlan:
     def text(self, memory: int | None = None) -> str:
         """The plan as a table for people."""
         plan = self.rollout
-        part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
         turns = "rollout, update and evaluation take turns"
         if self.ahead:
             turns = "evaluation takes turns with rollout and update"
         lines = [
             *plan.lines()[:-1],
-            (f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes)),
+            *self._optimizer_lines(),
             *([("the learner's own weights", size(self.learner_bytes))] if self.learner_bytes else []),
             ("reference model", size(self.reference_bytes)),
             *self._reward_model_lines(),
@@ -76,6 +80,15 @@ class TrainingPlan:
                 )
             )
         return aligned(lines)
+
+    def _optimizer_lines(self) -> list[tuple[str, str]]:
+        if self.host_bytes:
+            return [
+                ("optimizer: gradients in fp32", size(self.optimizer_bytes)),
+                ("offloaded to the host (not in the total)", size(self.host_bytes)),
+            ]
+        part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
+        return [(f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes))]
 
     def _reward_model_lines(self) -> list[tuple[str, str]]:
         if not self.reward_model_bytes:
@@ -106,6 +119,7 @@ def make_training_plan(
     ahead: bool = False,
     reward_model: tuple[int, int] = (0, 0),
     critic: bool = False,
+    offload: bool = False,
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
 
@@ -119,7 +133,8 @@ def make_training_plan(
     with; a layer is whole while it runs, and so are embeddings and head. Without it, gradients are summed in buckets.
     `ahead`: sampler and learner have weights of their own and work at the same time. `critic`: a separate one, of the
     model's size and with as many trained parameters; its activations are there together with the policy's.
-    `reward_model`: bytes of its weights, and of a forward pass.
+    `reward_model`: bytes of its weights, and of a forward pass. `offload`: masters and moments are on the host, and
+    pass through the device in buckets; activations are gone by then.
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -137,7 +152,10 @@ def make_training_plan(
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
     update = max(update, scoring)
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
-    per_parameter = 12 if shape.dtype == torch.float32 else 16
+    on_host = (8 if shape.dtype == torch.float32 else 12) if offload else 0  # bytes of a trained parameter
+    per_parameter = (12 if shape.dtype == torch.float32 else 16) - on_host
+    learners = trained * (1 + critic) + students * student_trained
+    passing = 3 * 4 * min(OFFLOADED, trained) if offload else 0
     embeddings = shape.vocabulary * shape.hidden
     frozen = parameters if adapters else 0
     gathered = (2 * embeddings + 2 * (parameters - embeddings) // shape.layers) * (item + 4)  # weights and gradients
@@ -154,7 +172,8 @@ def make_training_plan(
         reference_bytes=rollout.weight_bytes if reference else 0,
         reward_model_bytes=reward_model[0],
         grading_bytes=reward_model[1],
-        update_bytes=update + exchanged if divided else max(update, exchanged),
+        update_bytes=update + exchanged if divided else max(update, exchanged, passing),
+        host_bytes=on_host * learners,
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
 

@@ -223,6 +223,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         shard=recipe.model.shard,
         ahead=bool(recipe.rollout.ahead),
         critic=recipe.has_separate_critic,
+        offload=recipe.optimizer.offload,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
     )
 
@@ -271,6 +272,7 @@ CHANGEABLE_ON_RESUME = {
     "learn.micro_batch_tokens",
     "model.gradient_checkpointing",
     "model.shard",
+    "optimizer.offload",
 }
 
 
