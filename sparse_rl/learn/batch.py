@@ -28,6 +28,7 @@ from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
 from .fused import fused
+from .long import long_rows
 from .loss import Loss, token_scale
 from .packing import pack_groups, packed_replay, shares
 from .score import batch_logprobs, hidden_states, replay_of, score_of
@@ -202,7 +203,8 @@ def score(
         marked[only] = True
         parts = micro_batches_of(model, sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
         to_score = [only[part] for part in parts]
-    with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic):
+    of_critic = nullcontext() if critic is None else evaluating(critic)
+    with evaluating(model), of_critic, fused(model, critic), long_rows(model, critic):
         for rows in to_score:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, view == "shadow", packing)
@@ -219,7 +221,7 @@ def score(
     if reference is None:
         return Scored(sampled, old, entropies, ranks, values=values, view=view, seen=marked)
     references = torch.zeros_like(old)
-    with reference as other, evaluating(other), fused(other):
+    with reference as other, evaluating(other), fused(other), long_rows(other):
         for rows in micro_batches:
             tokens, response = _cut(sampled, rows)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)

@@ -13,12 +13,13 @@ from .logits import Float32Head, check_logits, set_logits, wide_product
 from .names import check_folder
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
-from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .shape import MLP_CHUNK, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer, unknown_to_tiny
 
 __all__ = [
+    "MLP_CHUNK",
     "Float32Head",
     "ModelShape",
     "Record",

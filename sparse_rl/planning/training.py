@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.world import BUCKET
-from ..models import ModelShape, head_chunk
+from ..models import MLP_CHUNK, ModelShape, head_chunk
 from .memory import ALLOCATOR_SHARE, Plan, aligned, size
 
 WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
@@ -36,9 +36,10 @@ class TrainingPlan:
     grading_bytes: int = 0  # estimate: activations of the reward model; they take turns with the rollout
     critic_bytes: int = 0  # weights and optimizer of a separate critic
     learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
-    host_bytes: int = 0  # offloaded to the host's memory: masters and moments
+    host_bytes: int = 0  # offloaded to the host's memory: masters and moments, inputs of layers
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
+    offloads_optimizer: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -82,13 +83,10 @@ class TrainingPlan:
         return aligned(lines)
 
     def _optimizer_lines(self) -> list[tuple[str, str]]:
-        if self.host_bytes:
-            return [
-                ("optimizer: gradients in fp32", size(self.optimizer_bytes)),
-                ("offloaded to the host (not in the total)", size(self.host_bytes)),
-            ]
         part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
-        return [(f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes))]
+        held = "fp32 gradients" if self.offloads_optimizer else "fp32 masters, moments, gradients"
+        on_host = [("offloaded to the host (not in the total)", size(self.host_bytes))] if self.host_bytes else []
+        return [(f"optimizer: {held}{part}", size(self.optimizer_bytes)), *on_host]
 
     def _reward_model_lines(self) -> list[tuple[str, str]]:
         if not self.reward_model_bytes:
@@ -120,6 +118,7 @@ def make_training_plan(
     reward_model: tuple[int, int] = (0, 0),
     critic: bool = False,
     offload: bool = False,
+    long_rows: bool = False,
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
 
@@ -134,7 +133,8 @@ def make_training_plan(
     `ahead`: sampler and learner have weights of their own and work at the same time. `critic`: a separate one, of the
     model's size and with as many trained parameters; its activations are there together with the policy's.
     `reward_model`: bytes of its weights, and of a forward pass. `offload`: masters and moments are on the host, and
-    pass through the device in buckets; activations are gone by then.
+    pass through the device in buckets; activations are gone by then. `long_rows`: what checkpointing keeps is on the
+    host, too, and MLPs run by chunks (learn/long.py).
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -146,9 +146,10 @@ def make_training_plan(
         for count in (math.ceil(trajectories / minibatches), trajectories)
     )
     passes = 1 + distills + critic
-    update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, adapters=adapters)
+    options = {"adapters": adapters, "long_rows": long_rows}
+    update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, **options)
     update += _replay_bytes(rollout, shape, tokens) if shadow else 0
-    scoring = _scoring_bytes(shape, scored, adapters=adapters)
+    scoring = _scoring_bytes(shape, scored, **options)
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
     update = max(update, scoring)
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
@@ -173,7 +174,8 @@ def make_training_plan(
         reward_model_bytes=reward_model[0],
         grading_bytes=reward_model[1],
         update_bytes=update + exchanged if divided else max(update, exchanged, passing),
-        host_bytes=on_host * learners,
+        host_bytes=on_host * learners + (passes * shape.layers * tokens * shape.hidden * item if long_rows else 0),
+        offloads_optimizer=offload,
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
 
@@ -197,7 +199,17 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     return norms + inputs + attention + 3 * intermediate * item
 
 
-def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, passes: int, adapters: bool) -> int:
+def mlp_bytes(shape: ModelShape, adapters: bool = False) -> int:
+    """The part of `layer_bytes` that goes by chunks where rows are long: what is kept of an MLP but its input."""
+    item, intermediate = shape.dtype.itemsize, shape.intermediate
+    if not adapters:
+        return 4 * intermediate * item
+    return 4 * (intermediate if item == 4 else 2 * shape.hidden + intermediate) + 3 * intermediate * item
+
+
+def _update_bytes(
+    shape: ModelShape, tokens: int, *, checkpointing: bool, passes: int, adapters: bool, long_rows: bool
+) -> int:
     """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk.
 
     passes: forward passes whose activations are kept until the backward pass.
@@ -206,16 +218,25 @@ def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, passes
     layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
     activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
+    if long_rows:  # inputs that go, that are here and that come; one layer, one chunk of its MLP, and their gradients
+        activations = 5 * kept + 2 * _layer_in_chunks(shape, tokens, adapters)
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     gradients = 0 if adapters else 2 * shape.vocabulary * shape.hidden * item  # of the head
     return passes * activations + chunk + gradients + 3 * kept
 
 
-def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool) -> int:
+def _layer_in_chunks(shape: ModelShape, tokens: int, adapters: bool) -> int:
+    """`layer_bytes` of `tokens` tokens, of whose MLP only a chunk is there at a time."""
+    mlp = mlp_bytes(shape, adapters)
+    return tokens * (layer_bytes(shape, adapters) - mlp) + min(tokens, MLP_CHUNK) * mlp
+
+
+def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool, long_rows: bool) -> int:
     """Estimate: one layer of a forward pass over `tokens` tokens that keeps nothing, and the head's chunk."""
     item = shape.dtype.itemsize
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
-    return tokens * (layer_bytes(shape, adapters) + 3 * shape.hidden * item) + chunk
+    layer = _layer_in_chunks(shape, tokens, adapters) if long_rows else tokens * layer_bytes(shape, adapters)
+    return layer + tokens * 3 * shape.hidden * item + chunk
 
 
 def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, longest: int) -> int:

@@ -104,9 +104,11 @@ class Fitting:
         tokens = self.recipe.micro_batch_tokens
         smaller = [tokens >> i for i in range(1, tokens.bit_length()) if tokens >> i > longest]
         smaller += [longest] if tokens > longest else []  # below, a trajectory goes alone anyway
-        ways: dict[str, Sequence[Any]] = (
-            {} if self.recipe.checkpoints_gradients else {"model.gradient_checkpointing": [True]}
-        )
+        ways: dict[str, Sequence[Any]] = {}
+        if not self.recipe.checkpoints_gradients:
+            ways["model.gradient_checkpointing"] = [True]
+        elif not self.recipe.offloads_activations and not model.shard:
+            ways["model.gradient_checkpointing"] = ["offload"]
         if smaller:
             ways["learn.micro_batch_tokens"] = smaller
         if rows > 1:

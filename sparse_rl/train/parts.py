@@ -19,6 +19,7 @@ from ..errors import SparseRLError
 from ..files import with_file
 from ..learn.critic import Critic
 from ..learn.learner import Learner
+from ..learn.long import use_long_rows
 from ..learn.loss import Loss
 from ..learn.packing import packs
 from ..learn.shards import Sharded
@@ -109,11 +110,13 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Recompute activations during backward, where the recipe says so."""
+    """Recompute activations during backward, where the recipe says so, from inputs that may be on the host."""
     if recipe.checkpoints_gradients:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
+    if recipe.offloads_activations:
+        use_long_rows(model)
 
 
 def make_critic(recipe: Recipe, model: PreTrainedModel) -> Critic | None:
