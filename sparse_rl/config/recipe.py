@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, check_count, require_int
+from ..files import tasks_in
 from ..keys import key
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
@@ -299,6 +300,8 @@ class Recipe:
         """The keys that may name a Python file, which a run executes, with their values."""
         return {
             "task.name": self.task.name,
+            **{f"task.tasks.{i}.name": name for i, name in enumerate(tasks_in(self.task.options))},
+            **{f"eval.options.tasks.{i}.name": name for i, name in enumerate(tasks_in(self.eval.options))},
             "rollout.compressor": self.rollout.compressor,
             "learn.advantage": self.learn.advantage,
         }

@@ -23,7 +23,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -47,6 +47,7 @@ class Prompt:
     text: str | list[dict]  # what the model sees: a string, or chat messages
     answer: Any  # what the task needs to grade a completion: plain data
     index: int = 0  # its place in the task
+    task: str = ""  # of a mixture: the label of the task that it belongs to
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,20 @@ class Task:
         count = len(self)
         kept = max(1, count // 10) if count > 1 else 0
         return (count - kept, kept) if self._held_out else (0, count - kept)
+
+    @property
+    def members(self) -> Sequence[Task]:
+        """The tasks that its prompts belong to: itself, or those of a mixture."""
+        return [self]
+
+    def of(self, prompt: Prompt) -> Task:
+        """The member that a prompt belongs to."""
+        return self
+
+    def positions_of_all(self, start: int) -> int:
+        """Positions from `start` on among which every prompt of a finite task is; 0: the task is endless."""
+        size = self.num_prompts or 0
+        return size + -start % size if size else 0
 
     @property
     def full_name(self) -> str:
@@ -322,25 +337,6 @@ def check_weights(name: str, weights: Any) -> dict[str, float]:
     return {key: float(value) for key, value in weights.items()}
 
 
-def notices(task: Task, other: Task | None = None) -> list[str]:
-    """What users should know about a task's prompts. `other`: the task of the evaluations."""
-    lines = []
-    if task.skipped:
-        lines.append(f"{sum(task.skipped.values())} rows were omitted: {'; '.join(task.skipped_rows)}")
-    if task.duplicates:
-        kept = "; copies of held-out prompts are not trained on, the others are kept" if other else ", and are kept"
-        lines.append(f"{task.duplicates} rows repeat an earlier prompt{kept}")
-    if other is not None and other.template != task.template:
-        templates = f"held-out prompts use the template {other.template}, training prompts {task.template}"
-        lines.append(f"{templates}; accuracy may suffer")
-    return lines
-
-
-def first_texts(task: Task) -> Iterator[str]:
-    """Prompts of a task that reads files, those that are text: the first thousand at most."""
-    return (p.text for p in task.sample(0, min(1000, task.num_prompts or 0)) if isinstance(p.text, str))
-
-
 def describe() -> list[tuple[str, str]]:
     """The names that `make` takes, with a description."""
     named = [
@@ -377,11 +373,16 @@ def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
     }
 
 
+def takes_option(name: str, option: str) -> bool:
+    """Whether a task has this option."""
+    return option in _parameters(_find(name)[1])
+
+
 def _weighs(cls: type[Task]) -> bool:
-    """Whether `make` handles the option reward_weights, rather than the task itself."""
+    """Whether `make` handles the option reward_weights, rather than the task itself, or the tasks of a mixture."""
     parameters = _parameters(cls)
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "reward_weights" not in parameters and not takes_any
+    return "reward_weights" not in parameters and not takes_any and cls.grade is Task.grade
 
 
 def _check_options(name: str, build: Callable, bounds: Sequence[str], options: dict) -> None:

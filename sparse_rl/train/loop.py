@@ -333,7 +333,7 @@ class Trainer:
                 pairs = [pair for part in parts for pair in part]
                 pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
                 grades = [grade for _, grade in pairs]
-                found = described([t for t, _ in pairs], grades)
+                found = described([t for t, _ in pairs], grades, prompts)
                 self._show_what_is_missing(held_out_answers(found, grades, new_tokens))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._show_grading_error(task.last_error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
@@ -11,7 +12,7 @@ from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
 from ..records import kv_tokens_saved
-from ..tasks import UNGRADED, mean_parts
+from ..tasks import UNGRADED, by_task, mean_parts
 from ..tasks.answering import Answers
 from .step import StepRollout
 
@@ -44,6 +45,10 @@ def step_metrics(
         "old/entropy/mean": scored.entropies[seen][seen_mask].double().mean().item(),
         "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
     }
+    for label, part in by_task(rollout.prompts, rollout.grades).items():
+        metrics[f"task/{label}/reward/mean"] = math.fsum(g.reward for g in part) / len(part)
+        metrics[f"task/{label}/right/frac"] = sum(g.right for g in part) / len(part)
+        metrics[f"task/{label}/trajectories/count"] = float(len(part))
     if scored.seen is not None:
         metrics["replay/checked/frac"] = scored.seen.double().mean().item()
     if skipped:

@@ -16,7 +16,7 @@ from ..compressors import Compressor
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import with_file
+from ..files import with_file, with_tasks
 from ..learn.critic import Critic
 from ..learn.learner import Learner
 from ..learn.long import use_long_rows
@@ -77,14 +77,17 @@ def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     def full(file: Any) -> Any:
         return str(Path(file).resolve()) if isinstance(file, str) and Path(file).exists() else file
 
+    options = with_tasks(options, lambda entry: with_full_paths({**entry, "name": found_anywhere(entry["name"])}))
     files = options.get("files")
     if files is None:
-        return dict(options)
+        return options
     return {**options, "files": [full(file) for file in files] if isinstance(files, (list, tuple)) else full(files)}
 
 
 def found_anywhere(name: str) -> str:
-    """The name of a compressor; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full path."""
+    """A compressor's or a task's name; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full
+    path.
+    """
     return with_file(name, lambda path: path)
 
 

@@ -61,7 +61,8 @@ def warmup(
     task = tasks.make(recipe.task.name, **recipe.task.options)
     asked = held_out_of(recipe) if evaluate else None
     for one in (task, asked.task) if asked else (task,):
-        one.solution(one.sample(0, 1)[0])  # says so at once if there are none
+        for part in one.members:
+            part.solution(part.sample(0, 1)[0])  # says so at once if there are none
     if is_finished(folder):  # only its last evaluation may be missing
         name = dataclasses.replace(recipe.model, name=str(folder))
         model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name))

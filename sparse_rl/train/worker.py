@@ -97,8 +97,8 @@ class Sampler:
     def check_prompts_of_files(self, steps_done: int) -> None:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
         rollout = self.recipe.rollout
-        begin, known = steps_done * rollout.prompts, self.task.num_prompts or 0
-        whole = known + -begin % known if known else 0  # the rest of an epoch and the next one: every prompt
+        begin = steps_done * rollout.prompts
+        whole = self.task.positions_of_all(begin)  # the rest of an epoch and the next one: every prompt
         visited = whole if self.recipe.learn.dynamic else self.recipe.run.steps * rollout.prompts - begin
         count = min(visited, whole, MOST_CHECKED)  # with dynamic sampling any prompt may come
         refused: list[tuple[int, SparseRLError]] = []

@@ -57,10 +57,10 @@ def tiny(name: str, **changes):
     """A tiny random model of an architecture, fp32, made once. `changes` override its config."""
     config_class, own = CONFIGS[name]
     config = getattr(transformers, config_class)(**{**_SMALL, **own, **changes})
-    torch.manual_seed(len(name))
     attention = "eager" if name in ("gemma2", "gpt-oss") else "sdpa"  # stock sdpa refuses soft-caps and sinks
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():  # what a test draws next must not depend on who made the model
+        torch.manual_seed(len(name))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms start out constant: make them count
                 parameter.add_(0.1 * torch.randn_like(parameter))
