@@ -28,6 +28,7 @@ from ..learn.optimizer import OptimizerSettings
 from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
+from ..models.quantize import check_quantize
 from .budget import Adaptive
 from .learn import LearnSettings
 from .sections import EvalSettings, RunSettings, WarmupSettings
@@ -53,6 +54,7 @@ class ModelSettings:
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
+    quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
     shard: bool = key(
         "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
     )
@@ -60,6 +62,13 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
+        check_quantize(self.quantize, "model.quantize")
+        if self.quantize and (not self.lora_rank or self.shard):
+            why = "model.shard divides the weights" if self.lora_rank else "model.lora_rank is 0"
+            raise SparseRLError(
+                f"model.quantize is {self.quantize}, so only adapters can be trained, in one piece, but {why}; set "
+                "model.lora_rank above 0 and model.shard to false."
+            )
         if self.gradient_checkpointing not in (True, False, "auto", "offload"):
             given = self.gradient_checkpointing
             raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false, offload or auto.")

@@ -11,6 +11,7 @@ from .load import (
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
 from .names import check_folder
+from .quantize import check_quantize, dequantise, quantised_bytes
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
 from .shape import MLP_CHUNK, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
@@ -28,7 +29,9 @@ __all__ = [
     "check_folder",
     "check_logits",
     "check_model",
+    "check_quantize",
     "check_sliding_windows",
+    "dequantise",
     "dtype_of",
     "encode",
     "end_token",
@@ -42,6 +45,7 @@ __all__ = [
     "load_reward_model",
     "no_progress_bar",
     "own_stop_ids",
+    "quantised_bytes",
     "read_record",
     "reading",
     "record_base",

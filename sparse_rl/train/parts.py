@@ -52,6 +52,7 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.eval.temperature,
         logits=recipe.model.logits,
+        quantize=recipe.model.quantize,
     )
 
 
@@ -100,7 +101,9 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """The model to train, and its tokenizer. What an earlier training recorded does not count: the recipe does."""
     settings = recipe.model
     torch.manual_seed(recipe.run.seed)
-    loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)
+    loaded, tokenizer = load_model(
+        settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits, quantize=settings.quantize
+    )
     model = cast("PreTrainedModel", loaded)
     set_record(model, None)
     if settings.lora_rank:

@@ -25,7 +25,7 @@ from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
-from ..models import ModelShape, dtype_of, load_config, reward_config, weight_bytes
+from ..models import ModelShape, dtype_of, load_config, quantised_bytes, reward_config, weight_bytes
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
 from ..tasks import Task
@@ -194,7 +194,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
     method = recipe.learn.resolve_method()
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
-    weights = weight_bytes(config, shape.dtype)
+    parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
+    weights = quantised_bytes(config, shape.dtype) if recipe.model.quantize else parameters * shape.dtype.itemsize
     rollout = make_plan(
         shape,
         compressor_of(recipe.rollout),
@@ -204,7 +205,6 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         weight_bytes=weights,
         adapters=recipe.model.lora_rank > 0,
     )
-    parameters = weights // shape.dtype.itemsize
     return make_training_plan(
         rollout,
         shape,
