@@ -64,7 +64,8 @@ def quantise(model: nn.Module, device: str) -> None:
 def dequantise(model: nn.Module) -> None:
     """Put ordinary linear layers, with the weights that the 4-bit ones compute with, in their place."""
     library = _bitsandbytes()
-    for name, layer in list(model.named_modules()):
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, layer in modules:
         if isinstance(layer, library.nn.Linear4bit):
             weight = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             with torch.device("meta"):
