@@ -28,6 +28,7 @@ from ..learn.optimizer import OptimizerSettings
 from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..models.logits import check_logits
+from ..models.quantize import check_quantize
 from .budget import Adaptive
 from .learn import LearnSettings
 from .sections import EvalSettings, RunSettings, WarmupSettings
@@ -47,12 +48,13 @@ class ModelSettings:
         "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
     )
     gradient_checkpointing: bool | str = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time; auto: where the memory "
-        "plan needs it",
+        "keep one activation per layer and recompute the rest: less memory, a third more time; offload: keep it in "
+        "host memory, and compute MLPs by chunks of tokens, for long responses; auto: what the memory plan needs",
         False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
+    quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
     shard: bool = key(
         "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
     )
@@ -60,9 +62,16 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
-        if self.gradient_checkpointing not in (True, False, "auto"):
+        check_quantize(self.quantize, "model.quantize")
+        if self.quantize and (not self.lora_rank or self.shard):
+            why = "model.shard divides the weights" if self.lora_rank else "model.lora_rank is 0"
+            raise SparseRLError(
+                f"model.quantize is {self.quantize}, so only adapters can be trained, in one piece, but {why}; set "
+                "model.lora_rank above 0 and model.shard to false."
+            )
+        if self.gradient_checkpointing not in (True, False, "auto", "offload"):
             given = self.gradient_checkpointing
-            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false or auto.")
+            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false, offload or auto.")
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,16 @@ class Recipe:
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(
                 f"rollout.ahead is 1, so the sampler is a step ahead, but {why}; set rollout.ahead to 0."
+            )
+        if self.offloads_activations and self.model.shard:
+            raise SparseRLError(
+                "model.gradient_checkpointing is offload, which is not done for a learner that model.shard divides; "
+                "use true, or set model.shard to false."
+            )
+        if self.optimizer.offload and self.model.shard:
+            raise SparseRLError(
+                "optimizer.offload keeps masters and moments in host memory, but model.shard divides them among GPUs; "
+                "set one of them to false."
             )
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError(
@@ -250,7 +269,12 @@ class Recipe:
     @property
     def checkpoints_gradients(self) -> bool:
         """With the default for auto, likewise."""
-        return self.model.gradient_checkpointing is True
+        return self.model.gradient_checkpointing in (True, "offload")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what checkpointing keeps is in host memory."""
+        return self.model.gradient_checkpointing == "offload"
 
     @property
     def scores_all(self) -> bool:

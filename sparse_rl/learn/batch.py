@@ -29,6 +29,7 @@ from ..records import Trajectory
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
 from .fused import fused
+from .long import long_rows
 from .loss import Loss, token_scale
 from .packing import micro_batches_of, packed_replay
 from .routes import OldRoutes, Routes, told_by
@@ -222,7 +223,8 @@ def score(
         parts = micro_batches_of(model, sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
         to_score = [only[part] for part in parts]
     routes = OldRoutes(model, routing, sampled.lengths, [trace.routes for trace in sampled.traces], view)
-    with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic), routes:
+    of_critic = nullcontext() if critic is None else evaluating(critic)
+    with evaluating(model), of_critic, fused(model, critic), long_rows(model, critic), routes:
         for rows in to_score:
             tokens, response, choices = _cut(sampled, rows, device)
             seen = seen_by(model, sampled, rows, view == "shadow", packing, routes.told)
@@ -240,7 +242,7 @@ def score(
     if reference is None:
         return Scored(sampled, old, entropies, ranks, values=values, view=view, seen=marked, routes=routes.found)
     references = torch.zeros_like(old)
-    with reference as other, evaluating(other), fused(other):
+    with reference as other, evaluating(other), fused(other), long_rows(other):
         for rows in micro_batches:
             tokens, response, choices = _cut(sampled, rows, device)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)

@@ -26,6 +26,7 @@ from .batch import Batch, check_replay, seen_by
 from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
 from .fused import fused
+from .long import long_rows
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .packing import micro_batches_of
@@ -168,7 +169,8 @@ class Learner:
         """
         sums, found = dict.fromkeys(_SUMS, 0.0), []
         critic = nullcontext() if self.critic is None else learning(self.critic)
-        with learning(self.model), critic, fused(self.model, self.critic):
+        models = self.model, self.critic
+        with learning(self.model), critic, fused(*models), long_rows(*models):
             for rows in self._micro_batches(batch, active):
                 if len(rows):
                     found.append((rows, *self._backward(batch, rows, seen)))
@@ -219,7 +221,7 @@ class Learner:
         All processes get those of all.
         """
         sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
-        with evaluating(self.model), fused(self.model):
+        with evaluating(self.model), fused(self.model), long_rows(self.model):
             for rows in self._micro_batches(batch, self.objective.active(batch).nonzero()[:, 0]):
                 if not len(rows):
                     self._empty_micro_batch()

@@ -12,15 +12,17 @@ from .load import (
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
 from .names import check_folder
+from .quantize import check_quantize, dequantise, quantised_bytes
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
-from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .shape import MLP_CHUNK, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
 from .states import is_recurrent, num_slot_heads, num_slot_layers, recurrent_kernels
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer, unknown_to_tiny
 
 __all__ = [
+    "MLP_CHUNK",
     "Float32Head",
     "ModelShape",
     "Record",
@@ -30,9 +32,11 @@ __all__ = [
     "check_folder",
     "check_logits",
     "check_model",
+    "check_quantize",
     "check_sliding_windows",
     "decoder_of",
     "decoder_place",
+    "dequantise",
     "dtype_of",
     "encode",
     "end_token",
@@ -49,6 +53,7 @@ __all__ = [
     "num_slot_heads",
     "num_slot_layers",
     "own_stop_ids",
+    "quantised_bytes",
     "read_record",
     "reading",
     "record_base",

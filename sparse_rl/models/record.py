@@ -21,6 +21,7 @@ from ..files import BEST, find_checkpoints, tasks_in, with_file, with_tasks
 from .folder import read_object
 from .logits import check_logits
 from .names import file_on_hub
+from .quantize import check_quantize
 
 FILE = "sparse_rl.json"
 _KEY, _OLD_KEY = "sparse_rl", "sparse_rl_template"  # earlier versions kept the template alone
@@ -56,6 +57,7 @@ class Record:
     max_new_tokens: int | None = None
     temperature: float | None = None  # of evaluations
     logits: str = "float32"
+    quantize: str | None = None  # of the base, where adapters were trained
 
     @property
     def task_names(self) -> list[str]:
@@ -91,6 +93,7 @@ class Record:
                 )
         record = cls(**known)
         check_logits(record.logits, f"logits in the sparse_rl record of {where}")
+        check_quantize(record.quantize, f"quantize in the sparse_rl record of {where}")
         return record
 
 

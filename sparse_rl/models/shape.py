@@ -160,6 +160,9 @@ def head_chunk(vocabulary: int) -> int:
     return max(1024, 2**22 // vocabulary)
 
 
+MLP_CHUNK = 8192  # tokens that pass through an MLP together where the learner's rows are long
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -20,6 +20,7 @@ from ..errors import SparseRLError
 from ..files import with_file, with_tasks
 from ..learn.critic import Critic
 from ..learn.learner import Learner
+from ..learn.long import use_long_rows
 from ..learn.loss import Loss
 from ..learn.packing import packs
 from ..learn.shards import Sharded
@@ -54,6 +55,7 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.eval.temperature,
         logits=recipe.model.logits,
+        quantize=recipe.model.quantize,
     )
 
 
@@ -102,7 +104,9 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """The model to train, and its tokenizer. What an earlier training recorded does not count: the recipe does."""
     settings = recipe.model
     torch.manual_seed(recipe.run.seed)
-    loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)
+    loaded, tokenizer = load_model(
+        settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits, quantize=settings.quantize
+    )
     model = cast("PreTrainedModel", loaded)
     set_record(model, None)
     if settings.lora_rank:
@@ -116,11 +120,13 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Recompute activations during backward, where the recipe says so."""
+    """Recompute activations during backward, where the recipe says so, from inputs that may be on the host."""
     if recipe.checkpoints_gradients:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
+    if recipe.offloads_activations:
+        use_long_rows(model)
 
 
 def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:

@@ -25,7 +25,7 @@ from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
-from ..models import ModelShape, dtype_of, load_config, reward_config, weight_bytes
+from ..models import ModelShape, dtype_of, load_config, quantised_bytes, reward_config, weight_bytes
 from ..models.routing import routing_from
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
@@ -195,7 +195,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
     method = recipe.learn.resolve_method()
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
-    weights = weight_bytes(config, shape.dtype)
+    parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
+    weights = quantised_bytes(config, shape.dtype) if recipe.model.quantize else parameters * shape.dtype.itemsize
     rollout = make_plan(
         shape,
         compressor_of(recipe.rollout),
@@ -206,7 +207,6 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         adapters=recipe.model.lora_rank > 0,
         routing=routing_from(config) if recipe.learn.replay_routing and method.view == "shadow" else None,
     )
-    parameters = weights // shape.dtype.itemsize
     return make_training_plan(
         rollout,
         shape,
@@ -215,6 +215,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
         minibatches=recipe.learn.minibatches,
         checkpointing=recipe.checkpoints_gradients,
+        long_rows=recipe.offloads_activations,
         reference=recipe.keeps_reference and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
         shadow=method.view == "shadow" or bool(recipe.student.chunks),
@@ -225,6 +226,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         shard=recipe.model.shard,
         ahead=bool(recipe.rollout.ahead),
         critic=recipe.has_separate_critic,
+        offload=recipe.optimizer.offload,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
     )
 
@@ -273,6 +275,7 @@ CHANGEABLE_ON_RESUME = {
     "learn.micro_batch_tokens",
     "model.gradient_checkpointing",
     "model.shard",
+    "optimizer.offload",
 }
 
 
