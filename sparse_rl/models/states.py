@@ -134,11 +134,6 @@ def check_recurrent(config: Any) -> None:
         )
     if not num_slot_layers(config):
         raise SparseRLError(f"{name} has recurrent layers alone here: it has no KV cache that could be compressed.")
-    if getattr(config, "kv_lora_rank", None):
-        raise SparseRLError(
-            f"the attention layers of {name} keep latents (MLA) beside its recurrent layers: this architecture is not "
-            "supported."
-        )
     low, high = _time_steps(config)
     if low > _NO_TIME or high < math.inf:
         key, value = ("time_step_min", _NO_TIME) if name == "nemotron_h" else ("time_step_limit", "[0, Infinity]")
