@@ -2,13 +2,27 @@
 
     python benchmarks/frontier.py --out runs/frontier --seed 0 --joint models/countdown-search   # teacher and students
     python benchmarks/frontier.py --out runs/frontier --seed 0 --late             # students of the finished teacher
+    python benchmarks/frontier.py --out runs/frontier --seed 0 --rl 8             # RL on a student's folded rollouts
     python benchmarks/frontier.py --out runs/frontier --seed 0 --points           # evaluate everything that is there
     python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png # all seeds
 
-Runs are `sparse-rl train countdown-beacons` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a
-stopped run continues. An evaluation in points.jsonl is not repeated unless its run has continued since: then the newer
+Breadcrumbs' three tasks, each in its own folder, in stays of 25 minutes (their times are guesses). Give a line again
+until it says that nothing is left; it goes on where it was:
+
+    sparse-rl warmup countdown-search-warmup --out models/countdown-search     # linsys-warmup, stargraph-warmup
+    S="--study countdown --out runs/frontier-countdown --seed 0 --minutes 23"  # linsys, stargraph
+    python benchmarks/frontier.py $S --joint models/countdown-search --patience 4
+    python benchmarks/frontier.py $S --late --patience 4
+    python benchmarks/frontier.py $S --rl 8 --of late
+    python benchmarks/frontier.py $S --points
+    python benchmarks/frontier.py --study countdown --out runs/frontier-countdown --table --plot countdown.png
+
+Runs are `sparse-rl train RECIPE` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a stopped run
+continues. With --patience N a run goes on beyond run.steps until no student has gained 0.01 of held-out accuracy over
+its last N evaluations. An evaluation in points.jsonl is not repeated unless its run has continued since: then the newer
 one counts. The teacher's own curve comes from the length of its responses: capped at n tokens, its dense cache ends at
-n entries, and a response without an answer by then counts as wrong.
+n entries, and a response without an answer by then counts as wrong. "longer" is a student that may answer c / 2 times
+as long as in training, so that with every c its beacons take as many entries.
 """
 
 from __future__ import annotations
@@ -17,14 +31,28 @@ import argparse
 import itertools
 import json
 import os
+import re
+import signal
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-FREE = ("window", "tova", "snapkv", "rkv")  # compressors that need no training, on the teacher; all keep the prompt
+FREE = (
+    "random",
+    "window",
+    "tova",
+    "snapkv",
+    "rkv",
+)  # compressors without training, on the teacher; they keep the prompt
+GAIN = 0.01  # of held-out accuracy: less is no improvement
+MOST_STEPS = 5000  # of a run that goes on until its students stop improving
+LEARNED = ("joint", "late", "RL")  # how the curves of students begin
 THRESHOLDS = (0.05, 0.5, 2.0)  # nats, of the rule that ends chunks by surprise
 
 
@@ -37,10 +65,13 @@ class Study:
     caps: tuple[int, ...]  # new tokens of the teacher
 
 
+ALL_SIZES = {"student.chunks": "[2, 4, 8, 16, 32, [2, 4, 8, 16, 32]]"}
 STUDIES = {
     "countdown": Study(
-        "countdown-beacons", {}, (48, 64, 96, 128, 192), 16, (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)
+        "countdown-beacons", ALL_SIZES, (48, 64, 96, 128, 192), 16, (60, 90, 120, 160, 200, 260, 320, 400, 500, 656)
     ),
+    "linsys": Study("linsys-beacons", {}, (50, 56, 64, 80, 96), 4, (20, 40, 60, 70, 80, 90, 100, 120, 144)),
+    "stargraph": Study("stargraph-beacons", {}, (272, 280, 288, 304, 336), 8, (40, 60, 80, 100, 110, 120, 130, 160)),
     "sums": Study(
         "tiny-sums",
         {
@@ -85,15 +116,95 @@ def steps_of(folder: Path) -> int:
 
 
 def train(args, kind: str, **keys) -> None:
+    """A run to its end; with --patience until its students stop improving."""
+    from sparse_rl.files import read_lines
     from sparse_rl.train.run import train as start
 
-    folder = run_folder(args, kind)
-    start(
-        recipe_of(args, run__seed=args.seed, run__samples=0, **keys),
-        folder,
-        resume=(folder / "recipe.yaml").exists(),
-        show=False,
-    )
+    folder, keys = run_folder(args, kind), {"run__seed": args.seed, "run__samples": 0, **keys}
+    recipe = recipe_of(args, **keys)
+    every, steps = recipe.eval.every, recipe.run.steps
+    if (folder / "checkpoints").is_dir():  # an earlier call may have gone further
+        known = max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
+        steps = max(steps, -(-known // every) * every if args.patience else steps)
+    while True:
+        start(recipe_of(args, **keys, run__steps=steps), folder, (folder / "recipe.yaml").exists(), show=False)
+        learning = still_improving(read_lines(folder / "metrics.jsonl"), args.patience) if args.patience else []
+        if not learning or steps >= MOST_STEPS:
+            break
+        print(f"{folder} after {steps} steps: {', '.join(learning)} may still improve", flush=True)
+        steps += every
+    print(f"{folder}: nothing is left to train, {steps} steps", flush=True)
+
+
+def still_improving(lines: Sequence[dict], patience: int) -> list[str]:
+    """The students (eval/NAME/accuracy) whose best of the last `patience` evaluations is better by GAIN than their best
+    before, or that have had no more than so many; those of a run without students: on its own cache.
+    """
+    names = dict.fromkeys(name for line in lines for name in line if re.fullmatch(r"eval/[^/]+/accuracy", name))
+    students = [n for n in names if n not in ("eval/dense/accuracy", "eval/sparse/accuracy")] or [
+        n for n in ("eval/sparse/accuracy",) if n in names
+    ]
+    curves = {name: [line[name] for line in lines if line.get(name) is not None] for name in students}
+    return [
+        name.split("/")[1]
+        for name, curve in curves.items()
+        if len(curve) <= patience or max(curve[-patience:]) >= max(curve[:-patience]) + GAIN
+    ]
+
+
+def late(args) -> None:
+    """Students of the finished teacher."""
+    from sparse_rl.config import load_recipe
+
+    before = run_folder(args, f"late{args.part}") / "recipe.yaml"  # whose teacher may have been removed since
+    teacher = load_recipe(before).model.name if before.exists() else last_checkpoint(run_folder(args, "joint"))
+    train(args, f"late{args.part}", model__name=teacher, student__freeze_teacher="true")
+
+
+def student_of(args, kind: str, chunk: int) -> Path:
+    """The newest student of `kind` for chunks of this size: its own, or the one for any size."""
+    runs = [run_folder(args, "joint")] if kind == "joint" else late_folders(args)
+    folders = [folder for run in runs for folder in sorted((last_checkpoint(run) / "students").iterdir())]
+    sizes = {folder: folder.name.removeprefix("c").split("-") for folder in folders}
+    found = [folder for folder in folders if str(chunk) in sizes[folder]]
+    if not found:
+        sys.exit(
+            f"frontier: there is no {kind} student for chunks of {chunk}; there are {', '.join(map(str, folders))}."
+        )
+    return min(found, key=lambda folder: len(sizes[folder]))
+
+
+def reinforce(args, chunk: int) -> None:
+    """RL on a student's own folded rollouts."""
+    kind = f"rl-c{chunk}-of-{args.of}"
+    before = run_folder(args, kind) / "recipe.yaml"
+    keys = {"rollout__compressor": f"beacon:{chunk}", "rollout__compressor_options": "{}", "learn__method": "shadow"}
+    if before.exists():  # the run that it came from may have gone on
+        from sparse_rl.config import load_recipe
+
+        model = load_recipe(before).model.name
+    else:
+        model = student_of(args, args.of, chunk)
+    train(args, kind, model__name=model, student__chunks="[]", **keys)
+
+
+@contextmanager
+def stopped_after(minutes: float) -> Iterator[None]:
+    """Ask what runs inside to stop when time is over, as Ctrl-C would: a run saves a checkpoint, and can go on."""
+    clock = threading.Timer(min(60 * minutes, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGTERM))
+    clock.daemon, end = True, time.perf_counter() + 60 * minutes
+    from sparse_rl.signals import stoppable
+
+    clock.start()
+    try:
+        with stoppable():
+            yield
+    except KeyboardInterrupt:
+        if time.perf_counter() < end:
+            raise
+        print("time is over; give the same command again.", flush=True)
+    finally:
+        clock.cancel()
 
 
 # ------------------------------------------------------------------------------------------------------------ points
@@ -111,10 +222,19 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
             curve = kind if len(sizes) == 1 else f"{kind}, any c"
             for chunk in sizes:
                 yield curve, f"c = {chunk}", folder, {"compressor": "beacon", "chunk": chunk}
+            for chunk in sizes:  # the paper's other argument: as many entries, and longer thinking
+                longer = {"compressor": "beacon", "chunk": chunk, "times": chunk / 2}
+                if chunk > 2:
+                    yield f"{curve}, longer", f"c = {chunk}", folder, longer
             doubled = {2**i for i in range(1, 32) if 2**i <= max(sizes)}  # where the rule may end a chunk
             for threshold in THRESHOLDS if doubled <= set(sizes) else ():
                 options = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
                 yield f"{kind}, by surprise", f"{threshold} nats", folder, options
+    for run in sorted(args.out.glob(f"rl-c*-{args.seed}")):
+        if (run / "checkpoints").is_dir():
+            _, chunk, _, kind, _ = run.name.split("-")
+            chunk = int(chunk.removeprefix("c"))
+            yield f"RL of {kind}", f"c = {chunk}", last_checkpoint(run), {"compressor": "beacon", "chunk": chunk}
     for name, budget in itertools.product(FREE, STUDIES[args.study].budgets):
         yield name, str(budget), teacher, {"compressor": name, "budget": budget}
 
@@ -162,12 +282,14 @@ def sample(args, folder: Path, options: dict):
     prompts = task.sample(0, args.prompts)
     ids = [encode(tokenizer, p.text) for p in prompts]
     name, budget = options.pop("compressor"), options.pop("budget", 64)
+    room = model.config.max_position_embeddings - max(map(len, ids))
+    new = min(room, int(options.pop("times", 1) * recipe.rollout.max_new_tokens))
     if name in FREE:
         options = {"sinks": max(map(len, ids))} if name == "window" else {"protect_prompt": True}
     engine = Engine(
         model, make(name, **options), budget=budget, interval=STUDIES[args.study].interval, rows=recipe.rollout.rows
     )
-    done = engine.generate(ids, args.samples, Sampling(recipe.rollout.max_new_tokens), args.seed)
+    done = engine.generate(ids, args.samples, Sampling(new), args.seed)
     texts = tokenizer.batch_decode([t.response_tokens for t in done], skip_special_tokens=True)
     grades = task.grade([prompts[t.prompt_index] for t in done], texts)
     return done, [grade.right for grade in grades]
@@ -251,6 +373,35 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"Areas from {low:.0f} to {high:.0f} entries."])
 
 
+def at_equal_entries(rows: list[dict]) -> str:
+    """What else is possible with no more entries than each student takes, means over seeds, and the share of the
+    teacher's best accuracy that the student keeps (65 to 90 % is the published band).
+    """
+    means = {
+        (curve, label): [statistics.mean(row[key] for row in group) for key in ("entries", "accuracy")]
+        for curve, labels in curves(rows).items()
+        for label, group in labels.items()
+    }
+    best = max((accuracy for (curve, _), (_, accuracy) in means.items() if curve == "teacher"), default=0.0)
+
+    def rival(curves: Sequence[str], most: float) -> str:
+        found = [
+            (accuracy, curve, label)
+            for (curve, label), (entries, accuracy) in means.items()
+            if curve in curves and entries <= most
+        ]
+        return f"{max(found)[0]:.2f} ({max(found)[1]} {max(found)[2]})" if found else "none"
+
+    heads = ["student", "entries", "accuracy", "of the teacher's", "teacher, cut", "best without training"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for (curve, label), (entries, accuracy) in sorted(means.items(), key=lambda item: item[1][0]):
+        if curve.startswith(LEARNED):
+            share = f"{accuracy / best:.0%}" if best else ""
+            cells = [f"{curve}, {label}", f"{entries:.0f}", f"{accuracy:.2f}", share]
+            lines.append(f"| {' | '.join([*cells, rival(['teacher'], entries), rival(FREE, entries)])} |")
+    return "\n".join(lines)
+
+
 def shown_point(label: str, group: list[dict]) -> str:
     """The mean entries and accuracy of one setting, and the accuracy of each seed."""
     entries, accuracies = statistics.mean(r["entries"] for r in group), [r["accuracy"] for r in group]
@@ -273,7 +424,7 @@ def plot(rows: list[dict], path: Path) -> None:
             (statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g))
             for g in labels.values()
         )
-        learned = curve.startswith(("joint", "late"))
+        learned = curve.startswith(LEARNED)
         axis.plot(
             *zip(*means),
             marker="o" if learned else "x",
@@ -300,8 +451,13 @@ def main() -> None:
     parser.add_argument(
         "--part", default="", help="of the late students, when several processes train some each (--set student.chunks)"
     )
+    parser.add_argument("--rl", type=int, metavar="C", help="RL on a student's own rollouts, folded by C tokens")
+    parser.add_argument("--of", choices=("joint", "late"), default="joint", help="whose student --rl starts from")
+    parser.add_argument(
+        "--patience", type=int, default=0, help="evaluations without a gain that end a run; 0: run.steps"
+    )
     parser.add_argument("--points", action="store_true", help="evaluate what is there")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no evaluation after this")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop training, and start no evaluation, after this")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--table", action="store_true")
@@ -311,20 +467,18 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.joint:
-        train(args, "joint", model__name=args.joint)
-    if args.late:
-        train(
-            args,
-            f"late{args.part}",
-            model__name=last_checkpoint(run_folder(args, "joint")),
-            student__freeze_teacher="true",
-        )
+    with stopped_after(args.minutes):
+        if args.joint:
+            train(args, "joint", model__name=args.joint)
+        if args.late:
+            late(args)
+        if args.rl:
+            reinforce(args, args.rl)
     if args.points:
         points(args)
     rows = read(args.out / "points.jsonl")
     if args.table:
-        print(table(rows))
+        print(f"{table(rows)}\n\nWith no more entries:\n\n{at_equal_entries(rows)}")
     if args.plot:
         plot(rows, args.plot)
 

@@ -3,7 +3,7 @@
     python benchmarks/learning_cpu.py --out runs/learning --processes 2            # everything; repeat it to continue
     python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of finished runs
     for mode in auto always; do python benchmarks/learning_cpu.py --out runs/rescore-$mode --methods shadow \\
-        --settings "rkv 38" --seeds 8 --set learn.rescore $mode; done               # does scoring matter?
+        --settings "rkv 46,rkv 32" --starts tiny-sums --set learn.rescore $mode; done # does scoring matter?
     for p in 0.95 1; do python benchmarks/learning_cpu.py --out runs/top-p-$p --methods shadow,sparse-rl \\
         --settings "rkv 38" --starts tiny-sums --set rollout.top_p $p; done         # does top-p matter?
 
@@ -66,9 +66,7 @@ CURVES = (
 SECOND_SEED = 2
 
 
-def jobs(
-    seeds: int, methods: tuple[str, ...], settings: tuple[str, ...], starts: tuple[str, ...] = STARTS
-) -> list[tuple]:
+def jobs(seeds: int, methods: tuple[str, ...], settings: tuple[str, ...], starts: tuple[str, ...]) -> list[tuple]:
     """(seed, warm start, method, setting), seed by seed so that what is there is balanced."""
     everything = []
     for seed, start in itertools.product(range(seeds), starts):
@@ -180,6 +178,8 @@ def table(rows: list[dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for start in STARTS:
         here = [r for r in rows if r["start"] == start]
+        if not here:
+            continue
         first = interval([r["curves"]["eval/dense/accuracy"][0] for r in here])
         lines.append(f"| **from {start}** | | | {first} at the start | | | | | |")
         dense = [r for r in here if r["method"] == "dense"]
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--methods", default=",".join((*DENSE, *METHODS)))
     parser.add_argument("--settings", default=",".join(SETTINGS))
-    parser.add_argument("--starts", default=",".join(STARTS), help="warm starts")
+    parser.add_argument("--starts", default=",".join(STARTS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument(
         "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of every recipe"
@@ -225,6 +225,7 @@ def main() -> None:
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     if not args.table:
         start = time.perf_counter()
+        args.out.mkdir(parents=True, exist_ok=True)
         starts = tuple(args.starts.split(","))
         second = make_second(args.out) if "second" in starts else args.out
         done = {(r["seed"], r["start"], r["method"], r["setting"]) for r in rows}

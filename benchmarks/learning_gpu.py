@@ -5,9 +5,26 @@
     python benchmarks/learning_gpu.py --out runs/search --arms --settings "rkv 128,rkv 64" --processes 7 --minutes 9
     python benchmarks/learning_gpu.py --out runs/search --table --plot curves.png
 
+    --study distill      smd's directions x weights 0.01, 0.1, 1 beside shadow and sparse-rl, on countdown by search
+    --study recall-long  prompt-only on prompts of 8,400 tokens: methods, who chooses (snapkv, rkv, ...), how much stays
+                         (its retention: the budget over the prompt), whole or chunk by chunk
+
+Blocks for stays of 25 minutes on one H200 (their times are guesses); each can be repeated, and goes on:
+
+    python benchmarks/learning_gpu.py --study distill --out runs/distill --warm --until 0.75 --minutes 8
+    python benchmarks/learning_gpu.py --study distill --out runs/distill --arms --processes 7 --minutes 23   # twice
+    python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --warm --until 0.5 --minutes 23
+    python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --pilot
+    python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --arms --seeds 1 --processes 4 \\
+        --minutes 23                                                                    # methods at retention 6 %
+    python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --arms --seeds 1 --processes 4 \\
+        --minutes 23 --methods shadow,sparse-rl --settings "snapkv 256,snapkv 1024,snapkv 2048"         # retention
+    python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --arms --seeds 1 --processes 4 \\
+        --minutes 23 --methods shadow --settings "rkv 512,knorm 512,tova 512,random 512,window 512,chunked 512"
+
 Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. Finished runs are lines of results.jsonl
 and are not repeated, so --arms can be given again; use another folder for other keys (--set). After --minutes, running
-runs are stopped; what they reached is read from their folders.
+runs are stopped; what they reached is read from their folders, and the next --arms continues them.
 """
 
 from __future__ import annotations
@@ -61,7 +78,23 @@ class Study:
     chosen: tuple[str, ...]  # the settings that are trained on: a comfortable one, and one that hurts
     methods: tuple[str, ...] = ("none", "sparse-rl", "shadow")
     keys: dict[str, str] = field(default_factory=dict)  # changed in both recipes
+    variants: dict[str, dict[str, str]] = field(default_factory=dict)  # methods by another name: keys of the recipe
 
+    def method(self, name: str) -> dict[str, str]:
+        """The keys of a method, `dense` and variants included."""
+        return self.variants.get(name) or {"learn.method": "none" if name == DENSE else name}
+
+
+DISTILLATIONS = {
+    f"{direction} {weight}": {
+        "learn.method": "smd",
+        "learn.distill": direction,
+        "learn.distill_weight": weight,
+    }
+    for direction in ("dense-to-shadow", "shadow-to-dense-forward", "shadow-to-dense-reverse")
+    for weight in ("0.01", "0.1", "1.0")
+}
+AT_A_TENTH = {name: keys for name, keys in DISTILLATIONS.items() if name.endswith(" 0.1")}
 
 STUDIES = {
     "search": Study(
@@ -81,6 +114,27 @@ STUDIES = {
             for budget in (48, 64, 96, 128, 192, 256, 384)
         },
         chosen=("prompt 256", "prompt 96"),
+    ),
+    "distill": Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
+        chosen=("rkv 96",),
+        methods=("shadow", "sparse-rl", *DISTILLATIONS),
+        variants=DISTILLATIONS,
+    ),
+    "recall-long": Study(
+        warmup="recall-long-warmup",
+        recipe="recall-long",
+        settings={
+            **{f"snapkv {n}": Setting("prompt-only", n, 1, {"window": 16}) for n in (256, 512, 1024, 2048)},
+            **{f"{name} 512": Setting(f"prompt-only:{name}", 512, 1) for name in ("rkv", "knorm", "tova", "random")},
+            "window 512": Setting("prompt-only:window", 512, 1),
+            "chunked 512": Setting("prompt-only", 512, 1, {"window": 16, "prompt_chunk": 2048}),
+        },
+        chosen=("snapkv 512",),
+        methods=("shadow", "sparse-rl", *AT_A_TENTH),
+        variants=DISTILLATIONS,
     ),
 }
 
@@ -231,10 +285,11 @@ def run(plan: Plan, arm: Arm) -> None:
     from sparse_rl.train.run import train
 
     folder = plan.out / "runs" / arm.name
-    keys = plan.setting(arm.setting).keys() | {"learn.method": "none" if arm.method == DENSE else arm.method}
+    keys = plan.setting(arm.setting).keys() | plan.study.method(arm.method)
     keys |= {"model.name": plan.out / "warm", "run.seed": arm.seed, "run.samples": 0}
     try:
-        trainer = train(plan.recipe(plan.study.recipe, keys), folder, show=False)
+        resume = (folder / "recipe.yaml").exists()
+        trainer = train(plan.recipe(plan.study.recipe, keys), folder, resume=resume, show=False)
     except KeyboardInterrupt:
         sys.exit(130)  # stopped, as asked; what there is is in the folder
     under = {name: under_setting(trainer, plan.setting(name)) for name in plan.settings} if arm.method == DENSE else {}
@@ -286,9 +341,9 @@ def run_arms(plan: Plan) -> None:
     waiting = [arm for arm in plan.arms() if (arm.method, arm.setting, arm.seed) not in done]
     for arm, seconds, code in in_processes(waiting, plan, start + plan.minutes * 60):
         folder = plan.out / "runs" / arm.name
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         row = read_run(folder, arm) | {"seconds": round(seconds)}
         if row["finished"]:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         state = (
@@ -310,7 +365,6 @@ def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm,
     while running or (waiting and len(stops) == 2):
         while waiting and len(stops) == 2 and len(running) < plan.processes:
             arm = waiting.pop(0)
-            shutil.rmtree(plan.out / "runs" / arm.name, ignore_errors=True)
             process = spawn.Process(target=run, args=(plan, arm))
             process.start()
             running[arm] = (process, time.perf_counter())
@@ -352,7 +406,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table of all runs so far")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves of all runs so far")
     parser.add_argument("--settings", help="settings of the study, such as 'rkv 128,rkv 64'")
-    parser.add_argument("--methods", help="`dense` and values of learn.method")
+    parser.add_argument("--methods", help="`dense`, values of learn.method, and variants of the study")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms after this time")
@@ -371,8 +425,9 @@ def main() -> None:
         parser.error(f"study {args.study} has no setting {unknown[0]!r}; it has {', '.join(study.settings)}")
     from sparse_rl.learn.method import METHODS
 
-    if unknown := [name for name in methods if name not in (DENSE, *METHODS)]:
-        parser.error(f"there is no method {unknown[0]!r}; there are {DENSE}, {', '.join(METHODS)}")
+    known = (DENSE, *METHODS, *study.variants)
+    if unknown := [name for name in methods if name not in known]:
+        parser.error(f"there is no method {unknown[0]!r}; there are {', '.join(known)}")
     more = tuple((key, value) for key, value in args.set)
     plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, args.minutes, args.until, more)
     if args.warm:

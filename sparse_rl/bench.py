@@ -16,9 +16,9 @@ from torch import nn
 
 from .attention import use_attention
 from .beacon import add_beacon, beacon_of
-from .compressors import make
+from .compressors import let_choose, make
 from .errors import SparseRLError, require_int
-from .models import evaluating, load_model
+from .models import evaluating, load_model, recurrent_kernels
 from .planning.memory import size
 from .rollout import Engine, Sampling
 from .rollout.decode import RowState
@@ -58,8 +58,10 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     If the compressor needs a beacon and the model has none, the model gets one.
     """
     device = next(model.parameters()).device
-    if make(setting.compressor).folds and beacon_of(model) is None:
+    compressor = make(setting.compressor)
+    if compressor.folds and beacon_of(model) is None:
         add_beacon(model)
+    let_choose(model, compressor)
     engine = Engine(
         model, compressor=setting.compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows
     )
@@ -99,6 +101,8 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
     }
+    if (kernels := recurrent_kernels(engine.model.config)) is not None:
+        result["recurrent_layers"] = kernels
     if device.type == "cuda":
         result |= bench_step(engine, sampling)
     if setting.peer:

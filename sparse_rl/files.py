@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -228,6 +229,23 @@ def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> 
                 f"{source} names the Python file {name!r:.300}, which would run with your rights; read that file, "
                 f"then repeat the command with --trust, or name the file yourself with {option}."
             )
+
+
+def tasks_in(options: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks that a task's options list, as those of a mixture do; anything else is left out."""
+    listed = options.get("tasks")
+    entries = listed if isinstance(listed, (list, tuple)) else []
+    names = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+    return [name for name in names if isinstance(name, str)]
+
+
+def with_tasks(options: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
+    """A task's options, in which every task that they list is changed; each is given as keys, `name` among them."""
+    listed = options.get("tasks")
+    if not isinstance(listed, (list, tuple)):
+        return dict(options)
+    entries = [{"name": entry} if isinstance(entry, str) else entry for entry in listed]
+    return {**options, "tasks": [change(entry) if isinstance(entry, Mapping) else entry for entry in entries]}
 
 
 def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:

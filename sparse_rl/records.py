@@ -31,8 +31,11 @@ class Trajectory:
     prompt_index: int  # which prompt of the call
     sample_index: int  # which member of its group
     version: int = 0  # optimizer steps that had led to the weights that sampled it
-    beacon_id: int | None = None  # the id that stands in `tokens` where a beacon was fed; its log-prob is 0
+    beacon_id: int | None = None  # stands in `tokens` where a beacon was fed; its log-prob is 0, unless it was chosen
     positions: Tensor | None = None  # int64 [T]: RoPE positions, if they differ from the feed indices
+    # bool [T]: where the policy chose to fold (at the beacon) or to go on (at the token fed next), and this choice is
+    # part of the log-prob; None: it does not choose its folds
+    choices: Tensor | None = None
     support: Support | None = None  # which tokens could be drawn, where top-k or top-p left some out and a learner asks
 
     @property
@@ -49,6 +52,11 @@ class Trajectory:
         """bool [T]: the sampled tokens."""
         response = torch.arange(len(self.tokens)) >= self.num_prompt_tokens
         return response if self.beacon_id is None else response & (self.tokens != self.beacon_id)
+
+    @property
+    def action_mask(self) -> Tensor:
+        """bool [T]: everything that the policy chose, and that has a log-prob: tokens, and the folds of its choice."""
+        return self.response_mask if self.choices is None else self.response_mask | self.choices
 
 
 def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
@@ -104,6 +112,8 @@ class TrajectoryWriter:
         if trajectory.beacon_id is not None:
             assert trajectory.positions is not None
             beacons = {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}
+        if trajectory.choices is not None:
+            beacons["choices"] = trajectory.choices.nonzero()[:, 0].tolist()
         supports = {}
         if trajectory.support is not None:
             name = Path("supports", Path(trace).name)
@@ -170,6 +180,9 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
     beacons = {}
     if "beacon_id" in line:
         beacons = {"beacon_id": line["beacon_id"], "positions": torch.tensor(line["positions"])}
+    if "choices" in line:
+        where = torch.tensor(line["choices"], dtype=torch.int64)
+        beacons["choices"] = torch.zeros(len(line["tokens"]), dtype=torch.bool).index_fill(0, where, True)
     trajectory = Trajectory(
         tokens=torch.tensor(line["tokens"], dtype=torch.int64),
         num_prompt_tokens=line["num_prompt_tokens"],
@@ -218,6 +231,10 @@ def _why_invalid(line: dict) -> str | None:
             return "beacon_id and positions are not whole numbers from 0 on"
         if len(positions) != len(line["tokens"]):
             return f"there are {len(positions)} positions, but {len(line['tokens'])} tokens"
+    if "choices" in line:
+        response = range(line["num_prompt_tokens"], len(line["tokens"]))
+        if not isinstance(line["choices"], list) or not all(_is_count(i) and i in response for i in line["choices"]):
+            return "choices are not places of its response"
     return None
 
 

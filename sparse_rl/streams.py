@@ -13,6 +13,7 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)  # splitmix64's two odd constants as int64
 _EVICTION = 0x5EED_0E51C7  # separates a sequence's eviction numbers from its sampling numbers
+_CHOICE = 0x5EED_F01D  # and the numbers by which it chooses to fold
 
 
 def stream_key(seed: int, prompt: Sequence[int], *which: int) -> int:
@@ -43,3 +44,8 @@ def eviction_streams(stream: Tensor, layers: int, heads: int) -> Tensor:
     """One stream per (layer, row, KV head) for compressors that draw random numbers. [R] -> [L, R, H]."""
     place = torch.arange(layers * heads, device=stream.device).view(layers, 1, heads)
     return mix((stream ^ _EVICTION)[None, :, None] + (place + 1) * _GOLDEN)
+
+
+def choice_numbers(stream: Tensor, counter: Tensor) -> Tensor:
+    """By which sequences choose to fold before their `counter`-th token: like `uniform`, and apart from its numbers."""
+    return uniform(mix(stream ^ _CHOICE), counter)

@@ -80,8 +80,23 @@ SIZES = {
 }  # fmt: skip
 # What the sizes above do not settle.
 OWN: dict[str, dict] = {
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]},
-    "gemma4_text": {"global_head_dim": 16},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"],
+        "time_step_min": 1e-9,
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "gemma4_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_unified_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "emu3": {"bos_token_id": 1, "eos_token_id": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
 }
 _NONE = ("bos_token_id", "eos_token_id")
 
@@ -101,8 +116,15 @@ def tiny_config(kind: type[PreTrainedConfig], own: dict) -> PreTrainedConfig:
     given: dict = {name: None for name in _NONE}
     for name, value in SIZES.items():
         with contextlib.suppress(RuntimeError):  # which differs from layer to layer, and stays as it is
-            if getattr(usual, name, None) is not None and not isinstance(getattr(usual, name), (list, dict)):
+            settable = not isinstance(getattr(kind, name, None), property) or getattr(kind, name).fset is not None
+            if (
+                settable
+                and getattr(usual, name, None) is not None
+                and not isinstance(getattr(usual, name), (list, dict))
+            ):
                 given[name] = value
+    if getattr(usual, "kv_lora_rank", None) is not None:  # one latent for all heads
+        given |= {"num_key_value_heads": 4, "head_dim": 8}
     given |= own
     for name, part in getattr(kind, "sub_configs", {}).items():
         inner = getattr(usual, name, None)

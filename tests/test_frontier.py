@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from frontier import area, newest, read, table
+import frontier
+from frontier import area, at_equal_entries, newest, read, still_improving, table
+
+from sparse_rl.config import load_recipe
+from sparse_rl.train.warmup import warmup
 
 
 def point(curve, label, seed, entries, accuracy, **more) -> dict:
@@ -38,3 +42,80 @@ def test_the_area_is_the_mean_of_the_best_that_no_more_entries_give(points, foun
     assert area(points, 10, 30) == pytest.approx(
         sum(max((y for x, y in points if x <= s), default=0) for s in sizes) / 1000, abs=1e-3
     )
+
+
+def test_what_no_more_entries_give():
+    rows = [point("teacher", "9", 0, 90, 0.8), point("teacher", "4", 0, 40, 0.1), point("rkv", "30", 0, 45, 0.3)]
+    rows += [point("late, any c", "c = 2", 0, 50, 0.6), point("random", "20", 0, 60, 0.9)]
+    (line,) = [line for line in at_equal_entries(rows).splitlines() if line.startswith("| late")]
+    assert line == "| late, any c, c = 2 | 50 | 0.60 | 75% | 0.10 (teacher 4) | 0.30 (rkv 30) |"
+
+
+@pytest.mark.parametrize(
+    "curve, patience, learning",
+    [
+        ([0.1], 2, True),
+        ([0.1, 0.2, 0.3], 2, True),
+        ([0.3, 0.2, 0.305], 2, False),
+        ([0.3, 0.2, 0.31], 2, True),
+        ([0.1, 0.5, 0.4, 0.4, 0.5], 3, False),
+    ],
+)
+def test_a_student_stops_when_it_gains_nothing(curve, patience, learning):
+    lines = [{"step": i, "eval/c8/accuracy": y, "eval/dense/accuracy": float(i)} for i, y in enumerate(curve)]
+    assert still_improving(lines, patience) == (["c8"] if learning else [])
+
+
+@pytest.mark.parametrize("study", ["linsys", "stargraph", "countdown"])
+def test_studies_have_all_sizes_and_their_budgets_hold_the_prompts(study):
+    from sparse_rl.tasks import make
+
+    recipe = load_recipe(frontier.STUDIES[study].recipe, list(frontier.STUDIES[study].keys.items()))
+    assert recipe.student.chunks == [2, 4, 8, 16, 32, [2, 4, 8, 16, 32]]
+    task = make(recipe.task.name, **recipe.task.options).held_out()
+    prompts = task.sample(0, 512)
+    longest = max(len(prompt.text) for prompt in prompts)
+    assert min(frontier.STUDIES[study].budgets) > longest + 8  # with the window of R-KV
+    assert max(len(task.solution(prompt)) for prompt in prompts) < recipe.rollout.max_new_tokens
+    assert max(frontier.STUDIES[study].caps) == recipe.rollout.max_new_tokens
+
+
+def test_a_frontier_from_warm_up_to_its_table(tmp_path, monkeypatch, capsys):
+    """Every part of it on LinSys, at the smallest size that runs."""
+    small = {
+        "model.dtype": "float32",
+        "task.unknowns": "2",
+        "rollout.rows": "4",
+        "rollout.prompts": "2",
+        "rollout.group_size": "2",
+        "rollout.max_new_tokens": "12",
+        "learn.micro_batch_tokens": "4096",
+        "learn.minibatches": "1",
+        "eval.every": "1",
+        "eval.prompts": "2",
+        "eval.samples": "1",
+        "run.steps": "1",
+    }
+    more = {"model.name": "tiny:1x64", "warmup.steps": "1", "warmup.batch": "2", "warmup.workers": "0"}
+    warmup(load_recipe("linsys-warmup", [*small.items(), *more.items()]), tmp_path / "warm", False, False, False)
+    monkeypatch.setattr(frontier, "FREE", ("rkv",))
+    monkeypatch.setattr(frontier, "THRESHOLDS", (0.5,))
+    monkeypatch.setitem(frontier.STUDIES, "linsys", frontier.Study("linsys-beacons", {}, (40,), 4, (6, 12)))
+
+    def call(*words: str) -> str:
+        given = [word for key, value in small.items() for word in ("--set", key, value)]
+        given += ["--set", "student.chunks", "[[2, 4]]", "--study", "linsys", "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["frontier.py", *given, "--prompts", "2", "--samples", "1", *words])
+        frontier.main()
+        return capsys.readouterr().out
+
+    told = call("--joint", str(tmp_path / "warm"), "--patience", "2")
+    assert "nothing is left to train" in told and frontier.steps_of(tmp_path / "out" / "joint-0") >= 2
+    call("--late")
+    assert "nothing is left" in call("--rl", "4", "--of", "late")
+    assert "nothing is left" in call("--rl", "4", "--of", "late")  # a command that is given again
+    told = call("--points", "--table")
+    for curve in ("joint, any c", "joint, any c, longer", "late, by surprise", "RL of late", "teacher", "rkv"):
+        assert f"| {curve} |" in told, curve
+    rows = read(tmp_path / "out" / "points.jsonl")
+    assert call("--points") == "" and len(read(tmp_path / "out" / "points.jsonl")) == len(rows)

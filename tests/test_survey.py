@@ -11,8 +11,8 @@ from tests import survey
         ("opt", "exact", ""),  # a decoder inside the decoder
         ("roberta", "exact", ""),  # whose own positions begin elsewhere
         ("gpt_oss", "exact", ""),  # attention sinks, mixture of experts
-        ("qwen3_next", "refused", "linear_attention"),
-        ("gemma3n_text", "refused", "shares keys and values"),
+        ("lfm2", "exact", ""),  # recurrent layers
+        ("gemma4_text", "exact", ""),  # layers that read another's slots, heads of two widths
         ("bloom", "refused", "takes no position_ids"),
     ],
 )

@@ -1,5 +1,5 @@
 from ..cache.segments import Replay
-from .register import use_attention, use_attention_through_backward
+from .register import through_backward, use_attention
 from .slots import Feed
 
-__all__ = ["Feed", "Replay", "use_attention", "use_attention_through_backward"]
+__all__ = ["Feed", "Replay", "through_backward", "use_attention"]

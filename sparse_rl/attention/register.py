@@ -7,8 +7,8 @@ their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -43,11 +43,11 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None]:
-    """As `use_attention`, for a forward pass with gradients under gradient checkpointing.
+def through_backward(model: nn.Module, switched: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Run a forward pass with gradients within `switched()`, also under gradient checkpointing.
 
-    Checkpointing runs layers again during backward, long after this block has ended, when the model has its stock
-    attention again. So each checkpointed layer is told to switch once more while it recomputes.
+    Checkpointing runs layers again during backward, long after this block has ended, when the model is as it was
+    before. So each checkpointed layer is told to switch once more while it recomputes.
     """
     layers: list[Any] = [
         m
@@ -57,7 +57,7 @@ def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None
     before = [layer._gradient_checkpointing_func for layer in layers]
 
     def contexts():
-        return nullcontext(), _Again(lambda: use_attention(model, name))
+        return nullcontext(), _Again(switched)
 
     def checkpointing(original):
         def call(function, *args, **kwargs):
@@ -68,7 +68,7 @@ def use_attention_through_backward(model: nn.Module, name: str) -> Iterator[None
     try:
         for layer, original in zip(layers, before, strict=True):
             layer._gradient_checkpointing_func = checkpointing(original)
-        with use_attention(model, name):
+        with switched():
             yield
     finally:
         for layer, original in zip(layers, before, strict=True):

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache import LayerSlots, SlotCache
+from ..cache.states import slot_layers
 from ..errors import SparseRLError
 from ..kernels import ops, twins
 from ..kernels.twins import attend, attend_with_probs, group_mask
+from .latent import absorbed, expanded
 
 _Given = TypeVar("_Given")
 
@@ -35,6 +37,9 @@ class Feed:
     position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
     live: Tensor | None = None  # [B] bool, while decoding: which rows are fed; others stay unchanged. None: all are fed
     layers_seen: set[int] = field(default_factory=set)
+    # By the number of a layer: the latents and rotated keys of the tokens, of a model that keeps those (latent.py).
+    latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shared_keys: dict[int, Tensor] = field(default_factory=dict)  # by slots, where layers share them
 
     def __post_init__(self):
         if self.live is None:
@@ -77,7 +82,14 @@ def slots_attention(
     rows = feed.slot.shape[0]
     padding = query.shape[0] - rows
     scale = scaling or query.shape[-1] ** -0.5
+    _check_shared(module, key, feed)
+    if feed.cache.shape.latent:
+        query, key, value = absorbed(module, query, feed)
+    width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
+    if narrower > 0 and feed.cache.shape.narrow:  # zeros change neither logits nor what is read of the values
+        query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
     out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap, s_aux)
+    out = expanded(module, out) if feed.cache.shape.latent else out[..., :width]
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
 
@@ -92,18 +104,27 @@ def feed_and_attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the tokens, then attend. -> [B, T, H * G, D]"""
+    """Store the tokens, then attend. -> [B, T, H * G, D]
+
+    A layer that reads the slots of another finds the tokens there; the queries that are recorded for scoring are those
+    of the layer that stored.
+    """
     cache, layer = feed.cache, _check_layer(module, query, key, value, feed)
+    stored = layer in feed.layers_seen
+    feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    if feed.live is None:
+    whole = cache.mass is None and not cache.shape.latent  # what the kernel can store
+    if feed.live is not None and whole and ops.rules(query.device).attends_while_storing:
+        token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
+        out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
+        return out.view(query.shape[0], 1, query.shape[1], -1)
+    if stored:
+        pass
+    elif feed.live is None:
         cache.append(layer, feed.slot, key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
-        token = _one_token(cache, layer, query, key, value, feed, feed.live)
-        if cache.mass is None and ops.rules(query.device).attends_while_storing:
-            out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
-            return out.view(query.shape[0], 1, query.shape[1], -1)
-        twins.store(*token)
+        twins.store(*_one_token(cache, layer, query, key, value[..., : cache.values.shape[-1]], feed, feed.live))
         if cache.mass is not None:
             cache.open_mass(layer, feed.slot[:, 0], feed.live)
     if feed.first and sliding_window is None and softcap is None and sinks is None and cache.mass is None:
@@ -131,7 +152,8 @@ def _attend_to_slots(
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
     rows = query.shape[0]
-    keys, values = cache.keys[layer, :rows, :, : feed.span], cache.values[layer, :rows, :, : feed.span]  # [B, H, S, D]
+    keys = cache.keys[layer, :rows, :, : feed.span]  # [B, H, S, D]
+    values = cache.values_of(keys, cache.values[layer, :rows, :, : feed.span])
     visible = feed.visible
     if sliding_window is not None:
         distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
@@ -146,35 +168,59 @@ def _attend_to_slots(
 
 
 def _one_token(
-    cache: SlotCache, layer: int, query: Tensor, key: Tensor, value: Tensor, feed: Feed, live: Tensor
+    cache: SlotCache,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    feed: Feed,
+    live: Tensor,
+    with_ring: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, LayerSlots, Tensor, Tensor, Tensor]:
     """One new token per row and where it goes, as kernels take it. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
-    new = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-    return *new, cache.layer(layer), feed.slot[:, 0], feed.index[:, 0], live
+    new, slots = (query[:, :, 0], key[:, :, 0], value[:, :, 0]), cache.layer(layer)
+    slots = slots if with_ring else slots._replace(ring=None)
+    return *new, slots, feed.slot[:, 0], feed.index[:, 0], live
 
 
 def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> int:
-    """The layer's number, after refusing layers that are not what the config says, or that attend twice."""
+    """Which slots the layer reads, after refusing layers that are not what the config says, or that attend twice."""
     layer, shape = layer_of(module), feed.cache.shape
     given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.value_dim)
+    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.latent or shape.value_dim)
     if given != planned or not 0 <= layer < shape.layers:
         raise SparseRLError(
             f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} "
             f"for each of {shape.layers} layers: {type(module).__name__} is not supported."
         )
-    if layer in feed.layers_seen:
+    if layer in feed.layers_seen and not getattr(module, "is_kv_shared_layer", False):
         raise SparseRLError(
             f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported."
         )
-    feed.layers_seen.add(layer)
     return layer
+
+
+def _check_shared(module: nn.Module, key: Tensor, feed: Feed) -> None:
+    """Refuse a layer that should attend with another's keys but brings its own, as some versions of transformers do."""
+    if not getattr(getattr(module, "config", None), "num_kv_shared_layers", None):
+        return
+    if not getattr(module, "is_kv_shared_layer", False):
+        feed.shared_keys[layer_of(module)] = key
+    elif feed.shared_keys.get(layer_of(module)) is not key:
+        raise SparseRLError(
+            f"{type(module).__name__} does not share its keys without a cache of its own in this version of "
+            "transformers: update transformers."
+        )
 
 
 def layer_of(module: nn.Module) -> int:
-    layer = module.layer_idx
+    """Which slots an attention reads, by their number."""
+    layer, config = module.layer_idx, getattr(module, "config", None)
     assert isinstance(layer, int)
-    return layer
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return layer
+    return slot_layers(tuple(kinds), getattr(config, "num_kv_shared_layers", None) or 0).get(layer, layer)
 
 
 def check_call(

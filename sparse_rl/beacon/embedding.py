@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..cache.states import RECURRENT_LAYERS
 from ..errors import SparseRLError
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class BeaconEmbedding(nn.Embedding):
         self.beacon = nn.Parameter(vector.detach().to(base.weight))  # [hidden]
         self.chunks = chunks  # the tokens per beacon it is made for; empty: not trained yet, or any number
         self.position = position
+        self.choice: tuple[int, int] | None = None  # the model chooses its folds (choice.py): least and most tokens
+        self.choice_weight: nn.Parameter | None = None  # [hidden]
+        self.choice_bias: nn.Parameter | None = None  # [1]
 
     @property
     def id(self) -> int:
@@ -56,6 +60,15 @@ class BeaconEmbedding(nn.Embedding):
 
     def is_beacon(self, tokens: Tensor) -> Tensor:
         return tokens == self.id
+
+    def set_choice(self, weight: Tensor, bias: Tensor, choice: tuple[int, int]) -> None:
+        self.choice_weight, self.choice_bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.choice = choice
+
+    def choice_logits(self, hidden: Tensor) -> Tensor:
+        """z of choice.py after states, in fp32. [..., hidden] -> [...]"""
+        assert self.choice_weight is not None and self.choice_bias is not None
+        return (hidden.float() * self.choice_weight.float()).sum(-1) + self.choice_bias.float()
 
     def positions(self, tokens: Tensor) -> Tensor:
         """RoPE positions of tokens in feed order. int64 [..., T]"""
@@ -89,6 +102,12 @@ def install(model: Model, vector: Tensor, chunks: tuple[int, ...], position: str
     transformer = cast("PreTrainedModel", model)
     base = transformer.get_input_embeddings()
     assert isinstance(base, nn.Embedding)
+    kinds = getattr(transformer.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if RECURRENT_LAYERS.intersection(kinds):
+        raise SparseRLError(
+            f"{type(model).__name__} has recurrent layers, whose states a beacon would enter and never leave, beside "
+            "the tokens that it stands for: such a model cannot have a beacon."
+        )
     transformer.set_input_embeddings(BeaconEmbedding(base, vector, chunks, position))
     setattr(transformer.config, MARK, FILE)  # saved with the model: a folder that has lost its beacon is noticed
     return model

@@ -1,5 +1,6 @@
 from .slots import CacheShape, LayerSlots, SlotCache
+from .states import LayerState, RowStates
 from .support import Support
 from .trace import NEVER, Trace
 
-__all__ = ["NEVER", "CacheShape", "LayerSlots", "SlotCache", "Support", "Trace"]
+__all__ = ["NEVER", "CacheShape", "LayerSlots", "LayerState", "RowStates", "SlotCache", "Support", "Trace"]

@@ -10,11 +10,14 @@ row.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .states import LayerState, RowStates
 
 # Layers are compressed and copied together while a copy of their keys and values fits in this; on a GPU, in few calls.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
@@ -28,7 +31,7 @@ def chunk_bytes(device: torch.device | str) -> int:
 class CacheShape:
     """What one slot and one row look like. The compressor asks for `num_queries` and `mass` to be recorded."""
 
-    layers: int
+    layers: int  # those that have slots
     heads: int  # KV heads
     query_heads: int
     key_dim: int
@@ -36,6 +39,9 @@ class CacheShape:
     dtype: torch.dtype
     num_queries: int = 0  # the last queries kept for scoring
     mass: bool = False  # accumulated attention per slot (fp32)
+    states: tuple[LayerState, ...] = ()  # of recurrent layers
+    narrow: bool = False  # some layers have smaller dims than these, and fill them up with zeros
+    latent: int = 0  # so many numbers of a key are the value, too, which then takes no room of its own (value_dim 0)
 
     @property
     def slot_bytes(self) -> int:
@@ -51,9 +57,14 @@ class CacheShape:
         """What a token's keys and values alone take, in any cache."""
         return self.layers * self.heads * self.kv_bytes_per_slot_and_head
 
+    @property
+    def state_bytes(self) -> int:
+        """What recurrent layers keep of a row, in any cache."""
+        return sum(state.row_bytes(self.dtype) for state in self.states)
+
     def row_bytes(self, capacity: int) -> int:
         queries = self.layers * self.query_heads * self.num_queries * self.key_dim * self.dtype.itemsize
-        return capacity * self.slot_bytes + queries
+        return capacity * self.slot_bytes + queries + self.state_bytes
 
 
 class LayerSlots(NamedTuple):
@@ -81,6 +92,7 @@ class SlotCache:
             self.queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
         if shape.mass:
             self.mass = torch.zeros(*lead, dtype=torch.float32, device=device)
+        self.states = RowStates(shape.states, rows, shape.dtype, device) if shape.states else None
         # What the attention notes about each layer while it runs, so that slots are scored as the model would.
         self.scaling: list[float | None] = [None] * shape.layers
         self.softcap: list[float | None] = [None] * shape.layers
@@ -88,11 +100,30 @@ class SlotCache:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Those of slots and queries."""
         return [t for t in (self.keys, self.values, self.feed, self.queries, self.mass) if t is not None]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+        return sum(t.nbytes for t in self.tensors + (self.states.tensors if self.states else []))
+
+    def clear(self) -> None:
+        for tensor in self.tensors + (self.states.tensors if self.states else []):
+            tensor.zero_()
+
+    def part(self, rows: slice) -> SlotCache:
+        """Some rows as a cache of their own, on the same memory."""
+        part = copy.copy(self)
+        part.rows = len(range(self.rows)[rows])
+        part.keys, part.values, part.feed = self.keys[:, rows], self.values[:, rows], self.feed[:, rows]
+        part.queries = None if self.queries is None else self.queries[:, rows]
+        part.mass = None if self.mass is None else self.mass[:, rows]
+        part.states = None if self.states is None else self.states.part(rows)
+        return part
+
+    def values_of(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The values of some slots, whose keys and stored values these are. [..., D]"""
+        return keys[..., : self.shape.latent] if self.shape.latent else values
 
     def layer(self, layer: int) -> LayerSlots:
         ring = None if self.queries is None else self.queries[layer]
@@ -109,7 +140,8 @@ class SlotCache:
         """Store the tokens being fed to the first B rows. slot [B, T]; key, value [B, H, T, D]"""
         rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
         self.keys[layer][rows, :, slot] = key.transpose(1, 2)
-        self.values[layer][rows, :, slot] = value.transpose(1, 2)
+        if not self.shape.latent:
+            self.values[layer][rows, :, slot] = value.transpose(1, 2)
 
     def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
         """A token about to be fed to each live row has received no attention yet. slot, live [B]"""
@@ -157,9 +189,9 @@ class SlotCache:
         return [slice(i, min(i + step, self.shape.layers)) for i in range(0, self.shape.layers, step)]
 
     def fork(self, source: SlotCache, rows: Tensor, to: Tensor, used: int) -> None:
-        """Copy the first `used` slots of some rows of `source` (this cache or another) to rows `to`. rows, to [N]
+        """Copy the first `used` slots and the states of some rows of `source` (this cache or another) to rows `to`.
 
-        No row is both a source and a destination.
+        rows, to [N]. No row is both a source and a destination.
         """
         for layers in self.layer_chunks(len(rows), used):
             for mine, theirs in zip(self.tensors, source.tensors, strict=True):
@@ -167,4 +199,6 @@ class SlotCache:
                     mine[layers, to] = theirs[layers][:, rows]
                 else:
                     mine[layers, to, :, :used] = theirs[layers][:, rows, :, :used]
+        if self.states is not None and source.states is not None:
+            self.states.fork(source.states, rows, to)
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window

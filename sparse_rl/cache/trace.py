@@ -7,8 +7,11 @@ is a complete record of what the sampler could see:
 
 Queries and tokens are counted by feed index, the order in which tokens entered the cache.
 
+Beside it, of a mixture of experts, `routes`: the experts that each token went through, if they were recorded
+(models/routing.py). With both, the sampler's pass can be repeated.
+
 A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that points to one of the few moments of
-eviction.
+eviction; and `routes`, which versions before them do not look for.
 """
 
 from __future__ import annotations
@@ -32,7 +35,13 @@ NEVER = 65535  # `evicted_at` of a token that stayed, in uint16
 _PLAIN, _EVENTS = "sparse_rl.trace.1", "sparse_rl.trace.2"  # a file's two forms
 _TENSORS = {_PLAIN: ("evicted_at",), _EVENTS: ("moments", "which")}
 _WIDTHS = (torch.uint16, torch.int32)
-_KINDS = {"evicted_at": (3, _WIDTHS), "moments": (1, _WIDTHS), "which": (3, (torch.uint8,))}  # (rank, dtypes)
+_ROUTES = "sparse_rl.routes.1"  # a file that has routes names their form
+_KINDS = {  # (rank, dtypes)
+    "evicted_at": (3, _WIDTHS),
+    "moments": (1, _WIDTHS),
+    "which": (3, (torch.uint8,)),
+    "routes": (3, (torch.uint8, torch.uint16)),
+}
 
 
 def trace_dtype(tokens: int) -> torch.dtype:
@@ -48,6 +57,7 @@ def never(dtype: torch.dtype) -> int:
 @dataclass(frozen=True)
 class Trace:
     evicted_at: Tensor  # [L, H, T] uint16 (int32 for 65,535 tokens and more), on the CPU
+    routes: Tensor | None = None  # [T, M, k] uint8 (uint16 for more than 256 experts); M layers have experts
 
     @classmethod
     def dense(cls, layers: int, heads: int, tokens: int) -> Trace:
@@ -61,7 +71,7 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        return self.evicted_at.nbytes
+        return self.evicted_at.nbytes + (0 if self.routes is None else self.routes.nbytes)
 
     def visible(self, layer: int | None = None) -> Tensor:
         """What each query saw: bool [L, H, T queries, T tokens], or [H, T, T] for one layer."""
@@ -78,14 +88,19 @@ class Trace:
             raise SparseRLError(f"cannot slice tokens {start}..{stop} out of a trace of {self.num_tokens} tokens.")
         part = self.evicted_at[..., start:stop].to(torch.int64)
         dtype = trace_dtype(stop - start)
-        return Trace(torch.where(part >= stop, never(dtype), (part - start).clamp(min=0)).to(dtype))
+        evicted_at = torch.where(part >= stop, never(dtype), (part - start).clamp(min=0)).to(dtype)
+        return Trace(evicted_at, None if self.routes is None else self.routes[start:stop])
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the smaller of the two forms, atomically: the file is whole or absent."""
-        crc = str(_crc(self.evicted_at))
-        forms = [save({"evicted_at": self.evicted_at.contiguous()}, metadata={"format": _PLAIN, "crc32": crc})]
+        about, routes = {"crc32": str(_crc(self.evicted_at))}, {}
+        if self.routes is not None:
+            about |= {"routes": _ROUTES, "routes_crc32": str(_crc(self.routes))}
+            routes = {"routes": self.routes.contiguous()}
+        plain = {"evicted_at": self.evicted_at.contiguous()}
+        forms = [save(plain | routes, metadata={"format": _PLAIN, **about})]
         if (events := _events(self.evicted_at)) is not None:
-            forms.append(save(events, metadata={"format": _EVENTS, "crc32": crc}))
+            forms.append(save(events | routes, metadata={"format": _EVENTS, **about}))
         replace_file(Path(path), in_order(min(forms, key=len)))
 
     @classmethod
@@ -98,25 +113,36 @@ class Trace:
                 about = file.metadata() or {}
                 form = about.get("format")
                 tensors = {name: file.get_tensor(name) for name in _TENSORS.get(form or "", ())}
+                routes = {"routes": file.get_tensor("routes")} if about.get("routes") == _ROUTES else {}
         except (SafetensorError, OSError) as error:
             raise SparseRLError(f"{path} is not a trace file or is damaged ({error}); write it again.") from error
         if not tensors:
             raise SparseRLError(
                 f"{path} is a safetensors file but not a trace (its format is {form!r}); write it with Trace.save."
             )
-        wrong, evicted_at = _wrong_in(tensors), None
+        if about.get("routes", _ROUTES) != _ROUTES:
+            raise SparseRLError(
+                f"{path} holds routes in the form {about['routes']!r}, which this version does not know; use a newer "
+                "version."
+            )
+        wrong, evicted_at = _wrong_in(tensors | routes), None
         if wrong is None:
             evicted_at = tensors["evicted_at"] if form == _PLAIN else _from_events(**tensors)
             wrong = _impossible_in(evicted_at)
             if "crc32" in about and about["crc32"] != str(_crc(evicted_at)):  # files of older versions have no checksum
                 wrong = "its checksum differs: it is damaged"
+            for found in routes.values():
+                if len(found) != evicted_at.shape[-1]:
+                    wrong = f"it has routes of {len(found)} tokens, but {evicted_at.shape[-1]} tokens"
+                elif about.get("routes_crc32") != str(_crc(found)):
+                    wrong = "the checksum of its routes differs: it is damaged"
         if wrong is not None or evicted_at is None:
             raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
-        return cls(evicted_at)
+        return cls(evicted_at, **routes)
 
 
-def _crc(evicted_at: Tensor) -> int:
-    return zlib.crc32(evicted_at.contiguous().numpy().tobytes())
+def _crc(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().numpy().tobytes())
 
 
 def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:

@@ -106,7 +106,7 @@ def eval_(
     ways, said = {}, {"max_new_tokens": max_new_tokens, "temperature": temperature}
     instead = {"template", "chat", "suffix"} if template is not None else set()  # options that --template replaces
     for name in benches:
-        brought, ways[name] = of_their_task(trained, name, instead | set(options[name]), said)
+        brought, ways[name] = of_their_task(trained, name, instead | set(options[name]), said, trust)
         options[name] = {**brought, **options[name]}
         notes |= brought | ways[name]
     asked = Asked(

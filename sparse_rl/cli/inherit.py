@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SparseRLError, cut
-from ..files import names_python_file, refuse_foreign_code, split_python_file
+from ..files import names_python_file, refuse_foreign_code, split_python_file, tasks_in
 from ..models import Record, check_folder, find_model, read_record
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def tasks_of(trained: Sequence[Trained], bench: str | None, trust: bool) -> list
 
 
 def of_their_task(
-    trained: Sequence[Trained], bench: str, given: set[str], said: Mapping[str, Any]
+    trained: Sequence[Trained], bench: str, given: set[str], said: Mapping[str, Any], trust: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(task options, way to sample) that models bring along for a benchmark that is the task of their training.
 
@@ -141,6 +141,9 @@ def of_their_task(
     """
     known = [t for t in trained if t.record.task is not None and same_task(t.record.task, bench)]
     keys = dict.fromkeys(key for t in known for key in t.record.task_options if key not in given)
+    for t in known if "tasks" in keys else ():
+        for name in tasks_in(t.record.task_options):
+            refuse_foreign_code(Path(t.model), {f"--{bench}.tasks": name}, trust)
     options = {
         key: agreed({t.model: t.record.task_options.get(key) for t in known}, f"the task's {key}", f"--{bench}.{key}")
         for key in keys

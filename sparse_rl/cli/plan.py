@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,10 +84,11 @@ def plan(
     if lost := [f"--{name.replace('_', '-')}" for name in OF_MANY if name in given]:
         raise SparseRLError(f"{lost[0]} is for a run on many GPUs; give --gpus as well, or omit it.")
     memory = memory or memory_here()
-    if recipe is not None or context.args:
+    own = [] if recipe is not None else overrides(context.args)
+    if recipe is not None or any(not key.startswith("compressor.") for key, _ in own):
         plan_training(recipe_of(context, given), prompt_tokens, memory, as_json)
     else:
-        plan_rollout(options, memory)
+        plan_rollout(options, memory, own)
 
 
 def memory_here() -> int | None:
@@ -118,17 +120,19 @@ def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
     return make_recipe(plain, keys)
 
 
-def plan_rollout(options: dict[str, Any], memory: int | None) -> None:
-    """Print the memory plan of a rollout."""
+def plan_rollout(options: dict[str, Any], memory: int | None, own: Sequence[tuple[str, str]]) -> None:
+    """Print the memory plan of a rollout. own: --compressor.KEY VALUE"""
     from ..compressors import make
+    from ..config import parse_value
     from ..models import ModelShape, dtype_of, load_config, weight_bytes
     from ..planning.memory import make_plan
 
+    chosen = {key.partition(".")[2].replace("-", "_"): parse_value(value) for key, value in own}
     config = load_config(options["model"])
     shape = ModelShape.of(config, dtype_of(options["dtype"]))
     result = make_plan(
         shape,
-        make(options["compressor"]).bind(options["budget"], options["interval"]),
+        make(options["compressor"], **chosen).bind(options["budget"], options["interval"]),
         rows=options["rows"],
         prompt_tokens=options["prompt_tokens"],
         new_tokens=options["max_new_tokens"],

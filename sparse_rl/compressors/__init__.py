@@ -1,7 +1,7 @@
 # The modules of compressors register them.
 from . import beacon, dense, h2o, knorm, kvpress, prompt_only, random, rkv, snapkv, tova, window  # noqa: F401
 from .base import COMPRESSORS, CacheView, Compressor, ScoreCompressor, describe, find, make, parameters_of, register
-from .beacon import default_compressor
+from .beacon import default_compressor, let_choose
 
 __all__ = [
     "COMPRESSORS",
@@ -11,6 +11,7 @@ __all__ = [
     "default_compressor",
     "describe",
     "find",
+    "let_choose",
     "make",
     "parameters_of",
     "register",

@@ -61,16 +61,31 @@ class Compressor:
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     protect_prompt: bool = False
+    prompt_chunk: int = 0  # tokens after which a prompt that will be evicted is evicted while it is read; 0: only then
 
     evicts: bool = True  # whether tokens leave the cache, because they were not chosen or because they were folded
     has_budget: bool = True  # whether it chooses slots to keep, so that a budget has a meaning
     evicts_response: bool = True  # whether full rows are evicted; if not, a row has room for the whole response
     folds: bool = False  # whether the model folds chunks of its response into one entry each while it decodes
+    chooses: bool = False  # whether it folds where its policy chose to
 
-    def __init__(self, *, sinks: int | None = None, window: int | None = None, protect_prompt: bool = False):
+    def __init__(
+        self,
+        *,
+        sinks: int | None = None,
+        window: int | None = None,
+        protect_prompt: bool = False,
+        prompt_chunk: int = 0,
+    ):
+        require_int(at_least=0, prompt_chunk=prompt_chunk)
+        if prompt_chunk and (protect_prompt or not self.has_budget):
+            raise SparseRLError(
+                f"{self.name}: prompt_chunk is {prompt_chunk}, but nothing of a prompt is evicted; set it to 0, or use "
+                "a compressor that evicts prompts, with protect_prompt=False."
+            )
         self.sinks = self.sinks if sinks is None else sinks
         self.window = self.window if window is None else window
-        self.protect_prompt = protect_prompt
+        self.protect_prompt, self.prompt_chunk = protect_prompt, prompt_chunk
         self.budget, self.interval = 512, 128
 
     @classmethod
@@ -121,6 +136,12 @@ class Compressor:
     def evicts_prompt(self, tokens: int) -> bool:
         """Whether a prompt of that length is evicted, down to the budget, when it has been read."""
         return self.has_budget and tokens >= self.capacity(0, 0)
+
+    def scratch_capacity(self, prompt: int) -> int:
+        """Slots of the row in which prompts of up to `prompt` tokens are read."""
+        if not (self.prompt_chunk and self.evicts_prompt(prompt)):
+            return prompt
+        return min(prompt, max(self.budget + self.prompt_chunk, self.capacity(0, 0)))
 
     def rule(self) -> str:
         """What a row holds, for the plan."""

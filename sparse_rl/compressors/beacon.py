@@ -3,7 +3,11 @@
 The idea is that of arXiv 2510.13797. `beacon:16` feeds a beacon after every 16 tokens. The prompt stays. The model must
 have a beacon: it is a student that `sparse-rl train` made.
 
-With a threshold the model chooses: a chunk of 2, 4, 8, 16, ... tokens ends as soon as its tokens have surprised the
+`beacon:2-16` lets the policy choose: after every token of a chunk it goes on or folds, with at least 2 and at most 16
+tokens to a beacon. The choice is a part of the trajectory with a log-prob of its own, and is learned by reinforcement
+(beacon/choice.py).
+
+With a threshold surprise decides: a chunk of 2, 4, 8, 16, ... tokens ends as soon as its tokens have surprised the
 model by that many nats in all, and at `chunk` tokens at the latest. It folds many tokens into one entry
 where it is sure of itself, and few tokens where it is unsure. Budget and interval have no meaning here.
 """
@@ -18,7 +22,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..beacon import beacon_of, check_chunk
+from ..beacon import BeaconEmbedding, add_choice, beacon_of, check_choice, check_chunk
 from ..errors import SparseRLError
 from .base import Compressor, register
 
@@ -31,30 +35,42 @@ class Beacon(Compressor):
     evicts_response = False
     folds = True
 
-    def __init__(self, *, chunk: int = 16, threshold: float | None = None):
+    def __init__(self, *, chunk: int = 16, least: int | None = None, threshold: float | None = None):
+        """`least`: the policy chooses to fold, from so many tokens on and at `chunk` tokens at the latest."""
         super().__init__()
         check_chunk(chunk)
+        if least is not None:
+            check_choice(least, chunk)
+            if threshold is not None:
+                raise SparseRLError(
+                    f"beacon: least is {least} and threshold {threshold}, but either the policy chooses where chunks "
+                    "end or surprise decides; give one of them."
+                )
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 < threshold < math.inf):
             raise SparseRLError(
                 f"beacon: the threshold is {threshold!r}; it must be a positive number of nats, "
                 "or None for chunks of equal length."
             )
-        self.chunk, self.threshold = chunk, threshold
+        self.chunk, self.least, self.threshold = chunk, least, threshold
+        self.chooses = least is not None
         self.interval = chunk
 
     @classmethod
     def parse(cls, argument: str | None, /, **options) -> Beacon:
-        """The argument is the number of tokens per beacon."""
+        """The argument is the number of tokens per beacon, or the least and the most of which the policy chooses."""
         if not argument:
             return cls.from_options(cls.name, options)
         written = f"{cls.name}:{argument}"
-        if not (argument.isascii() and argument.isdecimal()):
+        numbers = argument.split("-")
+        if len(numbers) > 2 or not all(number.isascii() and number.isdecimal() for number in numbers):
             raise SparseRLError(
-                f"{written!r} does not name a number of tokens; write beacon:16 for a beacon after every 16 tokens."
+                f"{written!r} does not name a number of tokens; write beacon:16 for a beacon after every 16 tokens, or "
+                "beacon:2-16 to let the model choose."
             )
-        if "chunk" in options:
-            raise SparseRLError(f"{written} names its chunk, but chunk={options['chunk']} was given too; give it once.")
-        return cls.from_options(written, options | {"chunk": int(argument)})
+        named = dict(zip(("least", "chunk")[-len(numbers) :], map(int, numbers)))
+        for name in named.keys() & options.keys():
+            raise SparseRLError(f"{written} names its {name}, but {name}={options[name]} was given too; give it once.")
+        return cls.from_options(written, options | named)
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that has no beacon, and chunks that its beacon was not trained for."""
@@ -64,6 +80,8 @@ class Beacon(Compressor):
                 "this model has no beacon to fold its response into; load a student that `sparse-rl train` made, "
                 "with all files of its folder, or use another compressor."
             )
+        if self.least is not None:
+            return self._check_choice(beacon, self.least)
         unknown = [size for size in self.sizes if beacon.chunks and size not in beacon.chunks]
         if unknown:
             trained = " or ".join(map(str, beacon.chunks))
@@ -73,20 +91,37 @@ class Beacon(Compressor):
                 f"{trained}; use that."
             )
 
+    def _check_choice(self, beacon: BeaconEmbedding, least: int) -> None:
+        if beacon.choice is None:
+            raise SparseRLError(
+                f"this model has not learned to choose its folds, so {self.name}:{least}-{self.chunk} cannot be used; "
+                "`sparse-rl train` with it as rollout.compressor teaches it, or use beacon:N."
+            )
+        if beacon.chunks and not min(beacon.chunks) <= least < self.chunk <= max(beacon.chunks):
+            raise SparseRLError(
+                f"chunks of {least} to {self.chunk} tokens were asked for, but this student was trained with "
+                f"{min(beacon.chunks)} to {max(beacon.chunks)}; stay within these."
+            )
+
     def extra_positions(self, model: nn.Module, new: int) -> int:
         beacon = beacon_of(model)
         assert beacon is not None  # check_model has been called
-        return max(0, new - 2) // min(self.sizes) if beacon.position == "own" else 0
+        return max(0, new - 2) // self.shortest if beacon.position == "own" else 0
+
+    @property
+    def shortest(self) -> int:
+        """The fewest tokens that a chunk may have."""
+        return min(self.sizes) if self.least is None else self.least
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many tokens a chunk may have."""
+        """How many tokens a chunk may have, where the policy does not choose."""
         if self.threshold is None:
             return (self.chunk,)
         return (*(size for size in (2**i for i in range(1, 32)) if size < self.chunk), self.chunk)
 
     def closes(self, tokens: Tensor, surprise: Tensor) -> Tensor:
-        """Whether chunks of that many tokens, which surprised the model by that many nats, are complete. -> bool [B]"""
+        """Whether chunks of that many tokens, which surprised the model by that many nats, must end. -> bool [B]"""
         full = tokens >= self.chunk
         if self.threshold is None:
             return full
@@ -95,14 +130,25 @@ class Beacon(Compressor):
 
     def capacity(self, prompt: int, new: int) -> int:
         """The prompt, all beacons and one chunk. The last new token is never fed."""
-        return prompt + (new - 1) // min(self.sizes) + min(self.chunk, new)
+        return prompt + (new - 1) // self.shortest + min(self.chunk, new)
 
     def bind(self, budget: int, interval: int) -> Self:
         return copy.copy(self)
 
     def rule(self) -> str:
-        often = f"{self.chunk}" if self.threshold is None else f"{min(self.sizes)} to {self.chunk}"
+        often = f"{self.chunk}" if self.shortest == self.chunk else f"{self.shortest} to {self.chunk}"
         return f"prompt + a beacon per {often} tokens + a chunk"
+
+
+def let_choose(model: nn.Module, compressor: Compressor, mean: float = 0.0) -> None:
+    """A model with a beacon begins to choose its folds, if the compressor asks for it and it does not choose yet.
+
+    mean: of the tokens of a chunk, at first; 0: halfway between the least and the most
+    """
+    beacon = beacon_of(model)
+    if isinstance(compressor, Beacon) and compressor.least is not None and beacon is not None and not beacon.choice:
+        least, most = compressor.least, compressor.chunk
+        add_choice(model, least, most, mean or (least + most) / 2)
 
 
 def default_compressor(model: nn.Module) -> str:
@@ -110,6 +156,8 @@ def default_compressor(model: nn.Module) -> str:
     beacon = beacon_of(model)
     if beacon is None:
         return "rkv"
+    if beacon.choice is not None:
+        return "beacon:{}-{}".format(*beacon.choice)
     if len(beacon.chunks) == 1:
         return f"beacon:{beacon.chunks[0]}"
     chunks = " or ".join(map(str, beacon.chunks)) or "any number of"

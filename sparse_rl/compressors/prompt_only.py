@@ -1,7 +1,8 @@
 """prompt-only: evict the prompt once, down to the budget, when it has been read; never evict the response.
 
 This is the setting of arXiv 2605.06850. `prompt-only` lets snapkv choose the slots, `prompt-only:rkv` lets rkv choose;
-options are those of the chooser. The interval has no meaning here.
+options are those of the chooser. The interval has no meaning here. With `prompt_chunk: N` the prompt is evicted after
+every N tokens of it, so that no row ever holds all of it; what the question at its end needs may then be gone already.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class PromptOnly(Compressor):
             )
         self.num_queries, self.uses_mass = chooser.num_queries, chooser.uses_mass
         self.uses_values, self.copies = chooser.uses_values, chooser.copies
+        self.prompt_chunk = chooser.prompt_chunk
 
     @classmethod
     def parse(cls, argument: str | None, /, **options) -> PromptOnly:

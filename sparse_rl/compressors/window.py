@@ -16,8 +16,8 @@ class Window(Compressor):
     uses_values = False
     sinks = 4
 
-    def __init__(self, *, sinks: int | None = None):
-        super().__init__(sinks=sinks)
+    def __init__(self, *, sinks: int | None = None, prompt_chunk: int = 0):
+        super().__init__(sinks=sinks, prompt_chunk=prompt_chunk)
 
     def protected(self, budget: int) -> tuple[int, int]:
         return self.sinks, budget - self.sinks

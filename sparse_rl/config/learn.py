@@ -65,6 +65,11 @@ class LearnSettings:
         "`auto` (on a GPU, where the architecture is known), `always` or `never`",
         "auto",
     )
+    replay_routing: bool | str = key(
+        "of a mixture of experts: send each token to the experts that the sampler chose (in the dense view: those of "
+        "the old log-probs' pass) instead of choosing anew; auto: where its routers let it",
+        "auto",
+    )
 
     def __post_init__(self):
         require_int(**{"learn.minibatches": self.minibatches})
@@ -89,6 +94,9 @@ class LearnSettings:
             )
         if self.algorithm not in ALGORITHMS:
             raise SparseRLError(f"learn.algorithm is {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}")
+        if self.replay_routing not in (True, False, "auto"):
+            given = self.replay_routing
+            raise SparseRLError(f"learn.replay_routing is {given!r}; it must be true, false or auto.")
         if self.packing not in PACKING:
             raise SparseRLError(f"learn.packing is {self.packing!r}; {nearest(self.packing, PACKING)}")
         if self.advantage not in ESTIMATORS and not names_python_file(self.advantage):  # which runs only in a run

@@ -28,6 +28,7 @@ ADDED_KEYS = {
     "model.logits": ("model", "earlier versions rounded logits to the dtype of the model"),
     "learn.rescore": ("always", "earlier versions scored every trajectory"),
     "learn.packing": ("never", "earlier versions fed the learner one row per trajectory"),
+    "learn.replay_routing": (False, "earlier versions let the learner choose experts anew"),
 }
 
 

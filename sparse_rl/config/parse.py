@@ -41,9 +41,15 @@ def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], t
     recipe = load_recipe(path, overrides)
     own_words = [_find(dotted) for dotted, _ in overrides]
     if Path(path).is_dir() or _in_run_folder(recipe_file(path)):
-        named = {key: name for key, name in recipe.may_name_files().items() if _find(key) not in own_words}
+        named = {key: name for key, name in recipe.may_name_files().items() if not _is_in(key, own_words)}
         refuse_foreign_code(Path(path), {f"--{key}": name for key, name in named.items()}, trust)
     return recipe
+
+
+def _is_in(key: str, own_words: Sequence[tuple[str, list[str]]]) -> bool:
+    """Whether an override gave a key, or keys of which it is a part: --task.tasks gives task.tasks.0.name."""
+    section, path = _find(key)
+    return any(section == name and path[: len(given)] == given for name, given in own_words)
 
 
 def recipe_file(path: str | Path) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, check_count, require_int
+from ..files import tasks_in
 from ..keys import key
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
@@ -28,6 +29,7 @@ from ..learn.ppo import PPO, ActorCritic
 from ..learn.student import MAX_RANK, StudentSettings
 from ..learn.support import MOST
 from ..models.logits import check_logits
+from ..models.quantize import check_quantize
 from .budget import Adaptive
 from .learn import LearnSettings
 from .sections import EvalSettings, RunSettings, WarmupSettings
@@ -47,12 +49,13 @@ class ModelSettings:
         "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
     )
     gradient_checkpointing: bool | str = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time; auto: where the memory "
-        "plan needs it",
+        "keep one activation per layer and recompute the rest: less memory, a third more time; offload: keep it in "
+        "host memory, and compute MLPs by chunks of tokens, for long responses; auto: what the memory plan needs",
         False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
+    quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
     shard: bool = key(
         "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
     )
@@ -60,9 +63,16 @@ class ModelSettings:
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
         check_logits(self.logits, "model.logits")
-        if self.gradient_checkpointing not in (True, False, "auto"):
+        check_quantize(self.quantize, "model.quantize")
+        if self.quantize and (not self.lora_rank or self.shard):
+            why = "model.shard divides the weights" if self.lora_rank else "model.lora_rank is 0"
+            raise SparseRLError(
+                f"model.quantize is {self.quantize}, so only adapters can be trained, in one piece, but {why}; set "
+                "model.lora_rank above 0 and model.shard to false."
+            )
+        if self.gradient_checkpointing not in (True, False, "auto", "offload"):
             given = self.gradient_checkpointing
-            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false or auto.")
+            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false, offload or auto.")
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,11 @@ class RolloutSettings:
     )
     interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
+    start_chunk: float = key(
+        "under beacon:LEAST-MOST, the mean tokens of a chunk at first, where the model has not learned to choose yet; "
+        "0: halfway between the two",
+        0.0,
+    )
     rows: int = key("sequences decoded at a time, by each process", 64)
     ahead: int = key("steps that the sampler is ahead of the learner: 0, or 1 (asynchronous; copies the weights)", 0)
     prompts: int = key("prompts per step, over all processes", 128)
@@ -101,6 +116,10 @@ class RolloutSettings:
         check_count("completions of a step", self.prompts * self.group_size)
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
+        if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
+            raise SparseRLError(
+                f"rollout.start_chunk is {self.start_chunk}; it must be a number of tokens above 2, or 0 (halfway)."
+            )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise SparseRLError(
                 f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
@@ -148,6 +167,16 @@ class Recipe:
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(
                 f"rollout.ahead is 1, so the sampler is a step ahead, but {why}; set rollout.ahead to 0."
+            )
+        if self.offloads_activations and self.model.shard:
+            raise SparseRLError(
+                "model.gradient_checkpointing is offload, which is not done for a learner that model.shard divides; "
+                "use true, or set model.shard to false."
+            )
+        if self.optimizer.offload and self.model.shard:
+            raise SparseRLError(
+                "optimizer.offload keeps masters and moments in host memory, but model.shard divides them among GPUs; "
+                "set one of them to false."
             )
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError(
@@ -214,7 +243,7 @@ class Recipe:
             self.rollout.budget.check(self.learn.method, chosen.view, chosen.correction.rejects, self.run.diagnose)
 
     def _check_beacons(self) -> None:
-        if not self._folds:
+        if not self.folds:
             return
         name, chosen = self.learn.method, self.learn.resolve_method()
         if chosen.view != "shadow":
@@ -229,7 +258,7 @@ class Recipe:
             )
 
     def _check_students(self) -> None:
-        if self.student.chunks and (self._folds or self.model.lora_rank):
+        if self.student.chunks and (self.folds or self.model.lora_rank):
             raise SparseRLError(
                 "a run with students has an ordinary model for their teacher: set rollout.compressor to one other than "
                 f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students "
@@ -257,7 +286,12 @@ class Recipe:
     @property
     def checkpoints_gradients(self) -> bool:
         """With the default for auto, likewise."""
-        return self.model.gradient_checkpointing is True
+        return self.model.gradient_checkpointing in (True, "offload")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what checkpointing keeps is in host memory."""
+        return self.model.gradient_checkpointing == "offload"
 
     @property
     def scores_all(self) -> bool:
@@ -304,13 +338,16 @@ class Recipe:
         return self.learn.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
-    def _folds(self) -> bool:
+    def folds(self) -> bool:
+        """Whether rollouts fold chunks into beacons."""
         return self.rollout.compressor.partition(":")[0] == "beacon"
 
     def may_name_files(self) -> dict[str, str]:
         """The keys that may name a Python file, which a run executes, with their values."""
         return {
             "task.name": self.task.name,
+            **{f"task.tasks.{i}.name": name for i, name in enumerate(tasks_in(self.task.options))},
+            **{f"eval.options.tasks.{i}.name": name for i, name in enumerate(tasks_in(self.eval.options))},
             "rollout.compressor": self.rollout.compressor,
             "learn.advantage": self.learn.advantage,
         }

@@ -18,6 +18,7 @@ from ..rollout import Engine, Sampling
 from ..tasks.answering import Answers, Names, cannot_answer
 from ..tasks.benchmarks import Benchmark
 from ..tasks.math import Math
+from ..tasks.mixture import Mixture
 from ..tasks.templates import find
 from .ask import Exam, ask, fingerprint, items_of
 from .cache import Cache
@@ -109,24 +110,25 @@ def evaluate(
 ) -> Iterator[Evaluated]:
     """Evaluate one model on one cache after the other. What their folders already hold is not sampled again."""
     with ExitStack() as stack:
-        found = {bench: task_of(bench, asked) for bench in asked.benches}  # finds mistakes before a model is loaded
+        found = problems_of(asked)  # finds mistakes before a model is loaded
         for cache in caches:
             cache.make().bind(*cache.slots)  # likewise
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
         trained = (record_of(model) or Record()).template
         exams = []
-        for bench, (task, options) in found.items():
+        for label, (bench, task, options) in found.items():
             if isinstance(task, Benchmark) and "template" not in options:
                 template = trained or ("chat" if tokenizer.chat_template is not None else "plain")
                 options = {"template": template, **options}
-                task = tasks.make(bench, **options).held_out()
+                task = tasks.make(task.full_name, **options).held_out()
             if trained is not None and task.template not in (None, trained):
                 say(
-                    f"{bench}: prompts use the template {task.template}, but {name} was trained with {trained}; "
+                    f"{label}: prompts use the template {task.template}, but {name} was trained with {trained}; "
                     "accuracy may suffer."
                 )
             stack.callback(task.close)
-            exams.append(make_exam(bench, task, options, asked, model, tokenizer, say))
+            way = asked.trained.get(bench, {})
+            exams.append(make_exam(label, task, options, asked, way, model, tokenizer, say))
         about = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
         settings = {"seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
         told: set[tuple[str, str]] = set()  # benchmarks, and what their completions lack
@@ -172,6 +174,27 @@ def answers(exam: Exam, summary: Summary) -> Answers:
     return Answers(count, summary.accuracy, summary.truncated, summary.no_answer, longest, ungraded=ungraded)
 
 
+def problems_of(asked: Asked) -> dict[str, tuple[str, tasks.Task, dict[str, Any]]]:
+    """(benchmark, held-out problems, options of their task) of every table: one for each benchmark, and one for each
+    task of a mixture, by its label.
+    """
+    found: dict[str, tuple[str, tasks.Task, dict[str, Any]]] = {}
+    for bench in asked.benches:
+        task, options = task_of(bench, asked)
+        if isinstance(task, Mixture):
+            parts = list(zip(task.labels, task.tasks, task.options, strict=True))
+        else:
+            parts = [(bench, task, options)]
+        for label, part, own in parts:
+            if label in found:
+                raise SparseRLError(
+                    f"--bench {','.join(asked.benches)} has two tasks called {label}; give those of the mixture other "
+                    "labels, or ask them apart."
+                )
+            found[label] = bench, part, own
+    return found
+
+
 def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
     """(the problems that training does not see, the options of their task)"""
     options = dict(asked.options.get(bench, {}))
@@ -184,10 +207,17 @@ def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
 
 
 def make_exam(
-    bench: str, task: tasks.Task, options: dict, asked: Asked, model, tokenizer, say: Callable[[str], None]
+    bench: str,
+    task: tasks.Task,
+    options: dict,
+    asked: Asked,
+    trained: Mapping[str, Any],
+    model,
+    tokenizer,
+    say: Callable[[str], None],
 ) -> Exam:
-    """A benchmark with its prompts, sampled as asked, as published, or by default."""
-    protocol = DEFAULTS | dict(asked.trained.get(bench, {}))
+    """A benchmark with its prompts, sampled as asked, as published, as in training, or by default."""
+    protocol = DEFAULTS | dict(trained)
     if isinstance(task, Benchmark):
         protocol |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
     protocol |= {key: value for key in protocol if (value := getattr(asked, key)) is not None}

@@ -18,6 +18,7 @@ from ..files import STATE, first_line, read_lines, refuse_links_out, writing
 from ..models import (
     Record,
     base_of,
+    dequantise,
     find_model,
     is_adapter,
     load_model,
@@ -97,7 +98,10 @@ def _merge(folder: str, to: Path) -> None:
 
     name, seed = base_of(folder)
     _, tokenizer = load_model(folder, device="cpu")
-    base, _ = load_model(name, device="cpu", seed=seed)
+    quantize = (read_record(folder) or Record()).quantize
+    base, _ = load_model(name, device="cpu", seed=seed, quantize=quantize)
+    if quantize:  # adapters fit the weights that they were trained on
+        dequantise(base)
     merged = cast("PeftModel", PeftModel.from_pretrained(base, folder)).merge_and_unload()
     set_record(merged, read_record(folder))
     with no_progress_bar():

@@ -56,12 +56,11 @@ def python_files(record: Record) -> list[Path]:
     def note(path: Path) -> Path:
         if path.suffix == ".py" and path.is_file() and found.setdefault(path.name, path) != path:
             raise SparseRLError(
-                f"the task is in {found[path.name]}, the compressor in {path}; give them different file names, because "
-                "both are exported into one folder."
+                f"{found[path.name]} and {path} are both exported into one folder; give them different file names."
             )
         return path
 
-    for name in (record.task, record.compressor):
+    for name in (*record.task_names, record.compressor):
         with_file(name or "", note)
     return list(found.values())
 

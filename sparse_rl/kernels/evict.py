@@ -185,7 +185,7 @@ def _move(x, kept, count, stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BL
         tl.store(x + k[:, None] * stride + d[None, :], moved, mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["used", "n"])  # how many rows are full differs from time to time
 def _compact(
     keys, values, feed, mass, trace, rows, kept, fed, live, never, used, count, n, heads,
     key_layer, key_row, key_head, key_slot, value_layer, value_row, value_head, value_slot,

@@ -54,7 +54,8 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
-    logprobs, entropies, ranks, lse = torch.empty(4, tokens, dtype=torch.float32, device=logits.device).unbind()
+    # each at an address of its own: where one lay behind the other, alignment would ask for another variant
+    logprobs, entropies, ranks, lse = (torch.empty(tokens, dtype=torch.float32, device=logits.device) for _ in range(4))
     if tokens:
         _token_statistics[(tokens,)](
             logits, targets.contiguous(), logprobs, entropies, ranks, lse, size, float(temperature),

@@ -20,7 +20,7 @@ from .jit import jit
 # ---------------------------------------------------------------------------------------------------- add, then norm
 
 
-@jit
+@jit(do_not_specialize=["rows"])  # it differs from micro-batch to micro-batch
 def _add_norm_forward(
     new, residual, weight, total, normed, rows, size, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -42,7 +42,7 @@ def _add_norm_forward(
     tl.store(normed + place, (w.to(tl.float32)[None, :] * unit.to(tl.float32)).to(x.dtype), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["rows", "share"])
 def _add_norm_backward(
     total, weight, from_total, from_normed, to_x, to_weight, rows, share, size, eps,
     ADD: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -207,7 +207,7 @@ def _rotate_heads(
     tl.store(place + HALF, second.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _rotate(
     query, key, query_out, key_out, cos, sin, tokens, query_b, query_h, query_t, key_b, key_h, key_t, angle_b,
     QUERIES: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEYS: tl.constexpr, KEY_BLOCK: tl.constexpr,

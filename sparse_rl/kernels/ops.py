@@ -103,6 +103,10 @@ def fits_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return fits_vectors(query, key, cos, sin) and whole and query.shape[-1] % 2 == 0
 
 
+def alike(keys: Tensor, values: Tensor) -> bool:
+    return keys.shape == values.shape
+
+
 def is_fp32(logits: Tensor) -> bool:
     return logits.dtype == torch.float32
 
@@ -114,7 +118,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and 
     "sample_and_record": (Kernel("sample"),),
     "redundancy": (Kernel("evict"),),
     "observed_logits": (Kernel("evict", few_queries_see_all_slots),),
-    "compact": (Kernel("evict"),),
+    "compact": (Kernel("evict", alike),),
     "trace_attention": (Kernel("segments", fits_segments), Kernel("flex", fits_flex)),
     "add_and_norm": (Kernel("layers", fits_norm),),
     "silu_gate": (Kernel("layers", fits_vectors),),
@@ -205,7 +209,9 @@ def compact(
     live: Tensor,
     never: int,
 ) -> None:
-    _function("compact", rows)(keys, values, feed, mass, trace, layers, rows, used, kept, fed, live, never)
+    _function("compact", rows, keys, values)(
+        keys, values, feed, mass, trace, layers, rows, used, kept, fed, live, never
+    )
 
 
 def trace_attention(

@@ -4,7 +4,7 @@
     score             -> Scored       + the learner's log-probs before the update (old), and the reference's
     apply_correction  -> Corrected    the tokens that count, their weights, the accepted trajectories (correct.py)
     make_batches      -> [Batch]      + advantages and the scale of every token, one batch per optimizer step
-    pack              -> [rows]       which rows go through the model together
+    micro_batches_of  -> [rows]       which rows go through the model together (packing.py)
 
 Shapes: N trajectories, T tokens (prompt + response, padded at the end). Log-probs at t are those of token t. Everything
 is on the CPU.
@@ -22,33 +22,34 @@ from torch import Tensor, nn
 
 from ..attention import Replay
 from ..cache import Support, Trace
-from ..errors import SparseRLError
 from ..models import evaluating
+from ..models.routing import Routing
 from ..records import Trajectory
+from .check_replay import check_replay
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
 from .find_support import needs_search, score_and_find
 from .fused import fused
+from .long import long_rows
 from .loss import Loss, token_scale
-from .packing import pack_groups, packed_replay, shares
+from .packing import micro_batches_of, packed_replay
+from .routes import OldRoutes, Routes, told_by
 from .score import batch_logprobs, hidden_states, replay_of, score_of
 from .support import check_recorded, ids_for
 
 if TYPE_CHECKING:
     from .critic import Critic
 
-# Mean nats by which two kernels may differ in their log-probs: ten times what is seen.
-_ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.02}
-
 
 @dataclass(frozen=True)
 class Sampled:
     tokens: Tensor  # int64 [N, T]; 0 beyond a trajectory's end
     lengths: Tensor  # int64 [N]: prompt + response
-    mask: Tensor  # bool [N, T]: response tokens
+    mask: Tensor  # bool [N, T]: response tokens, and beacons that the policy chose
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
     owner_rank: Tensor  # int64 [N]: the process that sampled each trajectory, and so has its whole trace
     traces: tuple[Trace, ...]  # [N]: what each query could see
+    choices: Tensor | None = None  # bool [N, T]: log-probs that are, or hold, those of choices to fold (score.py)
     supports: tuple[Support | None, ...] | None = None  # [N]: what could be drawn; None: all tokens could be
 
 
@@ -64,6 +65,9 @@ class Scored:
     # bool [N]: the rows that went through the model, and that metrics are made of; None: all did. In the shadow view
     # the others need not: their old log-probs are the sampler's, which are the learner's up to rounding.
     seen: Tensor | None = None
+    # The experts to which the learner sends tokens: the sampler's in the shadow view, the old pass's in the dense one.
+    # None: it chooses anew.
+    routes: Routes | None = None
 
     @property
     def gap(self) -> Tensor:
@@ -88,11 +92,12 @@ class Scored:
         return replace(self, **{n: torch.where(taken, getattr(other, n), getattr(self, n)) for n in names})
 
     def rows(self, index: Tensor) -> Scored:
-        traces, supports = tuple(self.sampled.traces[i] for i in index.tolist()), self.sampled.supports
-        if supports is not None:
-            supports = tuple(supports[i] for i in index.tolist())
-        sampled = replace(_rows(self.sampled, index), traces=traces, supports=supports)
-        return replace(_rows(self, index), sampled=sampled)
+        def chosen(values):
+            return None if values is None else tuple(values[i] for i in index.tolist())
+
+        own = self.sampled
+        sampled = replace(_rows(own, index), traces=chosen(own.traces), supports=chosen(own.supports))
+        return replace(_rows(self, index), sampled=sampled, routes=chosen(self.routes))
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ class Batch:
     row_factors: Tensor | None = None  # fp64 [N]: the derivative of its loss by the sum of a row's log-probs
     old_values: Tensor | None = None  # fp32 [N, T]: a critic's, before the update
     returns: Tensor | None = None  # fp32 [N, T]: what the critic learns
+    routes: Routes | None = None  # the experts to which tokens are sent; None: the learner chooses anew
+    choices: Tensor | None = None  # bool [N, T]: as in Sampled
 
     @property
     def row_advantages(self) -> Tensor:
@@ -125,14 +132,14 @@ class Batch:
         return (self.advantages * self.mask).sum(1) / self.mask.sum(1).clamp(min=1)
 
     def part(self, rows: Tensor, device: torch.device) -> Batch:
-        """Some rows without the padding they do not need, on a device. Traces, supports and pairs stay behind."""
+        """Some rows without the padding they do not need, on a device. Traces, routes, supports and pairs stay."""
         width = int(self.lengths[rows].max())
 
         def cut(tensor: Tensor) -> Tensor:
             return (tensor[rows] if tensor.dim() == 1 else tensor[rows, :width]).to(device)
 
         tensors = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, traces=None, supports=None, pairs=None, **tensors)
+        return replace(self, traces=None, routes=None, supports=None, pairs=None, **tensors)
 
 
 def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
@@ -140,14 +147,17 @@ def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
     lengths = torch.tensor([len(t.tokens) for t in trajectories])
     shape = (len(trajectories), int(lengths.max()))
     tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float32)
-    mask = torch.zeros(shape, dtype=torch.bool)
+    mask, choices = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
     for i, t in enumerate(trajectories):
-        mask[i, : len(t.tokens)] = t.response_mask
+        mask[i, : len(t.tokens)] = t.action_mask
+        if t.choices is not None:
+            choices[i, : len(t.tokens)] = t.choices
         tokens[i, : len(t.tokens)] = t.tokens
         logprobs[i, : len(t.tokens)] = t.sampler_logprobs
     owner_rank, traces = torch.full_like(lengths, rank), tuple(t.trace for t in trajectories)
     supports = tuple(t.support for t in trajectories) if any(t.support is not None for t in trajectories) else None
-    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces, supports)
+    chosen = choices if any(t.choices is not None for t in trajectories) else None
+    return Sampled(tokens, lengths, mask, torch.where(mask, logprobs, 0.0), owner_rank, traces, chosen, supports)
 
 
 def join(*parts: Scored) -> Scored:
@@ -160,7 +170,9 @@ def join(*parts: Scored) -> Scored:
     sampled = [part.sampled for part in parts]
     references = [part.reference_logprobs for part in parts if part.reference_logprobs is not None]
     values = [part.values for part in parts if part.values is not None]
-    assert len(references) in (0, len(parts)) and len(values) in (0, len(parts))
+    routes = [part.routes for part in parts if part.routes is not None]
+    choices = [s.choices for s in sampled if s.choices is not None]
+    assert all(len(found) in (0, len(parts)) for found in (references, values, routes, choices))
     return Scored(
         Sampled(
             tokens=padded([s.tokens for s in sampled]),
@@ -169,6 +181,7 @@ def join(*parts: Scored) -> Scored:
             sampler_logprobs=padded([s.sampler_logprobs for s in sampled]),
             owner_rank=torch.cat([s.owner_rank for s in sampled]),
             traces=tuple(trace for s in sampled for trace in s.traces),
+            choices=padded(choices) if choices else None,
             supports=None if sampled[0].supports is None else tuple(x for s in sampled for x in s.supports or ()),
         ),
         old_logprobs=padded([part.old_logprobs for part in parts]),
@@ -178,6 +191,7 @@ def join(*parts: Scored) -> Scored:
         values=padded(values) if values else None,
         view=parts[0].view,
         seen=None if parts[0].seen is None else torch.cat([part.seen for part in parts if part.seen is not None]),
+        routes=tuple(row for part in routes for row in part) if routes else None,
     )
 
 
@@ -193,12 +207,15 @@ def score(
     packing: bool = False,
     critic: Critic | None = None,
     only: Tensor | None = None,
+    routing: Routing | None = None,
 ) -> Scored:
     """Teacher-forced old log-probs in a view, and a critic's values from the same pass.
 
     `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
     of its own. `packing`: micro-batches are packed rows (packing.py). `only` int64 [n]: the rows to score, in the
-    shadow view; the others keep the sampler's log-probs.
+    shadow view; the others keep the sampler's log-probs. `routing`: of a model whose routes are replayed: in the dense
+    view those of this pass are recorded; in the shadow view this pass follows the sampler's, which the traces hold. The
+    reference chooses its own.
 
     Where the sampler recorded only margins of what it could draw, the supports are found here, once and for all.
     """
@@ -216,16 +233,19 @@ def score(
         marked[only] = True
         parts = micro_batches_of(model, sampled.tokens[only], sampled.lengths[only], micro_batch_tokens, packing)
         to_score = [only[part] for part in parts]
-    with evaluating(model), nullcontext() if critic is None else evaluating(critic), fused(model, critic):
+    routes = OldRoutes(model, routing, sampled.lengths, [trace.routes for trace in sampled.traces], view)
+    of_critic = nullcontext() if critic is None else evaluating(critic)
+    with evaluating(model), of_critic, fused(model, critic), long_rows(model, critic), routes:
         for rows in to_score:
-            tokens, response = _cut(sampled, rows)
-            seen = seen_by(model, sampled, rows, view == "shadow", packing)
-            states = hidden_states(model, tokens.to(device), seen)
+            tokens, response, choices = _cut(sampled, rows, device)
+            seen = seen_by(model, sampled, rows, view == "shadow", packing, routes.told)
+            states = hidden_states(model, tokens.to(device), seen, routes.before(rows, tokens, seen))
+            routes.after(rows, seen)
             targets = (model, states, tokens.to(device), response.to(device), temperature)
             if needs_search(supports, rows):
                 found = score_and_find(*targets, rows, supports).cpu()
             else:
-                found = score_of(*targets, ids_for(supports or None, rows, response.to(device))).cpu()
+                found = score_of(*targets, choices, ids_for(supports or None, rows, response.to(device))).cpu()
             for whole, part in zip((old, entropies, ranks), found.unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
             if critic is not None and values is not None:
@@ -236,34 +256,18 @@ def score(
         check_replay(gap, mask, next(model.parameters()).dtype)
     sampled = replace(sampled, supports=tuple(supports) or None)
     if reference is None:
-        return Scored(sampled, old, entropies, ranks, values=values, view=view, seen=marked)
+        return Scored(sampled, old, entropies, ranks, values=values, view=view, seen=marked, routes=routes.found)
     references = torch.zeros_like(old)
-    with reference as other, evaluating(other), fused(other):
+    with reference as other, evaluating(other), fused(other), long_rows(other):
         for rows in micro_batches:
-            tokens, response = _cut(sampled, rows)
+            tokens, response, choices = _cut(sampled, rows, device)
             seen = seen_by(model, sampled, rows, (reference_view or view) == "shadow", packing)
             ids = ids_for(sampled.supports, rows, response.to(device))
-            logprobs = batch_logprobs(other, tokens.to(device), response.to(device), temperature, seen, ids)
+            logprobs = batch_logprobs(
+                other, tokens.to(device), response.to(device), temperature, seen, None, choices, ids
+            )
             references[rows, : tokens.shape[1]] = logprobs.cpu()
-    return Scored(sampled, old, entropies, ranks, references, values, view, marked)
-
-
-def check_replay(gap: Tensor, mask: Tensor, dtype: torch.dtype) -> None:
-    """Refuse traces that do not belong to their tokens: under its own trace a trajectory has the sampler's log-probs,
-    up to rounding.
-    """
-    rounding, tokens = _ROUNDING.get(dtype, _ROUNDING[torch.float32]), mask.sum(1)
-    off = (gap.abs() * mask).sum(1)  # nats, per trajectory; a few tokens may be off by more than many are on average
-    bad = ~(off <= rounding * tokens.clamp(min=64))
-    if not off.sum() <= rounding * tokens.sum().clamp(min=64):  # many short trajectories, each of them off by little
-        bad |= off > rounding * tokens
-    if bad.any():
-        raise SparseRLError(
-            f"in the shadow view the learner's log-probs of {int(bad.sum())} of {len(bad)} trajectories are up to "
-            f"{(off / tokens.clamp(min=1))[bad].max().item():.3g} nats off the sampler's on average, but rounding in "
-            f"{str(dtype).removeprefix('torch.')} explains only {rounding}: the traces do not belong to these tokens, "
-            "or other weights or another temperature sampled them; sample the trajectories again."
-        )
+    return Scored(sampled, old, entropies, ranks, references, values, view, marked, routes.found)
 
 
 def ratio_baseline(scored: Scored, correction: Correction) -> Tensor:
@@ -331,6 +335,8 @@ def make_batches(
                 pairs=None if pairs is None else pairs.rows(rows),
                 old_values=part.values,
                 returns=None if returns is None else returns[rows].float(),
+                routes=part.routes,
+                choices=sampled.choices,
             )
         )
     return batches
@@ -342,50 +348,34 @@ def minibatch_rows(count: int, minibatches: int, group_size: int = 1) -> list[Te
 
 
 def seen_by(
-    model: nn.Module, record: Sampled | Batch, rows: Tensor, shadow: bool, packing: bool = False
+    model: nn.Module,
+    record: Sampled | Batch,
+    rows: Tensor,
+    shadow: bool,
+    packing: bool = False,
+    routes: Routes | None = None,
 ) -> Replay | None:
     """What the queries of some rows see, and whether they go through the model as one packed row.
 
-    None: everything before them, row by row, as stock attention has it.
+    None: everything before them, row by row, as stock attention has it. routes [N]: packed rows share tokens only
+    where these agree.
     """
     traces = [record.traces[i] for i in rows.tolist()] if shadow and record.traces is not None else None
     assert not shadow or traces is not None, "a batch of the dense view has no traces"
     lengths = record.lengths[rows]
     tokens = record.tokens[rows, : int(lengths.max())]
-    if packing and (packed := packed_replay(model, tokens, lengths, traces)) is not None:
+    if packing and (packed := packed_replay(model, tokens, lengths, traces, told_by(routes, rows))) is not None:
         return packed
     if traces is None:
         return None
     return replay_of(model, [(row[:n], trace) for row, n, trace in zip(tokens, lengths.tolist(), traces)])
 
 
-def micro_batches_of(
-    model: nn.Module, tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool
-) -> list[Tensor]:
-    """Rows in micro-batches."""
-    if packing:
-        return pack_groups(tokens, lengths, micro_batch_tokens, shares(model))
-    return pack(lengths, micro_batch_tokens)
-
-
-def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
-    """Rows [N] in micro-batches of at most `micro_batch_tokens` tokens, padding included, longest rows first.
-
-    A row that is longer than that goes alone.
-    """
-    order = lengths.argsort(descending=True, stable=True)
-    packed, start = [], 0
-    while start < len(order):
-        count = max(1, micro_batch_tokens // int(lengths[order[start]]))
-        packed.append(order[start : start + count])
-        start += count
-    return packed
-
-
-def _cut(sampled: Sampled, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and response mask of some rows, without the padding they do not need."""
+def _cut(sampled: Sampled, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens and response mask of some rows, without the padding they do not need; and on a device their choices."""
     width = int(sampled.lengths[rows].max())
-    return sampled.tokens[rows, :width], sampled.mask[rows, :width]
+    choices = None if sampled.choices is None else sampled.choices[rows, :width].to(device)
+    return sampled.tokens[rows, :width], sampled.mask[rows, :width], choices
 
 
 Record = TypeVar("Record", Sampled, Scored)

@@ -22,12 +22,15 @@ from ..attention import Replay
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
-from .batch import Batch, check_replay, micro_batches_of, seen_by
+from .batch import Batch, check_replay, seen_by
 from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
 from .fused import fused
+from .long import long_rows
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
+from .packing import micro_batches_of
+from .routes import sent_to
 from .scaler import LossScale
 from .score import batch_logprobs, hidden_states, logprobs_of, statistics_of
 from .shards import Sharded
@@ -167,7 +170,8 @@ class Learner:
         """
         sums, found = dict.fromkeys(_SUMS, 0.0), []
         critic = nullcontext() if self.critic is None else learning(self.critic)
-        with learning(self.model), critic, fused(self.model, self.critic):
+        models = self.model, self.critic
+        with learning(self.model), critic, fused(*models), long_rows(*models):
             for rows in self._micro_batches(batch, active):
                 if len(rows):
                     found.append((rows, *self._backward(batch, rows, seen)))
@@ -188,15 +192,16 @@ class Learner:
     def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
         """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
         part = batch.part(rows, self.device)
-        tokens, mask = part.tokens, part.mask
-        seen, ids = self._seen(batch, rows), ids_for(batch.supports, rows, mask)
+        tokens, mask, choices = part.tokens, part.mask, part.choices
+        seen, routes = self._seen(batch, rows)
+        ids = ids_for(batch.supports, rows, mask)
 
         def forward(model: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            states = hidden_states(model, tokens, seen)
+            states = hidden_states(model, tokens, seen, routes)
             if found is None:
-                logprobs = logprobs_of(model, states, tokens, mask, self.temperature, ids)
+                logprobs = logprobs_of(model, states, tokens, mask, self.temperature, choices, ids)
             else:
-                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature, ids)
+                logprobs, entropies, _ = statistics_of(model, states, tokens, mask, self.temperature, choices, ids)
                 found[:, rows.to(self.device), : tokens.shape[1]] = torch.stack([logprobs.detach(), entropies])
             values = None if self.critic is None else self.critic(states, tokens, mask, seen)
             if self.distill is None:
@@ -218,7 +223,7 @@ class Learner:
         All processes get those of all.
         """
         sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
-        with evaluating(self.model), fused(self.model):
+        with evaluating(self.model), fused(self.model), long_rows(self.model):
             for rows in self._micro_batches(batch, self.objective.active(batch).nonzero()[:, 0]):
                 if not len(rows):
                     self._empty_micro_batch()
@@ -227,7 +232,7 @@ class Learner:
                 seen, ids = self._seen(batch, rows), ids_for(batch.supports, rows, part.mask)
                 logprobs = self._call(
                     lambda model, part=part, seen=seen, ids=ids: batch_logprobs(
-                        model, part.tokens, part.mask, self.temperature, seen, ids
+                        model, part.tokens, part.mask, self.temperature, *seen, part.choices, ids
                     )
                 )
                 sums[rows.to(self.device)] = torch.where(part.mask, logprobs, 0.0).double().sum(1)
@@ -251,8 +256,10 @@ class Learner:
         parts = micro_batches_of(self.model, tokens, lengths, self.micro_batch_tokens, self.packing)
         return [rows[part] for part in parts]
 
-    def _seen(self, batch: Batch, rows: Tensor) -> Replay | None:
-        return seen_by(self.model, batch, rows, batch.traces is not None, self.packing)
+    def _seen(self, batch: Batch, rows: Tensor) -> tuple[Replay | None, Tensor | None]:
+        """What the queries of a micro-batch see, and the experts to which its tokens are sent."""
+        seen = seen_by(self.model, batch, rows, batch.traces is not None, self.packing, batch.routes)
+        return seen, sent_to(self.model, batch.routes, rows, batch.lengths, seen)
 
     def _call(self, forward: Callable[[nn.Module], T]) -> T:
         """Everything that is done with the model happens inside one call, where the weights may be divided."""

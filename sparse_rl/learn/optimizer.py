@@ -3,7 +3,8 @@
 At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So every trained
 parameter below fp32 has an fp32 master (float16 also needs a scaled loss, scaler.py); gradients are accumulated into
 the master as they arise, the master is updated, and the parameter is the master's rounding. An fp32 parameter is its
-own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16.
+own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16; on the device 8 and 6 where masters and moments
+are offloaded to the host (offload.py).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError, nearest, require_int
 from ..keys import key
+from .offload import Piece, host_zeros, update_by_buckets
 from .scaler import LossScale
-from .shards import full, put, whole_or_part
+from .shards import full, is_divided, put, whole_or_part
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1, to a factor of the learning rate
     "constant": lambda progress: 1.0,
@@ -41,6 +43,11 @@ class OptimizerSettings:
     weight_decay: float = key("of matrices; biases and norms have none", 0.1)
     eps: float = key("AdamW's epsilon", 1e-8)
     max_grad_norm: float = key("gradients are scaled down to this norm", 1.0)
+    offload: bool = key(
+        "masters and moments stay in host memory and pass through the device at every optimizer step: 4 bytes per "
+        "trained parameter on a GPU instead of 16",
+        False,
+    )
 
     def __post_init__(self):
         require_int(at_least=0, **{"optimizer.warmup_steps": self.warmup_steps})
@@ -111,12 +118,19 @@ class MasterAdamW:
                 "the model is float16, in which gradients vanish; only reinforcement learning scales its loss, so "
                 "warm-ups and students need bfloat16 or float32 (model.dtype)."
             )
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
+        self.device = self.parameters[0].device
+        self.masters = self._make_masters()
+        # What gradients hang on: a master that is on the device, or in place of one on the host a tensor of its shape
+        # without storage.
+        self.carriers = [
+            m if m is p or not settings.offload else torch.zeros((), device=p.device).expand(p.shape)
+            for m, p in zip(self.masters, self.parameters, strict=True)
+        ]
+        for parameter, carrier in zip(self.parameters, self.carriers, strict=True):
+            if carrier is not parameter:
+                parameter.register_post_accumulate_grad_hook(_accumulate_into(carrier))
         groups = []
-        for part, rate in zip(self._parts(), (1.0, (critic_lr or settings.lr) / settings.lr), strict=True):
+        for part, rate in zip(self._parts(self.masters), (1.0, (critic_lr or settings.lr) / settings.lr), strict=True):
             for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
                 chosen = [m for m in part if (m.dim() > 1) == decays]
                 groups.append({"params": chosen, "weight_decay": decay, "rate": rate})
@@ -125,8 +139,29 @@ class MasterAdamW:
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
-            fused=self.masters[0].device.type == "cuda",
+            fused=self.device.type == "cuda" and not settings.offload,
         )
+        if settings.offload:
+            shapes = [m.shape for m in self.masters]
+            moments = zip(host_zeros(shapes, self.device), host_zeros(shapes, self.device), strict=True)
+            for master, (first, second) in zip(self.masters, moments, strict=True):
+                self.adamw.state[master] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+
+    @torch.no_grad()
+    def _make_masters(self) -> list[Tensor]:
+        """In fp32: the parameters themselves, or copies of them; copies are on the host where they are offloaded."""
+        if not self.settings.offload:
+            return [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        if any(is_divided(p) for p in self.parameters):
+            raise SparseRLError(
+                "optimizer.offload keeps masters and moments in host memory, which is not done for a learner that is "
+                "divided among processes; set model.shard or optimizer.offload to false."
+            )
+        apart = [p for p in self.parameters if p.dtype != torch.float32]
+        copies = dict(zip(apart, host_zeros([p.shape for p in apart], self.device), strict=True))
+        for parameter, copied in copies.items():
+            copied.copy_(parameter)
+        return [copies.get(p, p) for p in self.parameters]
 
     def step(self, steps_done: int, loss: float = 0.0, critic_only: bool = False) -> tuple[float, float]:
         """One update from the accumulated gradients: (gradient norm before clipping, learning rate), both without the
@@ -142,10 +177,10 @@ class MasterAdamW:
             return math.nan, math.nan
         lr = self.settings.lr_after(steps_done)
         self._unscale()
-        policy, critic = self._parts()
+        policy, critic = self._parts(self.carriers)
         if critic_only:
-            for master in policy:
-                master.grad = None
+            for carrier in policy:
+                carrier.grad = None
         norm, of_critic = (
             full(nn.utils.clip_grad_norm_(part, self.settings.max_grad_norm)).item() if part else 0.0
             for part in (policy, critic)
@@ -155,26 +190,51 @@ class MasterAdamW:
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
                 group["lr"] = lr * group["rate"]
-            self.adamw.step()
-            self._round_masters()
+            self._update()
         if self.scale is not None:
             self.overflowed = not math.isfinite(norm) and self.scale.value > 1
             self.scale = self.scale.after(math.isfinite(norm))
         self.clear()
         return norm, lr
 
+    def _update(self) -> None:
+        """AdamW on the masters, whose roundings the parameters become."""
+        if not self.settings.offload:
+            self.adamw.step()
+            self._round_masters()
+            return
+        place = {master: i for i, master in enumerate(self.masters)}
+        for group in self.adamw.param_groups:
+            moving = [place[m] for m in group["params"] if self.carriers[place[m]].grad is not None]
+            update_by_buckets([self._piece(i) for i in moving], group, self.device)
+            for i in moving:
+                self.adamw.state[self.masters[i]]["step"] += 1
+
+    def _piece(self, i: int) -> Piece:
+        parameter, master, gradient = self.parameters[i], self.masters[i], self.carriers[i].grad
+        state = self.adamw.state[master]
+        assert gradient is not None
+        return Piece(
+            master=master.detach(),
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
+            gradient=gradient,
+            rounded=None if master is parameter else parameter.detach(),
+            steps=float(state["step"]),
+        )
+
     def scaled(self, loss: Tensor) -> Tensor:
         """What backward starts from."""
         return loss if self.scale is None else loss * self.scale.value
 
     def _unscale(self) -> None:
-        gradients = [m.grad for m in self.masters if m.grad is not None]
+        gradients = [c.grad for c in self.carriers if c.grad is not None]
         if self.scale is not None and gradients:
             torch._foreach_mul_(gradients, 1 / self.scale.value)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The masters of the model, and those of the critic."""
-        return self.masters[: self.policy], self.masters[self.policy :]
+    def _parts(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of the model, and those of the critic."""
+        return tensors[: self.policy], tensors[self.policy :]
 
     def is_finite(self) -> bool:
         """Whether all weights of this process are, and their moments."""
@@ -182,7 +242,7 @@ class MasterAdamW:
         return all(bool(whole_or_part(tensor).isfinite().all()) for tensor in (*self.masters, *moments))
 
     def clear(self) -> None:
-        for tensor in (*self.parameters, *self.masters):
+        for tensor in (*self.parameters, *self.carriers):
             tensor.grad = None
 
     @torch.no_grad()
@@ -195,10 +255,10 @@ class MasterAdamW:
     def gradients(self, critic_only: bool = False) -> list[Tensor]:
         """The gradients accumulated so far, in fp32; zeros where there are none."""
         found = []
-        for master in self._parts()[1] if critic_only else self.masters:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            found.append(master.grad)
+        for carrier in self._parts(self.carriers)[1] if critic_only else self.carriers:
+            if carrier.grad is None:
+                carrier.grad = torch.zeros_like(carrier)
+            found.append(carrier.grad)
         return found
 
     def state_dict(self) -> dict[str, list[Tensor]]:
@@ -224,7 +284,8 @@ class MasterAdamW:
             )
         for i, master in enumerate(self.masters):
             put(state["masters"][i], master)
-            moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            here = self.adamw.state[master] if self.settings.offload else {}
+            moments = {name: here.get(name, torch.zeros_like(master)) for name in ("exp_avg", "exp_avg_sq")}
             for name, tensor in moments.items():
                 put(state[name][i], tensor)
             if not 0 <= state["step"][i] < math.inf:
@@ -245,15 +306,15 @@ def check_skipped(skipped: int, limit: int, sentence: str) -> None:
         raise SparseRLError(sentence)
 
 
-def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's gradient into its master's, in fp32."""
+def _accumulate_into(carrier: Tensor) -> Callable[[Tensor], None]:
+    """A hook that moves a parameter's gradient to what carries it, in fp32."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
+        if carrier.grad is None:
+            carrier.grad = parameter.grad.float()
         else:
-            master.grad += parameter.grad
+            carrier.grad += parameter.grad
         parameter.grad = None
 
     return hook

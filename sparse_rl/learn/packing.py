@@ -8,7 +8,7 @@ those of the rows one by one, up to rounding: the gradient of a shared token is 
     positions   0 1 2 3 4 5 | 0 1 2 3 4            0 1 2 3 4 5 3 4
 
 In the shadow view the trajectories must also agree in what was evicted while these tokens were fed; those that do not
-bring their own.
+bring their own. Where routes are replayed, they share tokens up to the first that went through other experts.
 
 Shapes: N rows, T tokens (padded), S tokens of the packed row.
 """
@@ -26,6 +26,8 @@ from ..cache import Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..kernels.ops import place_of
+from ..models import is_recurrent
+from .routes import common_start
 from .score import causal_lm_of, pad_traces
 
 PACKING = ("auto", "always", "never")
@@ -34,16 +36,19 @@ WORTH_PACKING = 0.9  # of the tokens with padding; in the dense view stock atten
 _PADDED = 4  # rows of a micro-batch are unpacked for the head: at most this many times its tokens, with padding
 # Of these we have tested that they compute the same at explicit positions, under our attention.
 _KNOWN = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3", "gpt_oss"}
+_KNOWN |= {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe"}
 
 
 def packs(model: nn.Module, choice: str) -> bool:
     """Whether a model's micro-batches are packed. `auto`: on a GPU, where it is of a known architecture."""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    known = config.model_type in _KNOWN and beacon_of(model) is None
+    recurrent = is_recurrent(config)  # a state would go on from one trajectory to the next
+    known = config.model_type in _KNOWN and beacon_of(model) is None and not recurrent
     if choice == "always" and not known:
+        kind = " with beacons" if beacon_of(model) else ", which have recurrent layers," if recurrent else ""
         raise SparseRLError(
-            f"learn.packing is always, but micro-batches of {config.model_type} models"
-            f"{' with beacons' if beacon_of(model) else ''} cannot be packed; use auto or never."
+            f"learn.packing is always, but micro-batches of {config.model_type} models{kind} cannot be packed; use "
+            "auto or never."
         )
     parameter = next(model.parameters())
     has_kernels = place_of(parameter).runs_kernels and parameter.dtype != torch.float64
@@ -63,6 +68,29 @@ def shared_prefixes(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     common = torch.full_like(rows, tokens.shape[1])
     common.scatter_reduce_(0, leader, torch.where(leader == rows, common, alike), "amin")
     return leader, torch.where(leader == rows, 0, common[leader])
+
+
+def micro_batches_of(
+    model: nn.Module, tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool
+) -> list[Tensor]:
+    """Rows in micro-batches."""
+    if packing:
+        return pack_groups(tokens, lengths, micro_batch_tokens, shares(model))
+    return pack(lengths, micro_batch_tokens)
+
+
+def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """Rows [N] in micro-batches of at most `micro_batch_tokens` tokens, padding included, longest rows first.
+
+    A row that is longer than that goes alone.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    packed, start = [], 0
+    while start < len(order):
+        count = max(1, micro_batch_tokens // int(lengths[order[start]]))
+        packed.append(order[start : start + count])
+        start += count
+    return packed
 
 
 def pack_groups(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, share: bool = True) -> list[Tensor]:
@@ -88,8 +116,15 @@ def pack_groups(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, share:
     return [torch.tensor(rows) for rows in packed if rows]
 
 
-def packed_replay(model: nn.Module, tokens: Tensor, lengths: Tensor, traces: Sequence[Trace] | None) -> Replay | None:
+def packed_replay(
+    model: nn.Module,
+    tokens: Tensor,
+    lengths: Tensor,
+    traces: Sequence[Trace] | None,
+    routes: Sequence[Tensor] | None = None,
+) -> Replay | None:
     """Some rows as one packed row, on the model's device. `traces`: of the shadow view; None: every token sees all.
+    `routes` [t, M, k] each: the experts to which tokens are sent; None: the model chooses.
 
     None where that is no gain: where the dense view saves little of what stock attention would read, or where traces
     have so many segments that the kernels cannot take a packed row.
@@ -100,7 +135,7 @@ def packed_replay(model: nn.Module, tokens: Tensor, lengths: Tensor, traces: Seq
         evicted_at = torch.full((len(tokens), 1, 1, int(lengths.max())), never, dtype=torch.int32)
     else:
         evicted_at = pad_traces(model, [(row[:n], t) for row, n, t in zip(tokens, lengths.tolist(), traces)])
-    packing = pack_rows(tokens, lengths, evicted_at, share=shares(model))
+    packing = pack_rows(tokens, lengths, evicted_at, shares(model), routes)
     if traces is None and packing.size > WORTH_PACKING * evicted_at.numel():
         return None
     moved = Packing(packing.place.to(device), packing.first.to(device), packing.size)
@@ -108,13 +143,16 @@ def packed_replay(model: nn.Module, tokens: Tensor, lengths: Tensor, traces: Seq
     return replay if device.type == "cpu" or replay.segments.are_few else None
 
 
-def pack_rows(tokens: Tensor, lengths: Tensor, evicted_at: Tensor, share: bool) -> Packing:
+def pack_rows(
+    tokens: Tensor, lengths: Tensor, evicted_at: Tensor, share: bool, routes: Sequence[Tensor] | None = None
+) -> Packing:
     """Where the tokens of rows go. evicted_at int32 [N, L, H, T]"""
     leader, shared = shared_prefixes(tokens, lengths)
     first = torch.zeros_like(lengths)
     for row in (shared > 0).nonzero()[:, 0].tolist() if share else []:
-        count = int(shared[row])
-        mine, theirs = (evicted_at[r, ..., :count].clamp(max=count) for r in (row, int(leader[row])))
+        other = int(leader[row])
+        count = common_start(routes, row, other, int(shared[row]))
+        mine, theirs = (evicted_at[r, ..., :count].clamp(max=count) for r in (row, other))
         first[row] = count if torch.equal(mine, theirs) else 0
     brings = lengths - first
     begin = brings.cumsum(0) - brings  # where the tokens that a row brings begin

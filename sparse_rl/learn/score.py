@@ -7,6 +7,8 @@ GPU a head that is known to be one matrix goes through fused kernels instead (he
 
 Shapes: B sequences, T tokens (padded at the end, where causal attention never looks), n target tokens, V vocabulary.
 `target_mask` bool [B, T] marks the tokens whose log-probs are wanted; it never marks the first token of a sequence.
+`choices` bool [B, T] marks those whose log-prob is, or holds, that of a choice between folding and going on
+(beacon/choice.py): beacons, and tokens. Without it no beacon may be a target.
 """
 
 from __future__ import annotations
@@ -14,24 +16,23 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Replay, use_attention_through_backward
-from ..beacon import beacon_of
+from ..attention import Replay, through_backward, use_attention
+from ..beacon import beacon_of, choice_entropies, choice_logprobs
 from ..cache import Support, Trace
 from ..cache.segments import Packing
 from ..errors import SparseRLError
-from ..models import head_chunk
-from ..records import Trajectory
+from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk, num_slot_heads, num_slot_layers
+from ..models.routing import replaying_routes
 from .head import plain_head, states_before
-from .support import ids_for, over_same_tokens, over_support, padded, place_in
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .routes import routes_in_order
+from .support import ids_for, over_support, padded, place_in
 
 
 def token_logprobs(
@@ -39,12 +40,15 @@ def token_logprobs(
     tokens: Tensor,
     trace: Trace | None = None,
     temperature: float = 1.0,
+    choices: Tensor | None = None,
     support: Support | None = None,
 ) -> Tensor:
-    """fp32 [T]: the log-prob of each token given those before it; 0 for the first token and beacons. Differentiable.
+    """fp32 [T]: the log-prob of each token given those before it; 0 for the first token and for beacons that were not
+    chosen. Differentiable.
 
-    tokens [T]. Without a trace every token sees all tokens before it; with one, exactly what the sampler's cache still
-    held. Temperature 0 reads as 1, as in the sampler. With a support that has ids, log-probs of the sampled tokens are
+    tokens, choices (a trajectory's) [T]. Without a trace every token sees all tokens before it; with one, exactly what
+    the sampler's cache still held, and if the trace has routes, it goes through the sampler's experts. Temperature 0
+    reads as 1, as in the sampler. With a support that has ids, log-probs of the sampled tokens are
     renormalised over it, and the others are 0.
     """
     device = next(model.parameters()).device
@@ -52,12 +56,16 @@ def token_logprobs(
     target_mask = torch.arange(tokens.shape[1], device=device)[None] > 0
     if (beacon := beacon_of(model)) is not None:
         target_mask &= ~beacon.is_beacon(tokens)
+    if choices is not None:
+        choices = choices.to(device)[None]
+        target_mask |= choices
     replay = None if trace is None else replay_of(model, [(tokens[0], trace)])
-    if support is None:
-        return batch_logprobs(model, tokens, target_mask, temperature, replay)[0]
-    target_mask &= (support.counts > 0).to(device)
-    ids = ids_for([support], torch.tensor([0]), target_mask)
-    return batch_logprobs(model, tokens, target_mask, temperature, replay, ids)[0]
+    routes = None if trace is None else routes_of(model, trace)
+    ids = None
+    if support is not None:
+        target_mask &= (support.counts > 0).to(device)
+        ids = ids_for([support], torch.tensor([0]), target_mask)
+    return batch_logprobs(model, tokens, target_mask, temperature, replay, routes, choices, ids)[0]
 
 
 def batch_logprobs(
@@ -66,14 +74,17 @@ def batch_logprobs(
     target_mask: Tensor,
     temperature: float = 1.0,
     replay: Replay | None = None,
+    routes: Tensor | None = None,
+    choices: Tensor | None = None,
     support: Tensor | None = None,
 ) -> Tensor:
     """fp32 [B, T]: log-probs of the target tokens, 0 elsewhere. Differentiable.
 
-    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view; `support` int32 [n, K]:
-    renormalise over these ids (support.py).
+    tokens int64 [B, T] and everything else on the model's device; `replay` for the shadow view; `routes`: see
+    `hidden_states`; `support` int32 [n, K]: renormalise over these ids (support.py).
     """
-    return logprobs_of(model, hidden_states(model, tokens, replay), tokens, target_mask, temperature, support)
+    states = hidden_states(model, tokens, replay, routes)
+    return logprobs_of(model, states, tokens, target_mask, temperature, choices, support)
 
 
 def logprobs_of(
@@ -82,9 +93,15 @@ def logprobs_of(
     tokens: Tensor,
     target_mask: Tensor,
     temperature: float = 1.0,
+    choices: Tensor | None = None,
     support: Tensor | None = None,
 ) -> Tensor:
     """`batch_logprobs` from hidden states that were computed already."""
+    if choices is not None:
+        assert support is None, "a policy that chooses its folds draws from all tokens"
+        said, chosen = _apart(model, tokens, target_mask, choices)
+        logprobs = logprobs_of(model, states, tokens, said, temperature)
+        return logprobs + choice_statistics(model, states, tokens, chosen)[0]
     values = _fused_statistics(model, states, tokens, target_mask, temperature or 1.0, support)
     if values is None:
         function = chosen_logprobs(temperature or 1.0)
@@ -98,11 +115,18 @@ def statistics_of(
     tokens: Tensor,
     target_mask: Tensor,
     temperature: float = 1.0,
+    choices: Tensor | None = None,
     support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_of`, to the bit, and from the same pass through the head: entropies of the targets' distributions, and
     ranks of the targets there (1: likeliest). fp32 [B, T] each, 0 elsewhere. Only the log-probs are differentiable.
     """
+    if choices is not None:
+        said, chosen = _apart(model, tokens, target_mask, choices)
+        of_tokens = statistics_of(model, states, tokens, said, temperature)
+        of_choices = choice_statistics(model, states, tokens, chosen)
+        ranks = torch.where(said, of_tokens[2], of_choices[2])
+        return of_tokens[0] + of_choices[0], of_tokens[1] + of_choices[1].detach(), ranks
     temperature = temperature or 1.0
     values = _fused_statistics(model, states, tokens, target_mask, temperature, support)
     if values is None:
@@ -113,9 +137,17 @@ def statistics_of(
 
 
 def score_of(
-    model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float, support: Tensor | None = None
+    model: nn.Module,
+    states,
+    tokens: Tensor,
+    target_mask: Tensor,
+    temperature: float,
+    choices: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Log-probs, entropies and ranks of the target tokens, side by side. fp32 [n, 3]"""
+    if choices is not None:
+        return torch.stack(statistics_of(model, states, tokens, target_mask, temperature, choices), -1)[target_mask]
     values = _fused_statistics(model, states, tokens, target_mask, temperature, support)
     if values is None:
         function = logprobs_entropies_ranks(temperature)
@@ -152,12 +184,34 @@ def _fused_statistics(
     return logprobs, entropies, ranks
 
 
-def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None):
+def choice_statistics(model: nn.Module, states, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and ranks (1 or 2) of choices between folding and going on. chosen bool [B, T] -> [B, T]"""
+    beacon = beacon_of(model)
+    if beacon is None or beacon.choice is None:
+        raise SparseRLError(
+            "the trajectories hold choices of where to fold, but this model does not choose; use the one that sampled "
+            "them."
+        )
+    logits, folds = beacon.choice_logits(states_before(states.last_hidden_state, chosen)), beacon.is_beacon(tokens)
+    logits = logits.new_zeros(tokens.shape).masked_scatter(chosen, logits)
+    values = choice_logprobs(logits, folds), choice_entropies(logits), 1 + ((logits > 0) != folds)
+    return values[0] * chosen, values[1] * chosen, values[2].to(logits.dtype) * chosen
+
+
+def _apart(model: nn.Module, tokens: Tensor, target_mask: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the targets: those that the vocabulary has, and those that were chosen in the other sense. bool [B, T] each"""
+    beacon = beacon_of(model)
+    said = target_mask if beacon is None else target_mask & ~beacon.is_beacon(tokens)
+    return said, target_mask & choices
+
+
+def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None, routes: Tensor | None = None):
     """What the decoder hands to the head, as the model's own output record.
 
     tokens [B, T] -> last_hidden_state [B, T, hidden]. With a packing (packing.py) the decoder reads one packed row.
+    routes [M, n, k]: the experts to which it sends the tokens that it reads (routes.py); None: it chooses.
     """
-    decoder, caught = _decoder(model), []
+    decoder, caught = decoder_of(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
     packing, beacon = None if replay is None else replay.packing, beacon_of(model)
@@ -171,11 +225,12 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     if "logits_to_keep" in taken:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
-        if replay is None:
+        if replay is None and routes is None:
             model(**inputs)
         else:
-            with use_attention_through_backward(model, "shadow"):
-                model(**inputs, replay=replay)
+            given = {} if replay is None else {"replay": replay}
+            with through_backward(model, lambda: _replaying(model, replay is not None, routes)):
+                model(**inputs, **given)
     finally:
         hook.remove()
     if not caught:
@@ -190,6 +245,20 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
         after = states.last_hidden_state
         states.last_hidden_state = torch.where(beacon.is_beacon(tokens)[..., None], after.roll(1, 1), after)
     return states
+
+
+@contextmanager
+def _replaying(model: nn.Module, shadow: bool, routes: Tensor | None) -> Iterator[None]:
+    attention = use_attention(model, "shadow") if shadow else nullcontext()
+    with attention, nullcontext() if routes is None else replaying_routes(model, routes):
+        yield
+
+
+def routes_of(model: nn.Module, trace: Trace) -> Tensor | None:
+    """The routes of one trajectory, for `hidden_states`."""
+    if trace.routes is None:
+        return None
+    return routes_in_order(model, [trace.routes], torch.tensor([trace.num_tokens]))
 
 
 def pack_tokens(tokens: Tensor, lengths: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -223,9 +292,9 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     causal_lm = causal_lm_of(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
-    holder, name = _decoder_place(model)
+    holder, name = decoder_place(model)
     decoder = getattr(holder, name)
-    setattr(holder, name, _FixedOutput(given))
+    setattr(holder, name, _FixedOutput(given, decoder))
     try:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
         return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
@@ -275,18 +344,15 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
     """The traces side by side, padded with "never": int32 [B, L, H, T]"""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    longest = max(len(tokens) for tokens, _ in items)
-    padded = torch.full(
-        (len(items), config.num_hidden_layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32
-    )
+    layers, heads, longest = num_slot_layers(config), num_slot_heads(config), max(len(tokens) for tokens, _ in items)
+    padded = torch.full((len(items), layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
     if beacon_of(model) is None and (highest := max(int(tokens.max()) for tokens, _ in items)) >= config.vocab_size:
         raise SparseRLError(
             f"the tokens hold id {highest}, outside this model's vocabulary of {config.vocab_size}: it is a beacon's "
             "or another tokenizer's; use the model that sampled them."
         )
     for row, (tokens, trace) in zip(padded, items, strict=True):
-        expected = (config.num_hidden_layers, heads, len(tokens))
+        expected = (layers, heads, len(tokens))
         if tuple(trace.evicted_at.shape) != expected:
             raise SparseRLError(
                 f"the trace is for (layers, KV heads, tokens) {tuple(trace.evicted_at.shape)} but this model and these "
@@ -300,49 +366,13 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
     return padded
 
 
-@torch.no_grad()
-def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> Tensor:
-    """alpha of every response token: the sum over the vocabulary of min(dense, sampler) probability = 1 - total
-    variation.
-
-    The sampler's distribution comes from the shadow view, which equals it; so both are exact. Where the sampler drew
-    from a support alone, both are renormalised over it. -> fp32 [response]
-    """
-    device = next(model.parameters()).device
-    whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
-    dense = hidden_states(model, whole)
-    shadow = hidden_states(
-        model, trajectory.tokens.to(device)[None], replay_of(model, [(trajectory.tokens, trajectory.trace)])
-    )
-    target_mask = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
-    views = ((dense, target_mask), (shadow, trajectory.response_mask.to(device)[None]))
-    pairs = (
-        states.last_hidden_state[:, :-1][target_mask[:, 1:]].split(chunk_of(model)) for states, target_mask in views
-    )
-    shares = []
-    drawable = _drawable(trajectory, chunk_of(model))
-    for ours, theirs in zip(*pairs, strict=True):
-        logits = [head(model, dense, part) for part in (ours, theirs)]
-        if drawable is not None:
-            logits = over_same_tokens(*logits, *next(drawable))
-        p, q = ((z / temperature).softmax(-1) for z in logits)
-        shares.append(torch.minimum(p, q).sum(-1))
-    return torch.cat(shares) if shares else torch.zeros(0, device=device)
-
-
-def _drawable(trajectory: Trajectory, chunk: int) -> Iterator[tuple[Tensor, Tensor]] | None:
-    """Tokens and margins of the response in chunks; None where all tokens could be drawn."""
-    if trajectory.support is None:
-        return None
-    mask = trajectory.response_mask
-    return zip(trajectory.tokens[mask].split(chunk), trajectory.support.margins[mask].split(chunk), strict=True)
-
-
 class _FixedOutput(nn.Module):
-    """A stub of the decoder that returns the output it was made with."""
+    """A stub of the decoder that returns the output it was made with, and has the decoder's plain settings."""
 
-    def __init__(self, output):
+    def __init__(self, output, decoder: nn.Module):
         super().__init__()
+        settings = vars(decoder).items()
+        vars(self).update({k: v for k, v in settings if k not in vars(self) and isinstance(v, (bool, int, float, str))})
         self.output = output
 
     def forward(self, *args, **kwargs):
@@ -354,29 +384,6 @@ def chunk_of(model: nn.Module) -> int:
     return head_chunk(causal_lm_of(model).config.get_text_config(decoder=True).vocab_size)
 
 
-def causal_lm_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside whatever wraps it."""
-    from transformers import PreTrainedModel
-
-    return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
-
-
-def _decoder_place(model: nn.Module) -> tuple[nn.Module, str]:
-    """The module that holds the decoder, and the decoder's name there."""
-    causal_lm = causal_lm_of(model)
-    name = causal_lm.base_model_prefix
-    base = getattr(causal_lm, name, None)
-    if base is None:
-        raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {name!r}: it is not supported.")
-    if isinstance(getattr(base, "decoder", None), nn.Module):  # models that were cut out of an encoder-decoder, and OPT
-        return base, "decoder"
-    return causal_lm, name
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    return getattr(*_decoder_place(model))
-
-
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder's layers, whatever the decoder calls them."""
-    return next(child for child in _decoder(model).children() if isinstance(child, nn.ModuleList))
+    return next(child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList))

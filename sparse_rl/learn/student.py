@@ -38,11 +38,12 @@ from ..errors import SparseRLError, require_int
 from ..keys import key
 from ..models import evaluating, with_lora
 from ..streams import stream_key
-from .batch import Sampled, pack
+from .batch import Sampled
 from .distill import divergence
 from .fused import fused
 from .learner import learning
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
+from .packing import pack
 from .score import head, hidden_states, over_chunks
 
 DRAWS = ("sequence", "chunk")

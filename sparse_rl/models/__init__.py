@@ -1,6 +1,7 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
 from .adapters import base_of, is_adapter, record_base, set_base
+from .decoder import causal_lm_of, decoder_of, decoder_place
 from .folder import no_progress_bar, reading
 from .load import (
     encode,
@@ -11,23 +12,31 @@ from .load import (
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
 from .names import check_folder
+from .quantize import check_quantize, dequantise, quantised_bytes
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
-from .shape import ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .shape import MLP_CHUNK, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
+from .states import is_recurrent, num_slot_heads, num_slot_layers, recurrent_kernels
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer, unknown_to_tiny
 
 __all__ = [
+    "MLP_CHUNK",
     "Float32Head",
     "ModelShape",
     "Record",
     "RewardModel",
     "base_of",
+    "causal_lm_of",
     "check_folder",
     "check_logits",
     "check_model",
+    "check_quantize",
     "check_sliding_windows",
+    "decoder_of",
+    "decoder_place",
+    "dequantise",
     "dtype_of",
     "encode",
     "end_token",
@@ -36,15 +45,20 @@ __all__ = [
     "find_model",
     "head_chunk",
     "is_adapter",
+    "is_recurrent",
     "load_config",
     "load_model",
     "load_reward_model",
     "no_progress_bar",
+    "num_slot_heads",
+    "num_slot_layers",
     "own_stop_ids",
+    "quantised_bytes",
     "read_record",
     "reading",
     "record_base",
     "record_of",
+    "recurrent_kernels",
     "reward_config",
     "set_base",
     "set_logits",

@@ -19,6 +19,7 @@ from .adapters import base_of, is_adapter
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
 from .names import BUILT_IN, check_folder, file_on_hub, needs_hub
+from .quantize import check_quantize, quantise
 from .record import Record, find_model, read_record, set_record
 from .shape import SHAPES, dtype_of, shape_config
 from .stops import repair
@@ -46,14 +47,20 @@ def load_config(name: str):
 
 
 def load_model(
-    name: str, dtype: str | None = None, device: str | None = None, seed: int = 0, logits: str | None = None
+    name: str,
+    dtype: str | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    logits: str | None = None,
+    quantize: str | None = None,
 ):
     """(model in eval mode, tokenizer).
 
     `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;
     `tiny:4x256` has another size (layers x width); `random:SHAPE` is a public architecture with random weights and the
     tiny tokenizer, to measure speed and memory. Of a run folder it is the newest checkpoint. `logits`: `float32`,
-    whatever the dtype of the weights, or `model`, in that dtype; None: as in training, else `float32`.
+    whatever the dtype of the weights, or `model`, in that dtype; None: as in training, else `float32`. `quantize`:
+    `4bit`, which needs bitsandbytes; adapters that were trained so are loaded so.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,6 +69,7 @@ def load_model(
     chosen = dtype_of(dtype)
     if logits is not None:
         check_logits(logits)
+    check_quantize(quantize, "quantize")
     if is_tiny(name) or name.startswith("random:"):
         config = load_config(name.removeprefix("random:"))
         with torch.random.fork_rng(), torch.device(device):
@@ -70,6 +78,8 @@ def load_model(
         tokenizer = tiny_tokenizer()
         if model.generation_config.eos_token_id is not None:  # a shape's own default is an id of another tokenizer
             model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        if quantize:
+            quantise(model, device)
         return set_logits(model.eval(), logits or "float32"), tokenizer
     if name.lower() in SHAPES:
         raise SparseRLError(
@@ -84,7 +94,7 @@ def load_model(
         check_layers(source)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
         if is_adapter(source):
-            return _load_adapters(source, tokenizer, dtype, device, logits)
+            return _load_adapters(source, tokenizer, dtype, device, logits, quantize)
         if not options:
             check_size(source)
         if options and hasattr(transformers, "GgufConfig"):  # a transformers without it always unpacks the weights
@@ -104,15 +114,17 @@ def load_model(
     if (record := read_record(source)) is not None:
         set_record(model, record)
     repair(model, tokenizer)
+    if quantize:
+        quantise(model, device)
     whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
     return set_logits(whole.to(device).eval(), logits or (record or Record()).logits), tokenizer
 
 
-def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logits: str | None):
+def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logits: str | None, quantize: str | None):
     """The base with adapters in its layers, and their tokenizer."""
     name, seed = base_of(folder)
     record = read_record(folder) or Record()
-    base, _ = load_model(name, dtype, device, seed, logits or record.logits)
+    base, _ = load_model(name, dtype, device, seed, logits or record.logits, quantize or record.quantize)
     check_tensors(folder, vars(cast("PreTrainedModel", base).load_adapter(folder)))
     set_record(base, record)
     repair(base, tokenizer)

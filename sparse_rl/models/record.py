@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError
-from ..files import BEST, find_checkpoints, with_file
+from ..files import BEST, find_checkpoints, tasks_in, with_file, with_tasks
 from .folder import read_object
 from .logits import check_logits
 from .names import file_on_hub
+from .quantize import check_quantize
 
 FILE = "sparse_rl.json"
 _KEY, _OLD_KEY = "sparse_rl", "sparse_rl_template"  # earlier versions kept the template alone
@@ -56,6 +57,12 @@ class Record:
     max_new_tokens: int | None = None
     temperature: float | None = None  # of evaluations
     logits: str = "float32"
+    quantize: str | None = None  # of the base, where adapters were trained
+
+    @property
+    def task_names(self) -> list[str]:
+        """Its task, and the tasks of a mixture."""
+        return [name for name in (self.task, *tasks_in(self.task_options)) if name is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -86,6 +93,7 @@ class Record:
                 )
         record = cls(**known)
         check_logits(record.logits, f"logits in the sparse_rl record of {where}")
+        check_quantize(record.quantize, f"quantize in the sparse_rl record of {where}")
         return record
 
 
@@ -147,8 +155,15 @@ def _with_files_beside(source: str, record: Record) -> Record:
         here = _find(source, path.name)
         return path.name if here is None or not here.is_file() else Path(os.path.abspath(here))
 
-    named = {key: name for key in ("task", "compressor") if (name := getattr(record, key)) and "/" not in name}
-    return dataclasses.replace(record, **{key: with_file(name, place) for key, name in named.items()})
+    def beside(name: str | None) -> str | None:
+        return with_file(name, place) if isinstance(name, str) and "/" not in name else name
+
+    return dataclasses.replace(
+        record,
+        task=beside(record.task),
+        task_options=with_tasks(record.task_options, lambda entry: {**entry, "name": beside(entry.get("name"))}),
+        compressor=beside(record.compressor),
+    )
 
 
 def _find(source: str, name: str) -> Path | None:

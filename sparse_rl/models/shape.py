@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..cache import CacheShape
+from ..cache import CacheShape, LayerState
 from ..errors import SparseRLError, nearest
-from .support import check_supported
+from .states import layer_states, num_slot_heads, num_slot_layers
+from .support import check_supported, head_dims
 
 # Public architectures: enough to plan memory, or to measure speed with random weights, without a download.
 # (model type, hidden, feed-forward, layers, query heads, KV heads, head dim, vocabulary, tied embeddings, context)
@@ -34,22 +36,31 @@ class ModelShape:
     """What a model's config says about its cache."""
 
     architecture: str
-    layers: int
+    layers: int  # all of them
+    slot_layers: int  # those that have slots
     heads: int  # KV heads
     query_heads: int
-    head_dim: int
+    head_dim: int  # the largest
     vocabulary: int
     hidden: int
     intermediate: int
     context: int  # positions the model was made for
     hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, or a table of learned positions
     dtype: torch.dtype
+    states: tuple[LayerState, ...] = ()  # of recurrent layers
+    narrow: bool = False  # some layers have smaller heads, whose slots are filled up with zeros
+    latent: tuple[int, int] | None = None  # numbers of the latent and of the rotated key that a slot holds (MLA)
 
     @classmethod
     def of(cls, config, dtype: torch.dtype | None = None) -> ModelShape:
         config = config.get_text_config(decoder=True)
         check_supported(config)
         query_heads = config.num_attention_heads
+        dims = head_dims(config) or [config.hidden_size // query_heads]
+        latent = None
+        if getattr(config, "kv_lora_rank", None):
+            latent = (config.kv_lora_rank, config.qk_rope_head_dim)
+            dims = [config.qk_nope_head_dim + config.qk_rope_head_dim]
         ropes = _rope_parameters(config)
         limits = [
             r.get("original_max_position_embeddings") or config.max_position_embeddings for r in ropes if _rescales(r)
@@ -59,19 +70,39 @@ class ModelShape:
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
-            heads=getattr(config, "num_key_value_heads", None) or query_heads,
+            slot_layers=num_slot_layers(config),
+            heads=num_slot_heads(config),
             query_heads=query_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
+            head_dim=max(dims),
             vocabulary=config.vocab_size,
             hidden=config.hidden_size,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            intermediate=_intermediate(config),
             context=config.max_position_embeddings,
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
+            states=layer_states(config),
+            narrow=len(dims) > 1,
+            latent=latent,
         )
 
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.layers, self.heads, self.query_heads, self.head_dim, self.head_dim, self.dtype)
+        key, value = (sum(self.latent), 0) if self.latent else (self.head_dim, self.head_dim)
+        return CacheShape(
+            self.slot_layers, self.heads, self.query_heads, key, value, self.dtype,
+            states=self.states, narrow=self.narrow, latent=self.latent[0] if self.latent else 0,
+        )  # fmt: skip
+
+
+def _intermediate(config) -> int:
+    """The width of the feed-forward part that one token goes through: of a mixture, its experts side by side."""
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    dense = max(dense) if isinstance(dense, (list, tuple)) else dense  # one per layer
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return dense
+    of_each = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return max(dense, chosen * of_each + shared)
 
 
 def _rope_parameters(config) -> list[dict]:
@@ -108,20 +139,28 @@ def shape_config(name: str):
 
 def weight_bytes(config, dtype: torch.dtype | None = None, kind: Any = None) -> int:
     """Bytes of a model's parameters, counted on a model without storage. `kind`: transformers' class that makes it."""
+    parameters = without_storage(config, kind).parameters()
+    return sum(p.numel() for p in parameters) * (dtype or config.dtype or torch.float32).itemsize
+
+
+def without_storage(config, kind: Any = None) -> nn.Module:
+    """The model of a config, with parameters that have shapes and no values."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
+            return (kind or AutoModelForCausalLM).from_config(config, trust_remote_code=False)
     except Exception as error:  # settings that do not fit together lead to errors of any type
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise SparseRLError(f"no model can be made from this config ({why}); repair its config.json.") from error
-    return sum(p.numel() for p in model.parameters()) * (dtype or config.dtype or torch.float32).itemsize
 
 
 def head_chunk(vocabulary: int) -> int:
     """Tokens whose logits exist at a time while learning: at least 1,024, or 16 MiB of fp32 for a small vocabulary."""
     return max(1024, 2**22 // vocabulary)
+
+
+MLP_CHUNK = 8192  # tokens that pass through an MLP together where the learner's rows are long
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -6,7 +6,9 @@ import inspect
 
 from torch import nn
 
+from ..cache.states import LAYERS_WITHOUT_SLOTS, RECURRENT_LAYERS
 from ..errors import SparseRLError, require_int
+from .states import FAMILIES, check_recurrent
 
 
 def check_model(model: nn.Module) -> None:
@@ -23,14 +25,15 @@ def check_model(model: nn.Module) -> None:
 def check_sliding_windows(config, windows: list[int | None]) -> None:
     """Refuse a model whose config has sliding windows that its layers did not pass to the attention.
 
-    `windows`: the window that each layer passed.
+    `windows`: the window that each layer with slots passed.
     """
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds:
+        with_slots = [(i, kind) for i, kind in enumerate(kinds) if kind not in LAYERS_WITHOUT_SLOTS]
         lost = [
             i
-            for i, (kind, window) in enumerate(zip(kinds, windows, strict=False))
+            for (i, kind), window in zip(with_slots, windows, strict=False)
             if kind == "sliding_attention" and window is None
         ]
     else:
@@ -44,6 +47,10 @@ def check_sliding_windows(config, windows: list[int | None]) -> None:
 
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+# Models whose last layers attend with the keys and values of the last layer of their type before them.
+_SHARING = {"gemma3n_text", "gemma4_text", "gemma4_unified_text"}
+# Models whose latents are one KV head with the matrices absorbed (attention/latent.py).
+_LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "youtu"}
 
 
 def check_supported(config) -> None:
@@ -55,27 +62,42 @@ def check_supported(config) -> None:
         if (value := _of_all_layers(config, key)) is None:
             raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
         require_int(**{f"{key} of the model's config": value})
-    for key in ("num_key_value_heads", "head_dim"):
-        if (value := _of_all_layers(config, key)) is not None:
-            require_int(**{f"{key} of the model's config": value})
-    if getattr(config, "use_bidirectional_attention", False):
+    if (value := _of_all_layers(config, "num_key_value_heads")) is not None:
+        require_int(**{"num_key_value_heads of the model's config": value})
+    for value in head_dims(config):
+        require_int(**{"head_dim of the model's config": value})
+    if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
-    if getattr(config, "num_kv_shared_layers", 0):
+    if (shared := getattr(config, "num_kv_shared_layers", None) or 0) and name not in _SHARING:
         raise SparseRLError(
-            f"{name} shares keys and values between layers, which a cache per layer cannot hold: "
+            f"{name} shares keys and values between its last {shared} layers in a way that is not known here: "
             "this architecture is not supported."
         )
+    if getattr(config, "kv_lora_rank", None) and name not in _LATENT:
+        raise SparseRLError(f"{name} has latent keys and values of a kind not known here: it is not supported.")
     others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
+    if name in FAMILIES:
+        others = [kind for kind in others if kind not in RECURRENT_LAYERS | LAYERS_WITHOUT_SLOTS]
     if others:
         supported = " and ".join(sorted(_SUPPORTED_LAYERS))
         raise SparseRLError(f"{name} has layers of type {', '.join(others)}; only {supported} layers have slots.")
+    check_recurrent(config)
+
+
+def head_dims(config) -> list[int]:
+    """The different widths that a model's heads have; empty where the config names none."""
+    layers = getattr(config, "per_layer_config", None)  # where layers differ, transformers answers for each alone
+    found = [getattr(layer, "head_dim", None) for layer in layers] if layers else [getattr(config, "head_dim", None)]
+    if not layers and config.model_type in _SHARING:  # in older versions it is a setting of its own
+        found.append(getattr(config, "global_head_dim", None))
+    return sorted({value for value in found if value is not None})
 
 
 def _of_all_layers(config, key: str):
     """A size from a config, which must be one for all layers; None where the config has none."""
     try:
         value = getattr(config, key, None)
-    except RuntimeError as error:  # so transformers answers where layers differ
+    except RuntimeError as error:
         raise SparseRLError(
             f"{config.model_type} has another {key} in some layers than in others: this architecture is not supported."
         ) from error

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from ..errors import SparseRLError
 
 TINY_HEAD = 32  # head dimension of `tiny:LAYERSxWIDTH`
+TINY_POSITIONS = 4096
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -16,26 +17,29 @@ def is_tiny(name: str) -> bool:
     return name == "tiny" or name.startswith("tiny:")
 
 
-def tiny_size(name: str) -> tuple[int, int, int]:
-    """(layers, hidden size, query heads): (3, 96, 4) for `tiny`, (4, 256, 8) for `tiny:4x256`."""
+def tiny_size(name: str) -> tuple[int, int, int, int]:
+    """(layers, hidden size, query heads, positions): (3, 96, 4, 4096) for `tiny`, (4, 256, 8, 16384) for
+    `tiny:4x256@16384`.
+    """
     if name == "tiny":
-        return 3, 96, 4
-    size = re.fullmatch(r"tiny:([1-9]\d*)x([1-9]\d*)", name)
+        return 3, 96, 4, TINY_POSITIONS
+    size = re.fullmatch(r"tiny:([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d{0,6}))?", name)
     if size is None:
         raise SparseRLError(
-            f"{name!r} does not name a size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers of width 256."
+            f"{name!r} does not name a size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers of width 256, or "
+            f"tiny:4x256@16384 for that many positions instead of {TINY_POSITIONS}."
         )
-    layers, hidden = map(int, size.groups())
+    layers, hidden = int(size[1]), int(size[2])
     if hidden % (2 * TINY_HEAD):
         below = hidden - hidden % (2 * TINY_HEAD)
         raise SparseRLError(
             f"{name}: the width {hidden} is not a multiple of {2 * TINY_HEAD} (two heads of {TINY_HEAD}); "
             f"use tiny:{layers}x{below or 2 * TINY_HEAD}."
         )
-    return layers, hidden, hidden // TINY_HEAD
+    return layers, hidden, hidden // TINY_HEAD, int(size[3] or TINY_POSITIONS)
 
 
-def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4):
+def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4, positions: int = TINY_POSITIONS):
     """A character-level Llama with two query heads per KV head.
 
     The default has 0.3 M parameters: small enough for a test, large enough to learn running sums. 4 layers of width 256
@@ -50,7 +54,7 @@ def tiny_config(layers: int = 3, hidden: int = 96, heads: int = 4):
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         initializer_range=0.06 * (96 / hidden) ** 0.5,
         bos_token_id=None,
         eos_token_id=1,

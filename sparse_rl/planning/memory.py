@@ -6,6 +6,7 @@ copies) is an upper estimate, and 5 % of the memory is left to the allocator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,9 @@ from ..compressors import Compressor
 from ..compressors.rkv import BLOCK_ELEMENTS
 from ..errors import SparseRLError
 from ..models import ModelShape
+from ..models.routing import Routing
 
+_CHUNK = 256  # tokens that chunked scans weigh against each other, at most
 ALLOCATOR_SHARE = 0.05  # of the memory, left free
 
 
@@ -39,14 +42,18 @@ class Plan:
     weight_bytes: int
     row_bytes: int  # one row of the cache: keys, values, feed indices, and what the compressor records
     kv_bytes_per_token: int  # keys and values alone, in any cache
+    state_bytes: int  # the share of row_bytes that recurrent layers keep, in any cache
     slot_bytes: int  # the share of row_bytes that one slot takes
+    scratch_capacity: int  # slots of a scratch row
+    prompt_piece: int  # tokens of one prompt that are fed at a time, at most
     most_prefill_rows: int  # prompts prefilled together, if there are as many rows
     prefill_chunk: int  # prompt tokens fed at a time
-    scratch_row_bytes: int  # the scratch row of a prompt, before the prompt is forked
+    scratch_row_bytes: int  # the row in which a prompt is read, before it is forked
     trace_row_bytes: int  # 0 if chunks are folded: the positions of the beacons are the whole trace
     chunk_row_bytes: int  # the positions of a row's beacons, and the state of its open chunk
     token_row_bytes: int  # sampled tokens, their log-probs, and which tokens could be drawn where that is recorded
-    sampling_row_bytes: int  # estimate: logits; on a CPU softmax and cumulative sum; with beacons an entry that moves
+    routes_row_bytes: int  # experts of all tokens, if they are recorded
+    sampling_row_bytes: int  # estimate: logits, a layer's states; on a CPU softmax, sums; with beacons one entry
     prefill_token_bytes: int  # estimate: activations
     eviction_slot_bytes: int  # estimate: one layer gathered, compacted and scored
     eviction_bytes: int  # estimate: the most that is copied at a time
@@ -61,8 +68,8 @@ class Plan:
 
     @property
     def dense_row_bytes(self) -> int:
-        """Keys and values of a whole sequence in a dense cache."""
-        return (self.prompt_tokens + self.new_tokens) * self.kv_bytes_per_token
+        """Keys and values of a whole sequence in a dense cache, and the states of recurrent layers."""
+        return (self.prompt_tokens + self.new_tokens) * self.kv_bytes_per_token + self.state_bytes
 
     @property
     def prefill_rows(self) -> int:
@@ -74,13 +81,14 @@ class Plan:
 
     @property
     def record_bytes(self) -> int:
-        """Trace or chunks, tokens and log-probs of all rows."""
-        return self.rows * (self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes)
+        """Trace or chunks, tokens, log-probs and routes of all rows."""
+        a_row = self.trace_row_bytes + self.chunk_row_bytes + self.token_row_bytes + self.routes_row_bytes
+        return self.rows * a_row
 
     @property
     def working_bytes(self) -> int:
         """An upper estimate: prefill, sampling and eviction as if they happened at the same time."""
-        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_tokens)
+        tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_piece)
         prefill = (
             tokens * (self.prefill_token_bytes + self.attention_token_bytes)
             + self.prefill_rows * self.prompt_logits_bytes
@@ -141,8 +149,13 @@ class Plan:
                 f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots)",
                 f"{size(self.row_bytes)} ({against})",
             ),
+            *([("of it states of recurrent layers", size(self.state_bytes))] if self.state_bytes else []),
             (f"cache, {self.rows} rows", size(self.cache_bytes)),
-            (f"prefill scratch, {self.prefill_rows} prompts", size(self.scratch_bytes)),
+            (
+                f"prefill scratch, {self.prefill_rows} prompts"
+                + (f" of {self.scratch_capacity} slots" if self.scratch_capacity < self.prompt_tokens else ""),
+                size(self.scratch_bytes),
+            ),
             *self._record_lines(),
             ("working set (estimate)", size(self.working_bytes)),
             ("total", size(self.total_bytes)),
@@ -155,7 +168,12 @@ class Plan:
 
     def _record_lines(self) -> list[tuple[str, str]]:
         name, a_row = ("places of beacons", self.chunk_row_bytes) if self.folds else ("trace", self.trace_row_bytes)
-        return [(f"{name} per row", size(a_row)), (f"{name}, {self.rows} rows", size(self.rows * a_row))]
+        routes = [(f"routes, {self.rows} rows", size(self.rows * self.routes_row_bytes))]
+        return [
+            (f"{name} per row", size(a_row)),
+            (f"{name}, {self.rows} rows", size(self.rows * a_row)),
+            *(routes if self.routes_row_bytes else []),
+        ]
 
     def text(self, memory: int | None = None) -> str:
         """The plan as a table for people."""
@@ -175,13 +193,15 @@ def make_plan(
     prefill_rows: int | None = None,
     on_gpu: bool = True,
     adapters: bool = False,
+    routing: Routing | None = None,
     room: int | None = None,
 ) -> Plan:
     """The plan of a rollout.
 
     `capacity`: of rows that are already allocated. `prefill_chunk`, `prefill_rows`: the engine's; by default what it
-    chooses on that kind of device. `adapters`: the model has some, which work in fp32. `room`: ids of tokens that could
-    be drawn, recorded beside each token; None: nothing of them is.
+    chooses on that kind of device. `adapters`: the model has some, which work in fp32. `routing`: of a mixture of
+    experts whose routes are recorded. `room`: ids of tokens that could be drawn, recorded beside each token; None:
+    nothing of them is.
     """
     if rows < 1 or prompt_tokens < 1 or new_tokens < 1:
         raise SparseRLError(
@@ -189,9 +209,12 @@ def make_plan(
         )
     cache = cache_shape(shape, compressor)
     capacity = capacity or compressor.capacity(prompt_tokens, new_tokens)
-    tokens = prompt_tokens + new_tokens
+    tokens, scratch = prompt_tokens + new_tokens, compressor.scratch_capacity(prompt_tokens)
     prefill_chunk = prefill_chunk or default_prefill_chunk(on_gpu)
     prefill_rows = prefill_rows or default_prefill_rows(prefill_chunk, prompt_tokens, on_gpu)
+    if not all(state.continues for state in shape.states):
+        prefill_chunk = max(prefill_chunk, prefill_rows * prompt_tokens)  # such prompts are fed whole
+    copied = 2 * max((state.row_bytes(shape.dtype) for state in shape.states), default=0)  # of a layer at work
     logits = shape.vocabulary * 4  # in fp32, whatever the dtype of the weights
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # fp32 logits, softmax and cumulative sum of a row
     activations = 6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim
@@ -211,22 +234,41 @@ def make_plan(
         weight_bytes=weight_bytes,
         row_bytes=cache.row_bytes(capacity),
         kv_bytes_per_token=cache.kv_bytes_per_token,
+        state_bytes=cache.state_bytes,
         slot_bytes=cache.slot_bytes,
+        scratch_capacity=scratch,
+        prompt_piece=min(prompt_tokens, compressor.prompt_chunk) if scratch < prompt_tokens else prompt_tokens,
         most_prefill_rows=prefill_rows,
         prefill_chunk=prefill_chunk,
-        scratch_row_bytes=cache.row_bytes(prompt_tokens),
-        trace_row_bytes=0 if folds else shape.layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
-        chunk_row_bytes=new_tokens + 8 + 8 + 4 if folds else 0,
+        scratch_row_bytes=cache.row_bytes(scratch),
+        trace_row_bytes=0 if folds else shape.slot_layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
+        chunk_row_bytes=new_tokens * (5 if compressor.chooses else 1) + 8 + 8 + 4 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4 + (0 if room is None else 4 + 4 + 4 * room)),
-        sampling_row_bytes=logits + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
-        prefill_token_bytes=activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
+        routes_row_bytes=tokens * routing.token_bytes if routing else 0,
+        sampling_row_bytes=logits + copied + (0 if on_gpu else sampled) + (cache.kv_bytes_per_token if folds else 0),
+        prefill_token_bytes=max(
+            activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
+            scan_token_bytes(shape),
+        ),
         eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
         eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=logits if on_gpu else 0,
-        attention_token_bytes=8 * shape.query_heads * prompt_tokens if compressor.uses_mass else 0,
+        attention_token_bytes=8 * shape.query_heads * scratch if compressor.uses_mass else 0,
         scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
         first_row_bytes=sampled if on_gpu else 0,
     )
+
+
+def scan_token_bytes(shape: ModelShape) -> int:
+    """Estimate: what a recurrent layer holds of a token while many are fed, in fp32 and by plain torch operations: some
+    copies of its inputs, and for every head the weights of the tokens of a chunk.
+    """
+    state = next(iter(shape.states), None)
+    if state is None:
+        return 0
+    heads = state.recurrent[0] if state.recurrent and len(state.recurrent) == 3 else 0
+    inner = math.prod(state.recurrent) if state.recurrent and not heads else 0  # Mamba 1 scans whole states
+    return 4 * (12 * state.conv[0] + 4 * heads * _CHUNK + 4 * inner)
 
 
 def _largest(total_bytes: Callable[[int], int], memory: int) -> int:

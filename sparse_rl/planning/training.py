@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.world import BUCKET
-from ..models import ModelShape, head_chunk
-from .memory import ALLOCATOR_SHARE, Plan, aligned, size
+from ..models import MLP_CHUNK, ModelShape, head_chunk
+from .memory import ALLOCATOR_SHARE, Plan, aligned, scan_token_bytes, size
 
 WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
+
+OFFLOADED = 2 * 2**25  # trained parameters whose masters and moments are on the device at a time (learn/offload.py)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class TrainingPlan:
     """
 
     rollout: Plan
-    optimizer_bytes: int  # fp32 masters (unless the weights are fp32), two moments, gradients; a shard if divided
+    # fp32 masters (unless the weights are fp32), two moments, gradients; a shard if divided; only gradients if the
+    # others are offloaded to the host
+    optimizer_bytes: int
     reference_bytes: int
     update_bytes: int  # estimate: activations of a micro-batch, in the update or in scoring, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
@@ -32,8 +36,10 @@ class TrainingPlan:
     grading_bytes: int = 0  # estimate: activations of the reward model; they take turns with the rollout
     critic_bytes: int = 0  # weights and optimizer of a separate critic
     learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
+    host_bytes: int = 0  # offloaded to the host's memory: masters and moments, inputs of layers
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
+    offloads_optimizer: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -51,13 +57,12 @@ class TrainingPlan:
     def text(self, memory: int | None = None) -> str:
         """The plan as a table for people."""
         plan = self.rollout
-        part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
         turns = "rollout, update and evaluation take turns"
         if self.ahead:
             turns = "evaluation takes turns with rollout and update"
         lines = [
             *plan.lines()[:-1],
-            (f"optimizer: fp32 masters, moments, gradients{part}", size(self.optimizer_bytes)),
+            *self._optimizer_lines(),
             *([("the learner's own weights", size(self.learner_bytes))] if self.learner_bytes else []),
             ("reference model", size(self.reference_bytes)),
             *self._reward_model_lines(),
@@ -76,6 +81,12 @@ class TrainingPlan:
                 )
             )
         return aligned(lines)
+
+    def _optimizer_lines(self) -> list[tuple[str, str]]:
+        part = f", one of {self.divided_by} parts" if self.divided_by > 1 else ""
+        held = "fp32 gradients" if self.offloads_optimizer else "fp32 masters, moments, gradients"
+        on_host = [("offloaded to the host (not in the total)", size(self.host_bytes))] if self.host_bytes else []
+        return [(f"optimizer: {held}{part}", size(self.optimizer_bytes)), *on_host]
 
     def _reward_model_lines(self) -> list[tuple[str, str]]:
         if not self.reward_model_bytes:
@@ -106,6 +117,8 @@ def make_training_plan(
     ahead: bool = False,
     reward_model: tuple[int, int] = (0, 0),
     critic: bool = False,
+    offload: bool = False,
+    long_rows: bool = False,
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
 
@@ -119,7 +132,9 @@ def make_training_plan(
     with; a layer is whole while it runs, and so are embeddings and head. Without it, gradients are summed in buckets.
     `ahead`: sampler and learner have weights of their own and work at the same time. `critic`: a separate one, of the
     model's size and with as many trained parameters; its activations are there together with the policy's.
-    `reward_model`: bytes of its weights, and of a forward pass.
+    `reward_model`: bytes of its weights, and of a forward pass. `offload`: masters and moments are on the host, and
+    pass through the device in buckets; activations are gone by then. `long_rows`: what checkpointing keeps is on the
+    host, too, and MLPs run by chunks (learn/long.py).
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -131,13 +146,17 @@ def make_training_plan(
         for count in (math.ceil(trajectories / minibatches), trajectories)
     )
     passes = 1 + distills + critic
-    update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, adapters=adapters)
+    options = {"adapters": adapters, "long_rows": long_rows}
+    update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, **options)
     update += _replay_bytes(rollout, shape, tokens) if shadow else 0
-    scoring = _scoring_bytes(shape, scored, adapters=adapters)
+    scoring = _scoring_bytes(shape, scored, **options)
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
     update = max(update, scoring)
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
-    per_parameter = 12 if shape.dtype == torch.float32 else 16
+    on_host = (8 if shape.dtype == torch.float32 else 12) if offload else 0  # bytes of a trained parameter
+    per_parameter = (12 if shape.dtype == torch.float32 else 16) - on_host
+    learners = trained * (1 + critic) + students * student_trained
+    passing = 3 * 4 * min(OFFLOADED, trained) if offload else 0
     embeddings = shape.vocabulary * shape.hidden
     frozen = parameters if adapters else 0
     gathered = (2 * embeddings + 2 * (parameters - embeddings) // shape.layers) * (item + 4)  # weights and gradients
@@ -154,7 +173,9 @@ def make_training_plan(
         reference_bytes=rollout.weight_bytes if reference else 0,
         reward_model_bytes=reward_model[0],
         grading_bytes=reward_model[1],
-        update_bytes=update + exchanged if divided else max(update, exchanged),
+        update_bytes=update + exchanged if divided else max(update, exchanged, passing),
+        host_bytes=on_host * learners + (passes * shape.layers * tokens * shape.hidden * item if long_rows else 0),
+        offloads_optimizer=offload,
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
 
@@ -167,7 +188,8 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     """
     item = shape.dtype.itemsize
     hidden, intermediate = shape.hidden, shape.intermediate
-    queries, keys = shape.query_heads * shape.head_dim, shape.heads * shape.head_dim
+    key_heads = shape.query_heads if shape.latent else shape.heads  # the learner expands latents for all heads
+    queries, keys = shape.query_heads * shape.head_dim, key_heads * shape.head_dim
     attention = 2 * (queries + keys) * item  # queries, keys, values and the output
     if not adapters:
         norms = (2 * hidden + queries + keys) * (4 + item)
@@ -178,7 +200,17 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     return norms + inputs + attention + 3 * intermediate * item
 
 
-def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, passes: int, adapters: bool) -> int:
+def mlp_bytes(shape: ModelShape, adapters: bool = False) -> int:
+    """The part of `layer_bytes` that goes by chunks where rows are long: what is kept of an MLP but its input."""
+    item, intermediate = shape.dtype.itemsize, shape.intermediate
+    if not adapters:
+        return 4 * intermediate * item
+    return 4 * (intermediate if item == 4 else 2 * shape.hidden + intermediate) + 3 * intermediate * item
+
+
+def _update_bytes(
+    shape: ModelShape, tokens: int, *, checkpointing: bool, passes: int, adapters: bool, long_rows: bool
+) -> int:
     """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk.
 
     passes: forward passes whose activations are kept until the backward pass.
@@ -187,16 +219,27 @@ def _update_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, passes
     layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
     activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
+    if long_rows:  # inputs that go, that are here and that come; one layer, one chunk of its MLP, and their gradients
+        activations = 5 * kept + 2 * _layer_in_chunks(shape, tokens, adapters)
+    scans = 1 if checkpointing or long_rows else len(shape.states)  # whose activations exist at a time
+    activations += scans * tokens * 2 * scan_token_bytes(shape)
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     gradients = 0 if adapters else 2 * shape.vocabulary * shape.hidden * item  # of the head
     return passes * activations + chunk + gradients + 3 * kept
 
 
-def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool) -> int:
+def _layer_in_chunks(shape: ModelShape, tokens: int, adapters: bool) -> int:
+    """`layer_bytes` of `tokens` tokens, of whose MLP only a chunk is there at a time."""
+    mlp = mlp_bytes(shape, adapters)
+    return tokens * (layer_bytes(shape, adapters) - mlp) + min(tokens, MLP_CHUNK) * mlp
+
+
+def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool, long_rows: bool) -> int:
     """Estimate: one layer of a forward pass over `tokens` tokens that keeps nothing, and the head's chunk."""
     item = shape.dtype.itemsize
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
-    return tokens * (layer_bytes(shape, adapters) + 3 * shape.hidden * item) + chunk
+    layer = _layer_in_chunks(shape, tokens, adapters) if long_rows else tokens * layer_bytes(shape, adapters)
+    return max(layer, tokens * scan_token_bytes(shape)) + tokens * 3 * shape.hidden * item + chunk
 
 
 def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, longest: int) -> int:
@@ -208,4 +251,4 @@ def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, lon
 def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int) -> int:
     """Estimate: a micro-batch's trace, its segments and the search for them, and fp32 gradients of one layer's K, V."""
     lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # bytes per token, layer and KV head
-    return tokens * shape.heads * (shape.layers * lists + 2 * 4 * shape.head_dim)
+    return tokens * shape.heads * (shape.slot_layers * lists + 2 * 4 * shape.head_dim)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ..cache import SlotCache
 from ..compressors import Compressor
 from ..kernels import ops
+from ..models.routing import RouteRecorder
 from ..planning.memory import is_out_of_memory
-from .decode import RowState, forward_modules
+from .decode import RowState, forward_and_states, forward_modules
 from .fold import Folding
 from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
@@ -35,12 +36,16 @@ class Decoder:
         sampling: Sampling,
         stop_ids: Tensor,
         waits: bool,
+        recorder: RouteRecorder | None = None,
     ):
-        """`waits`: several steps may run between two syncs, so rows that are full must stay unchanged."""
+        """`waits`: several steps may run between two syncs, so rows that are full must stay unchanged.
+        `recorder`: writes down through which experts tokens go.
+        """
+        self.recorder = recorder
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
         self.folding = Folding(model, cache, state, compressor) if compressor.folds else None
         rules = ops.rules(cache.keys.device)
-        fused = rules.fuses and FusedForward.fits(model, cache)
+        fused = rules.fuses and recorder is None and FusedForward.fits(model, cache)
         self.waits = waits or fused or rules.captures or compressor.folds
         self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
@@ -64,21 +69,34 @@ class Decoder:
         state = self.state
         live = state.live(width) if self.waits else None
 
-        def logits(token: Tensor, position: Tensor) -> Tensor:
-            return self.logits(token, position, live, span)
+        def forward(token: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
+            assert self.folding is not None
+            if self.folding.compressor.chooses:
+                return self.logits_and_states(token, position, live, span)
+            return self.logits(token, position, live, span), None
 
         if self.folding is None:
-            self.sample(logits(state.token[:width], state.index[:width]))
+            self.sample(self.logits(state.token[:width], state.index[:width], live, span))
         else:
             assert live is not None
-            self.folding.step(width, live, logits, self.sample)
+            self.folding.step(width, live, forward, self.sample)
 
     def logits(self, token: Tensor, position: Tensor, live: Tensor | None, span: int) -> Tensor:
         """Logits after feeding one token to each of the first rows. token, position, live [B] -> [B, V]"""
         if self.forward is not None:
             assert live is not None
             return self.forward(self.state, token, position, live)
-        return forward_modules(self.model, self.cache, self.state, token, position, live, span)
+        return forward_modules(self.model, self.cache, self.state, token, position, live, span, self.recorder)
+
+    def logits_and_states(
+        self, token: Tensor, position: Tensor, live: Tensor | None, span: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the states that the logits were made of. -> [B, V], [B, hidden]"""
+        if self.forward is None:
+            return forward_and_states(self.model, self.cache, self.state, token, position, live, span)
+        assert live is not None
+        states = self.forward.states(self.state, token, position, live)
+        return self.forward.head(states), states
 
     def sample(self, logits: Tensor) -> None:
         """Sample a token for every row that runs, and write it down. logits [B, V]"""

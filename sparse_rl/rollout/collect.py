@@ -39,7 +39,7 @@ def collect(
         stopped = torch.isin(responses, stop_ids.cpu())
     with phases("trace"):
         if folding is None:
-            evidence = traced(state, rows, prompts, counts, responses, logprobs)
+            evidence = traced(state, rows, sequences, prompts, counts, responses, logprobs)
         else:
             evidence = folding.evidence(rows, prompts, counts, responses, logprobs)
     done = [
@@ -82,11 +82,18 @@ def support_of(trajectory: Trajectory, kept: Kept, row: int, has_ids: bool) -> S
 
 
 def traced(
-    state: RowState, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
+    state: RowState,
+    rows: list[int],
+    sequences: list[Row],
+    prompts: list[Tensor],
+    counts: list[int],
+    responses: Tensor,
+    logprobs: Tensor,
 ) -> list[dict[str, Any]]:
     """Tokens, log-probs and traces of rows, as fields of their trajectories. responses, logprobs [N, n]"""
     lengths = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
-    traces = state.traces_of(rows, lengths)
+    routes = state.routes_of(rows, [sequence.prompt_routes for sequence in sequences], counts)
+    traces = [replace(t, routes=r) for t, r in zip(state.traces_of(rows, lengths), routes, strict=True)]
     return [
         {
             "tokens": torch.cat([prompt, response[:count]]),

@@ -19,15 +19,21 @@ from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
 from ..kernels.twins_sample import Kept
+from ..models import decoder_of
+from ..models.routing import RouteRecorder, Routing, on_device
 from .fold import Chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..attention.recurrent import FedStates
+
 
 @dataclass
 class RowState:
-    """What every row is doing. R rows, N new tokens at most, T tokens at most; `trace` holds uint16 as int16 bits."""
+    """What every row is doing. R rows, N new tokens at most, T tokens at most; `trace` holds uint16 as int16 bits, and
+    so do routes.
+    """
 
     token: Tensor  # [R] the token that was sampled last, and is fed next
     index: Tensor  # [R] its feed index
@@ -41,15 +47,31 @@ class RowState:
     limit: Tensor  # [1] new tokens of this call, at most N
     capacity: Tensor  # [1] slots at which a row of this call is full, at most the cache's
     chunks: Chunks | None = None  # of rows that fold
+    routes: Tensor | None = None  # [R, N, M, k] experts of the sampled tokens that were fed, if they are recorded
+    step_routes: Tensor | None = None  # [M, R, k] of the tokens that a step feeds
     kept: Kept | None = None  # where it is recorded which tokens could be drawn
 
     @classmethod
-    def empty(cls, cache: SlotCache, tokens: int, new: int, folds: bool = False, room: int | None = None) -> RowState:
+    def empty(
+        cls,
+        cache: SlotCache,
+        tokens: int,
+        new: int,
+        folds: bool = False,
+        routing: Routing | None = None,
+        chooses: bool = False,
+        room: int | None = None,
+    ) -> RowState:
         """room: see `Sampling.room`"""
         rows, device = cache.rows, cache.keys.device
         token, index, used, stream, count = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
         limit, capacity = torch.tensor([[new], [cache.capacity]], device=device).unbind()
+        routes = step_routes = None
+        if routing is not None:
+            dtype, chosen = on_device(routing.dtype), routing.chosen
+            routes = torch.zeros(rows, new, routing.layers, chosen, dtype=dtype, device=device)
+            step_routes = torch.zeros(routing.layers, rows, chosen, dtype=dtype, device=device)
         return cls(
             token=token,
             index=index,
@@ -62,7 +84,9 @@ class RowState:
             trace=empty_trace(cache, tokens),
             limit=limit,
             capacity=capacity,
-            chunks=Chunks.empty(rows, new, device) if folds else None,
+            chunks=Chunks.empty(rows, new, device, chooses) if folds else None,
+            routes=routes,
+            step_routes=step_routes,
             kept=None if room is None else Kept.empty(rows, new, room, device),
         )
 
@@ -73,9 +97,10 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        others = ("limit", "capacity", "chunks", "kept")
+        others = ("limit", "capacity", "chunks", "kept", "step_routes")
         own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in others]
-        return own + [tensor for part in (self.chunks, self.kept) if part for tensor in part.tensors]
+        own += [tensor for part in (self.chunks, self.kept) if part for tensor in part.tensors]
+        return [tensor for tensor in own if tensor is not None]
 
     def has_room(self, room: int | None) -> bool:
         """Whether it can be recorded which tokens could be drawn, as `Sampling.room` says."""
@@ -135,10 +160,34 @@ class RowState:
         ended = (tokens[:, None] == stop_ids).any(1) | (self.count[rows] >= self.limit) | ~logprobs.isfinite()
         self.done[rows] |= live & ended
 
+    def record_routes(self, width: int, live: Tensor | None) -> None:
+        """Write down through which experts the tokens went that were just fed to the first rows. live bool [B]"""
+        if self.routes is None or self.step_routes is None:
+            return
+        rows = torch.arange(width, device=self.routes.device)
+        place, new = (self.count[:width] - 1).clamp(min=0), self.step_routes[:, :width].transpose(0, 1)  # [B, M, k]
+        if live is not None:
+            new = torch.where(live[:, None, None], new, self.routes[rows, place])
+        self.routes[rows, place] = new
+
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """Copies on the CPU (rows are reused) of as many tokens as each trajectory has."""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
         return [_as_trace(copied[i, :, :, :n]) for i, n in enumerate(tokens)]
+
+    def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
+        """Likewise the routes of all tokens, prompts (their routes [P, M, k]) included. [T, M, k] each; None: none are
+        recorded. The last token was never fed, so its experts are just some.
+        """
+        if self.routes is None:
+            return [None] * len(rows)
+        copied, whole = self.routes[rows, : max(counts)].cpu(), []
+        for prompt, response, n in zip(prompts, copied, counts, strict=True):
+            assert prompt is not None
+            routes = torch.cat([prompt.cpu(), response[:n]])
+            routes[-1] = torch.arange(routes.shape[-1])
+            whole.append(routes.view(torch.uint16) if routes.dtype == torch.int16 else routes)
+        return whole
 
 
 def empty_trace(cache: SlotCache, tokens: int) -> Tensor:
@@ -175,19 +224,30 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     position = feed.index if feed.position is None else feed.position
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
+    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed}
+    states = _states(feed, padding)
     if feed.ends is None:
-        logits = model(
-            input_ids=tokens, position_ids=position, use_cache=False, logits_to_keep=1, slots_feed=feed
-        ).logits
+        logits = model(**inputs, logits_to_keep=1, **states).logits
     else:
         last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
-        logits = _logits_at(model, last, input_ids=tokens, position_ids=position, use_cache=False, slots_feed=feed)
+        logits = _logits_at(model, last, **inputs)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
+    for fed in states.values():
+        missed |= set(fed.end())
     if missed:
         raise SparseRLError(
             f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported."
         )
     return logits[:rows, -1]
+
+
+def _states(feed: Feed, padding: int) -> dict[str, FedStates]:
+    """The states of recurrent layers as the model takes them, for as long as it is fed; nothing if it has none."""
+    if feed.cache.states is None and not feed.cache.shape.latent:
+        return {}
+    from ..attention.recurrent import FedStates
+
+    return {"past_key_values": FedStates(feed, padding)}
 
 
 def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
@@ -203,7 +263,14 @@ def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
 
 
 def forward_modules(
-    model: nn.Module, cache: SlotCache, state: RowState, token: Tensor, position: Tensor, live: Tensor | None, span: int
+    model: nn.Module,
+    cache: SlotCache,
+    state: RowState,
+    token: Tensor,
+    position: Tensor,
+    live: Tensor | None,
+    span: int,
+    recorder: RouteRecorder | None = None,
 ) -> Tensor:
     """Logits after feeding a token to each of the first rows, by the model's own modules. token, position [B]
 
@@ -212,4 +279,26 @@ def forward_modules(
     width = len(token)
     slot = state.used[:width].clamp(max=cache.capacity - 1)[:, None]
     feed = Feed(cache, slot, state.index[:width, None], span, position=position[:, None], live=live)
-    return forward(model, token[:, None], feed)
+    if recorder is None or state.step_routes is None:
+        return forward(model, token[:, None], feed)
+    recorder.into = state.step_routes[:, :width]
+    logits = forward(model, token[:, None], feed)
+    state.record_routes(width, live)
+    return logits
+
+
+def forward_and_states(
+    model: nn.Module, cache: SlotCache, state: RowState, token: Tensor, position: Tensor, live: Tensor | None, span: int
+) -> tuple[Tensor, Tensor]:
+    """`forward_modules`, and the states [B, hidden] that its logits were made of: the decoder's output."""
+    caught = []
+    hook = decoder_of(model).register_forward_hook(lambda module, args, output: caught.append(output))
+    try:
+        logits = forward_modules(model, cache, state, token, position, live, span)
+    finally:
+        hook.remove()
+    if not caught:
+        raise SparseRLError(
+            f"{type(model).__name__} does not run its decoder as a whole: it cannot choose its folds; use beacon:N."
+        )
+    return logits, caught[0].last_hidden_state[: len(token), -1]

@@ -12,7 +12,7 @@ capture.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_count, require_int
 from ..kernels import ops
 from ..models import ModelShape, check_model, evaluating
+from ..models.routing import RouteRecorder, routing_of, why_not_replayed
 from ..planning.memory import Plan, default_prefill_chunk, is_out_of_memory
 from ..records import Trajectory
 from .capture import Decoder, addresses
@@ -48,6 +49,7 @@ class Engine:
         prefill_chunk: int | None = None,
         prefill_rows: int | None = None,
         poll: tuple[int, int] | None = None,
+        record_routes: bool = False,
     ):
         """`max_tokens` (prompt + new) sizes rows that hold whole responses (`dense`, `prompt-only`) once and for all;
         without it they grow with the longest call.
@@ -55,6 +57,8 @@ class Engine:
         `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: how many prompts they may belong to; `poll`: the
         least and the most decode steps between two syncs with the device. By default 512, 1 and (1, 1) on a CPU;
         16,384, as many as that holds, and (8, 16) on a GPU.
+
+        `record_routes`: of a mixture of experts, write into the traces through which experts each token went.
         """
         rules = ops.rules(next(model.parameters()).device)
         prefill_chunk = default_prefill_chunk(rules.on_gpu) if prefill_chunk is None else prefill_chunk
@@ -76,7 +80,9 @@ class Engine:
         self.compressor.check_model(model)
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
-        self.storage = Storage(model, self.shape, self.largest, rows, max_tokens, prefill_chunk, prefill_rows)
+        self.recorder = self._recorder() if record_routes else None
+        routing = None if self.recorder is None else self.recorder.routing
+        self.storage = Storage(model, self.shape, self.largest, rows, max_tokens, prefill_chunk, prefill_rows, routing)
         self.version = 0  # optimizer steps behind the weights; stamped on trajectories
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
@@ -84,6 +90,15 @@ class Engine:
         self.calls = 0  # so far; the next call cuts off a stream
         self.stopped = False  # set from another thread, it ends the running call as Ctrl-C would
         self.keeps_state = rules.captures  # captured steps hold the addresses of what rows write down
+
+    def _recorder(self) -> RouteRecorder:
+        """What writes down through which experts tokens go."""
+        why = "folds chunks into beacons" if self.largest.folds else why_not_replayed(self.model)
+        if why is not None:
+            raise SparseRLError(f"{self.shape.architecture} {why}: its routes cannot be recorded.")
+        routing = routing_of(self.model)
+        assert routing is not None
+        return RouteRecorder(self.model, routing)
 
     @property
     def device(self) -> torch.device:
@@ -152,8 +167,8 @@ class Engine:
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
         longest = max(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
-        allocated = self.cache.nbytes + self.scratch.nbytes
-        return 1 - allocated / (self.rows * longest * self.cache.shape.kv_bytes_per_token)
+        allocated, shape = self.cache.nbytes + self.scratch.nbytes, self.cache.shape
+        return 1 - allocated / (self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
 
     def generate(
         self,
@@ -248,7 +263,7 @@ class Engine:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
             self.decoders[settings] = Decoder(
-                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, waits=self.poll[1] > 1
+                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, self.poll[1] > 1, self.recorder
             )
         return self.decoders[settings]
 
@@ -284,7 +299,8 @@ class Engine:
     @contextmanager
     def _switched(self) -> Iterator[None]:
         """The model as a rollout needs it."""
-        with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"):
+        recording = nullcontext() if self.recorder is None else self.recorder
+        with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"), recording:
             yield
 
     def _note(self, call: GenerateCall) -> None:

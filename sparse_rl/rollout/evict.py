@@ -39,7 +39,7 @@ def evict(
         queries = cache.recent_queries(layers, rows, fed, num_queries)
         view = CacheView(
             keys=cache.keys[layers][:, rows, :, :used].flatten(0, 1),
-            values=cache.values[layers][:, rows, :, :used].flatten(0, 1) if compressor.uses_values else None,
+            values=_values(cache, layers, rows, used) if compressor.uses_values else None,
             feed=feed.flatten(0, 1),
             queries=None if queries is None else queries.flatten(0, 1),
             mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
@@ -60,6 +60,11 @@ def evict(
             fed, live, never_in(trace),
         )  # fmt: skip
     return fine
+
+
+def _values(cache: SlotCache, layers: slice, rows: Tensor, used: int) -> Tensor:
+    """[l * N, H, S, D]"""
+    return cache.values_of(*(x[layers][:, rows, :, :used] for x in (cache.keys, cache.values))).flatten(0, 1)
 
 
 def check_fine(fine: bool, used: int, compressor: Compressor) -> None:

@@ -3,7 +3,8 @@ entry.
 
 A step is the same for all rows, tensors only: what is fed (`begin`), the model's forward pass, sampling for the rows
 that fed a token, and for those that fed a beacon the move of its entry to where the chunk began (`fold`). The token
-sampled before the beacon waits.
+sampled before the beacon waits. Where the policy chooses its folds (beacon/choice.py), it chooses in `begin`, from the
+state after the token fed last.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..beacon import BeaconEmbedding, beacon_of, beaconed
+from ..beacon import BeaconEmbedding, beacon_of, beaconed, choice_logprobs, chosen_before, place_choices
 from ..cache import SlotCache
 from ..compressors import Compressor
 from ..compressors.beacon import Beacon
+from ..streams import choice_numbers
 
 if TYPE_CHECKING:
     from .decode import RowState
@@ -33,16 +35,20 @@ class Chunks:
     folded: Tensor  # [R] beacons fed
     surprise: Tensor  # [R] fp32: minus the log-probs of the open tokens
     ends: Tensor  # bool [R, N]: the response tokens after which a beacon was fed
+    logit: Tensor  # [R] fp32: z of the choice, after the token fed last
+    choices: Tensor  # fp32 [R, N]: log-probs of the choices before the response tokens; [R, 0] if nothing is chosen
 
     @classmethod
-    def empty(cls, rows: int, new: int, device: torch.device) -> Chunks:
+    def empty(cls, rows: int, new: int, device: torch.device, chooses: bool = False) -> Chunks:
         open_tokens, folded = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         ends = torch.zeros(rows, new, dtype=torch.bool, device=device)
-        return cls(open_tokens, folded, torch.zeros(rows, device=device), ends)
+        surprise, logit = (torch.zeros(rows, device=device) for _ in range(2))
+        choices = torch.zeros(rows, new if chooses else 0, device=device)
+        return cls(open_tokens, folded, surprise, ends, logit, choices)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.open, self.folded, self.surprise, self.ends]
+        return [self.open, self.folded, self.surprise, self.ends, self.logit, self.choices]
 
     def start(self, rows: Tensor | slice) -> None:
         for tensor in self.tensors:
@@ -67,14 +73,23 @@ class Folding:
         self.beacon, self.compressor, self.cache, self.state = beacon, compressor, cache, state
 
     def step(
-        self, width: int, live: Tensor, logits: Callable[[Tensor, Tensor], Tensor], sample: Callable[[Tensor], None]
+        self,
+        width: int,
+        live: Tensor,
+        forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+        sample: Callable[[Tensor], None],
     ) -> None:
-        """One step of the first `width` rows. logits: of (token, position) [B] -> [B, V]; sample: from logits"""
+        """One step of the first `width` rows. forward: (token, position) [B] -> logits [B, V], and the states [B,
+        hidden] that they were made of, if the policy chooses its folds; sample: from logits
+        """
         done = self.state.done[:width]
         turn = begin(self.state, width, live, self.beacon, self.compressor)
-        output = logits(turn.token, turn.position)
+        logits, hidden = forward(turn.token, turn.position)
+        if hidden is not None and self.state.chunks is not None:
+            known = self.state.chunks.logit[:width]
+            known.copy_(torch.where(live & ~turn.folding, self.beacon.choice_logits(hidden), known))
         done |= turn.folding  # nothing is sampled from a beacon's output
-        sample(output)
+        sample(logits)
         done &= ~turn.folding
         fold(self.cache, self.state, turn)
 
@@ -90,7 +105,7 @@ class Folding:
         ends = self.state.chunks.ends[rows, : max(counts)].cpu()
         ends = ends.gather(1, nth.clamp(0, max(counts) - 1)) & (nth >= 0) & (nth < torch.tensor(counts)[:, None])
         fed = beaconed(self.beacon, tokens, before, lengths, ends, shape.layers, shape.heads)
-        return [
+        evidence: list[dict[str, Any]] = [
             {
                 "tokens": row.tokens,
                 "positions": row.positions,
@@ -100,6 +115,25 @@ class Folding:
             }
             for row, logprob, count in zip(fed, logprobs, counts, strict=True)
         ]
+        if self.compressor.chooses:
+            for line, row, more in zip(evidence, fed, self.chosen(rows, counts), strict=True):
+                place = place_choices(row.sampled, *more[:2])
+                line["sampler_logprobs"][place] += more[2]
+                line["choices"] = torch.zeros(len(row.tokens), dtype=torch.bool).index_fill(0, place, True)
+        return evidence
+
+    def chosen(self, rows: list[int], counts: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For every row: bool [n] after which tokens a beacon was fed, bool [n] before which there was a choice, and
+        the log-probs of the choices, fp32.
+        """
+        chunks, (least, most) = self.state.chunks, (self.compressor.least, self.compressor.chunk)
+        assert chunks is not None and least is not None
+        ends, logprobs = (tensor[rows, : max(counts)].cpu() for tensor in (chunks.ends, chunks.choices))
+        choices = chosen_before(ends, torch.tensor(counts), least, most)
+        return [
+            (end[:count], choice[:count], logprob[:count][choice[:count]])
+            for end, choice, logprob, count in zip(ends, choices, logprobs, counts, strict=True)
+        ]
 
 
 def begin(state: RowState, width: int, live: Tensor, beacon: BeaconEmbedding, compressor: Beacon) -> Turn:
@@ -108,6 +142,8 @@ def begin(state: RowState, width: int, live: Tensor, beacon: BeaconEmbedding, co
     assert chunks is not None
     tokens, folded, surprise = chunks.open[:width], chunks.folded[:width], chunks.surprise[:width]
     folding = compressor.closes(tokens, surprise) & live
+    if compressor.least is not None:
+        folding |= choose(state, width, live & ~folding & (tokens >= compressor.least))
     feeding = live & ~folding
     last = (state.count[:width] - 1).clamp(min=0)[:, None]
     surprise -= state.logprobs[:width].gather(1, last)[:, 0] * feeding
@@ -115,6 +151,17 @@ def begin(state: RowState, width: int, live: Tensor, beacon: BeaconEmbedding, co
     folded += folding
     position = index if beacon.position == "own" else index - folded
     return Turn(torch.where(folding, beacon.id, state.token[:width]), position, folding)
+
+
+def choose(state: RowState, width: int, asked: Tensor) -> Tensor:
+    """Which of the first rows choose to fold, of those that are asked; the choices are written down. bool [B]"""
+    chunks = state.chunks
+    assert chunks is not None
+    logit, place = chunks.logit[:width], (state.count[:width] - 1).clamp(min=0)  # the token that waits
+    folds = asked & (choice_numbers(state.stream[:width], place) < logit.double().sigmoid())
+    rows = torch.arange(width, device=asked.device)
+    chunks.choices[rows, place] = torch.where(asked, choice_logprobs(logit, folds), chunks.choices[rows, place])
+    return folds
 
 
 def fold(cache: SlotCache, state: RowState, turn: Turn) -> None:

@@ -116,6 +116,10 @@ class FusedForward:
 
     def __call__(self, state: RowState, token: Tensor, position: Tensor, live: Tensor) -> Tensor:
         """token, position, live bool [B] -> logits [B, V]"""
+        return self.head(self.states(state, token, position, live))  # in fp32 where the model's is
+
+    def states(self, state: RowState, token: Tensor, position: Tensor, live: Tensor) -> Tensor:
+        """What the head makes logits of. [B, hidden]"""
         cache, shape, width = self.cache, self.cache.shape, len(token)
         used, index = state.used[:width], state.index[:width]
         residual = self.embed(token)  # [B, N]
@@ -133,7 +137,7 @@ class FusedForward:
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
             norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
             x = ops.add_rms_norm(x, residual, norm.weight, norm.eps)
-        return self.head(x)  # in fp32 where the model's is
+        return x
 
 
 def _norm(module: Any) -> Norm:

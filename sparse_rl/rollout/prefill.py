@@ -1,6 +1,14 @@
-"""Reading prompts: feed them to rows of the scratch cache, and compress those that are too long."""
+"""Reading prompts: feed them to rows of the scratch cache, and compress those that are too long.
+
+A prompt that is too long is compressed once, when it has been read; with `Compressor.prompt_chunk` after every chunk of
+so many tokens, so that a scratch row holds the budget and a chunk, however long prompts are. Chunks lie at fixed places
+of a prompt, and the trace notes every eviction.
+"""
 
 from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -8,46 +16,134 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
+from ..errors import SparseRLError
+from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
 
 
-def feed_prompts(model: nn.Module, scratch: SlotCache, prompts: list[list[int]], chunk_tokens: int) -> Tensor:
-    """Feed N prompts densely, `chunk_tokens` at a time, the shorter ones padded at their end. -> logits [N, V]"""
-    device, lengths = scratch.keys.device, [len(prompt) for prompt in prompts]
-    n, longest = len(prompts), max(lengths)
-    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # [N, P]
-    ends = torch.tensor(lengths, device=device)
-    ragged = min(lengths) < longest
-    index = torch.arange(longest, device=device).expand(n, -1)
-    chunk = max(1, chunk_tokens // n)
-    logits = None
-    for start in range(0, longest, chunk):
-        part = slice(start, min(start + chunk, longest))
-        here = index[:, part]
-        feed = Feed(scratch, here, here, span=part.stop, first=start == 0, ends=ends if ragged else None)
-        new = forward(model, tokens[:, part], feed)
-        logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
-    assert logits is not None
-    return logits
+@dataclass
+class Read:
+    """Prompts in the first N rows of the scratch cache."""
+
+    logits: Tensor  # [N, V] after the last token of each
+    trace: Tensor | None  # [N, L, H, P]; None: nothing was evicted
+    used: list[int]  # slots that each takes
+    fine: Tensor  # bool: whether the compressor returned what it must
+    routes: list[Tensor] | None = None  # with a recorder: through which experts the tokens of each went, [P, M, k]
+
+    def routes_of(self, prompt: int, length: int) -> Tensor | None:
+        return None if self.routes is None else self.routes[prompt][:length].clone()
 
 
-def compress_prompts(
-    scratch: SlotCache, compressor: Compressor, prompts: list[Waiting], long: list[int], trace_like: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """Evict those prompts in `long` down to the budget. -> their trace [N, L, H, P] (None: nothing is long), and
-    whether the compressor returned what it must (bool). `trace_like` has the dtype and the device of the trace.
+def read_prompts(
+    model: nn.Module,
+    scratch: SlotCache,
+    compressor: Compressor,
+    prompts: list[Waiting],
+    together: int,
+    trace_like: Tensor,
+    recorder: RouteRecorder | None = None,
+) -> Read:
+    """Feed N prompts, about `together` tokens at a time, the shorter ones padded at their end.
+
+    Padding would change the states of recurrent layers, so with such layers only neighbours of the same length go
+    together. `trace_like` has the dtype and the device of the trace.
     """
-    fine = torch.ones((), dtype=torch.bool, device=scratch.keys.device)
-    if not long:
-        return None, fine
-    longest = max(len(w.prompt) for w in prompts)
-    trace_shape = (len(prompts), scratch.shape.layers, scratch.shape.heads, longest)
-    trace = trace_like.new_full(trace_shape, never_in(trace_like))
-    for i in long:
-        columns = [[i], [len(prompts[i].prompt)], [prompts[i].prompt_stream]]
-        row, fed, stream = torch.tensor(columns, device=scratch.keys.device)
-        live = torch.ones_like(row).bool()
-        fine &= evict(scratch, compressor, row, len(prompts[i].prompt), fed, stream, fed, trace, live)
-    return trace, fine
+    if scratch.states is None:
+        return _read_together(model, scratch, compressor, prompts, together, trace_like, recorder)
+    parts: list[Read] = []
+    for length, same in itertools.groupby(prompts, key=lambda w: len(w.prompt)):
+        group = list(same)
+        first = sum(len(part.used) for part in parts)
+        rows = scratch.part(slice(first, first + len(group)))
+        whole = together if scratch.states.continues else len(group) * length
+        if compressor.prompt_chunk and not scratch.states.continues:
+            raise SparseRLError(
+                f"prompt_chunk is {compressor.prompt_chunk}, but recurrent layers of this model read a prompt whole; "
+                "leave it out."
+            )
+        parts.append(_read_together(model, rows, compressor, group, whole, trace_like, recorder))
+    return _join(parts, max(len(w.prompt) for w in prompts), trace_like)
+
+
+def _join(parts: list[Read], longest: int, trace_like: Tensor) -> Read:
+    """Parts one after the other; traces are padded to the longest prompt."""
+    used, fine = [n for part in parts for n in part.used], torch.stack([part.fine for part in parts]).all()
+    logits = torch.cat([part.logits for part in parts])
+    some = next((part.trace for part in parts if part.trace is not None), None)
+    routes = None if parts[0].routes is None else [r for part in parts for r in part.routes or ()]
+    if some is None:
+        return Read(logits, None, used, fine, routes)
+    trace = trace_like.new_full((len(used), *some.shape[1:3], longest), never_in(trace_like))
+    first = 0
+    for part in parts:
+        if part.trace is not None:
+            trace[first : first + len(part.used), :, :, : part.trace.shape[3]] = part.trace
+        first += len(part.used)
+    return Read(logits, trace, used, fine, routes)
+
+
+def _read_together(
+    model: nn.Module,
+    scratch: SlotCache,
+    compressor: Compressor,
+    prompts: list[Waiting],
+    together: int,
+    trace_like: Tensor,
+    recorder: RouteRecorder | None = None,
+) -> Read:
+    device, lengths = scratch.keys.device, [len(w.prompt) for w in prompts]
+    n, longest = len(prompts), max(lengths)
+    tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]
+    ends = torch.tensor(lengths, device=device)
+    long = [i for i, length in enumerate(lengths) if compressor.evicts_prompt(length)]
+    shape = (n, scratch.shape.layers, scratch.shape.heads, longest)
+    trace = trace_like.new_full(shape, never_in(trace_like)) if long else None
+    fine = torch.ones((), dtype=torch.bool, device=device)
+    used = [0] * n
+    logits: Tensor | None = None
+    routes: list[Tensor] = []
+    chunk = compressor.prompt_chunk if long else 0
+    for start, stop, ends_chunk in pieces(longest, max(1, together // n), chunk):
+        index = torch.arange(start, stop, device=device).expand(n, -1)
+        slot = index if used == [start] * n else index - start + torch.tensor(used, device=device)[:, None]
+        slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
+        span = min(scratch.capacity, max(used) + stop - start)
+        feed = Feed(scratch, slot, index, span=span, first=start == 0, ends=ends if min(lengths) < longest else None)
+        into = None if recorder is None else recorder.empty(index.numel(), device)  # [M, N * c, k]
+        new = forward(model, tokens[:, start:stop], feed)
+        if into is not None:
+            routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))
+        logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
+        used = [have + max(0, min(stop, length) - start) for have, length in zip(used, lengths)]
+        for i in long if ends_chunk else ():
+            if used[i] > compressor.budget:
+                assert trace is not None
+                fine &= _compress(scratch, compressor, i, used[i], min(stop, lengths[i]), prompts[i], trace)
+                used[i] = compressor.budget
+    assert logits is not None
+    return Read(logits, trace, used, fine, list(torch.cat(routes, 1)) if routes else None)
+
+
+def pieces(longest: int, together: int, chunk: int) -> list[tuple[int, int, bool]]:
+    """(start, stop, whether it ends a chunk) of what is fed at a time. chunk 0: all tokens are one."""
+    chunk = chunk or longest
+    found = []
+    for first in range(0, longest, chunk):
+        last = min(first + chunk, longest)
+        for start in range(first, last, together):
+            stop = min(start + together, last)
+            found.append((start, stop, stop == last))
+    return found
+
+
+def _compress(
+    scratch: SlotCache, compressor: Compressor, row: int, used: int, fed: int, prompt: Waiting, trace: Tensor
+) -> Tensor:
+    """Evict one prompt, of which `fed` tokens were fed, down to the budget. -> bool: whether that went well"""
+    columns = [[row], [fed], [prompt.prompt_stream], [len(prompt.prompt)]]
+    rows, feds, stream, lengths = torch.tensor(columns, device=scratch.keys.device)
+    live = torch.ones_like(rows).bool()
+    return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..streams import stream_key
 
 
@@ -25,6 +27,7 @@ class Prefilled:
     waiting: Waiting
     row: int
     used: int  # slots left after compression
+    routes: Tensor | None = None  # [P, M, k] experts of its tokens, if they are recorded: one record for the group
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Row:
     used: int  # slots in use
     fed: int  # tokens fed
     count: int = 0  # tokens sampled by the last sync
+    prompt_routes: Tensor | None = None  # [P, M, k]
 
 
 def make_queue(prompts: list[list[int]], wanted: list[list[int]], seed: int) -> deque[Waiting]:

@@ -30,7 +30,7 @@ from ..signals import uninterrupted
 from .collect import collect
 from .evict import check_fine, evict
 from .phases import Phases
-from .prefill import compress_prompts, feed_prompts
+from .prefill import read_prompts
 from .progress import ProgressBar
 from .queue import Prefilled, Row, Waiting, make_queue
 from .sampling import Sampling, sample
@@ -120,15 +120,16 @@ class GenerateCall:
 
     def prefill(self, prompts: list[Waiting]) -> deque[Prefilled]:
         """Feed prompts to the scratch cache, and compress those that are too long."""
-        self.ready_logits = feed_prompts(
-            self.model, self.scratch, [w.prompt for w in prompts], self.engine.prefill_chunk
-        )
+        if self.scratch.states is not None:
+            prompts = sorted(prompts, key=lambda w: len(w.prompt))  # only those of one length are fed together
+        read = read_prompts(
+            self.model, self.scratch, self.compressor, prompts, self.engine.prefill_chunk, self.state.trace,
+            self.engine.recorder,
+        )  # fmt: skip
         check_sliding_windows(self.model.config, self.scratch.sliding_window)
-        long = [i for i, w in enumerate(prompts) if self.compressor.evicts_prompt(len(w.prompt))]
-        self.ready_trace, fine = compress_prompts(self.scratch, self.compressor, prompts, long, self.state.trace)
-        self.fine &= fine
-        used = [self.compressor.budget if i in long else len(w.prompt) for i, w in enumerate(prompts)]
-        return deque(Prefilled(w, i, used[i]) for i, w in enumerate(prompts))
+        self.ready_logits, self.ready_trace = read.logits, read.trace
+        self.fine &= read.fine
+        return deque(Prefilled(w, i, read.used[i], read.routes_of(i, len(w.prompt))) for i, w in enumerate(prompts))
 
     def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
         """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
@@ -148,7 +149,8 @@ class GenerateCall:
             live = torch.ones_like(which, dtype=torch.bool)
             self.state.record(which, tokens, logprobs, self.stop_ids, live, kept)
         for ready, sample_index, _, row in admitted:
-            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(ready.waiting.prompt))
+            prompt = ready.waiting.prompt
+            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(prompt), prompt_routes=ready.routes)
 
     # --------------------------------------------------------------------------------------------------------- decode
 

@@ -16,6 +16,7 @@ from ..compressors import Compressor
 from ..errors import OutOfMemory, SparseRLError
 from ..kernels import ops
 from ..models import ModelShape
+from ..models.routing import Routing
 from ..planning.memory import Plan, available_memory, cache_shape, make_plan, size
 from .capture import Decoder
 from .decode import RowState, empty_trace
@@ -33,10 +34,14 @@ class Storage:
         max_tokens: int | None,
         prefill_chunk: int,
         prefill_rows: int | None,
+        routing: Routing | None = None,
     ):
-        """`compressor` is set to the largest budget that the rows are made for; other arguments: see `Engine`."""
+        """`compressor` is set to the largest budget that the rows are made for; `routing`: what is written down of a
+        mixture of experts; other arguments: see `Engine`.
+        """
         self.model, self.shape, self.compressor, self.rows = model, shape, compressor, rows
         self.max_tokens, self.prefill_chunk, self.prefill_rows = max_tokens, prefill_chunk, prefill_rows
+        self.routing = routing
         self.cache: SlotCache | None = None
         self.scratch: SlotCache | None = None
         self.state: RowState | None = None
@@ -65,6 +70,7 @@ class Storage:
             prefill_chunk=self.prefill_chunk,
             prefill_rows=self.prefill_rows,
             on_gpu=ops.rules(self.device).on_gpu,
+            routing=self.routing,
             room=room,
         )
 
@@ -76,10 +82,10 @@ class Storage:
         self._allocate_state(plan, cache, room)
 
     def clear(self) -> None:
-        """Zero the slots."""
+        """Zero the slots and the states."""
         for cache in (self.cache, self.scratch):
-            for tensor in cache.tensors if cache else ():
-                tensor.zero_()
+            if cache is not None:
+                cache.clear()
 
     def drop_state(self) -> None:
         """Forget what rows wrote down, and what was captured to write it."""
@@ -108,11 +114,11 @@ class Storage:
     def _allocate_scratch(self, plan: Plan) -> None:
         """Rows for the longest prompts, made anew when longer ones come, or more of them together."""
         known = self.scratch
-        if known is None or known.capacity < plan.prompt_tokens or known.rows < plan.prefill_rows:
+        if known is None or known.capacity < plan.scratch_capacity or known.rows < plan.prefill_rows:
             self.scratch = known = None
             self._require(plan.scratch_bytes, plan)
             shape = cache_shape(self.shape, self.compressor)
-            self.scratch = SlotCache(shape, plan.prefill_rows, plan.prompt_tokens, self.device)
+            self.scratch = SlotCache(shape, plan.prefill_rows, plan.scratch_capacity, self.device)
 
     def _allocate_state(self, plan: Plan, cache: SlotCache, room: int | None) -> None:
         """Where rows write down what they sample: as large as the largest call so far.
@@ -126,7 +132,8 @@ class Storage:
             tokens = tokens if self.state is None else max(tokens, self.state.trace.shape[3])
             self.drop_state()
             self._require(plan.record_bytes, plan)
-            self.state = RowState.empty(cache, tokens, new, self.compressor.folds, room)
+            folds, chooses = self.compressor.folds, self.compressor.chooses
+            self.state = RowState.empty(cache, tokens, new, folds, self.routing, chooses, room)
         elif self.state.trace.shape[3] < tokens:
             state, self.state = self.state, None
             state.trace = state.trace.new_empty(0)  # freed before the larger one is made

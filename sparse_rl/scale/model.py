@@ -19,7 +19,7 @@ from ..compressors import Compressor
 from ..config import Recipe, RolloutSettings
 from ..distributed.world import BUCKET
 from ..errors import SparseRLError, require_int
-from ..learn.batch import pack
+from ..learn.packing import pack
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..rollout.schedule import row_counts
 from ..train.budget import compressor_of

@@ -1,4 +1,4 @@
-from . import benchmarks, countdown, linsys, math, recall, stargraph, stories, sums  # noqa: F401  (they register themselves)
+from . import benchmarks, countdown, linsys, math, mixture, recall, stargraph, stories, sums  # noqa: F401  (they register themselves)
 from .base import (
     FAR,
     TASKS,
@@ -9,12 +9,11 @@ from .base import (
     Task,
     describe,
     final_answer,
-    first_texts,
     make,
-    mean_parts,
-    notices,
     register,
 )
+from .mixture import by_task, mean_parts
+from .notices import first_texts, notices
 
 __all__ = [
     "FAR",
@@ -24,6 +23,7 @@ __all__ = [
     "Grade",
     "Prompt",
     "Task",
+    "by_task",
     "describe",
     "final_answer",
     "first_texts",

@@ -23,7 +23,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -47,6 +47,7 @@ class Prompt:
     text: str | list[dict]  # what the model sees: a string, or chat messages
     answer: Any  # what the task needs to grade a completion: plain data
     index: int = 0  # its place in the task
+    task: str = ""  # of a mixture: the label of the task that it belongs to
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,20 @@ class Task:
         return (count - kept, kept) if self._held_out else (0, count - kept)
 
     @property
+    def members(self) -> Sequence[Task]:
+        """The tasks that its prompts belong to: itself, or those of a mixture."""
+        return [self]
+
+    def of(self, prompt: Prompt) -> Task:
+        """The member that a prompt belongs to."""
+        return self
+
+    def positions_of_all(self, start: int) -> int:
+        """Positions from `start` on among which every prompt of a finite task is; 0: the task is endless."""
+        size = self.num_prompts or 0
+        return size + -start % size if size else 0
+
+    @property
     def full_name(self) -> str:
         """The name from which `make` makes it anywhere: of a file its full path."""
         return self._made[0] if self._made else self.name
@@ -169,6 +184,11 @@ class Task:
         if self.last_error is None:
             self.last_error = next((problem for _, problem in judgements if problem is not None), None)
         return [grade for grade, _ in judgements]
+
+    def start_grading(self, completions: int) -> None:
+        """Start the processes that will grade so many completions, which takes seconds, while these are sampled."""
+        if self.isolated and self._pool is not None:
+            self._pool.start(completions)
 
     def excerpt(self, text: str) -> str:
         """The part of a completion that `judge` needs; only this is sent to a grading process."""
@@ -247,12 +267,6 @@ def named_rewards(given: Mapping[str, float]) -> dict[str, float]:
     return {name: finite(f"the reward {name!r}", value) for name, value in given.items()}
 
 
-def mean_parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """The mean of every named reward. A completion without it, such as one that could not be graded, counts as 0."""
-    names = sorted({name for grade in grades for name in grade.parts})
-    return {name: math.fsum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names}
-
-
 def finite(what: str, value: Any) -> float:
     if not hasattr(value, "__float__"):
         raise TypeError(f"{what} is {value!r:.80}; it must be a number")
@@ -322,25 +336,6 @@ def check_weights(name: str, weights: Any) -> dict[str, float]:
     return {key: float(value) for key, value in weights.items()}
 
 
-def notices(task: Task, other: Task | None = None) -> list[str]:
-    """What users should know about a task's prompts. `other`: the task of the evaluations."""
-    lines = []
-    if task.skipped:
-        lines.append(f"{sum(task.skipped.values())} rows were omitted: {'; '.join(task.skipped_rows)}")
-    if task.duplicates:
-        kept = "; copies of held-out prompts are not trained on, the others are kept" if other else ", and are kept"
-        lines.append(f"{task.duplicates} rows repeat an earlier prompt{kept}")
-    if other is not None and other.template != task.template:
-        templates = f"held-out prompts use the template {other.template}, training prompts {task.template}"
-        lines.append(f"{templates}; accuracy may suffer")
-    return lines
-
-
-def first_texts(task: Task) -> Iterator[str]:
-    """Prompts of a task that reads files, those that are text: the first thousand at most."""
-    return (p.text for p in task.sample(0, min(1000, task.num_prompts or 0)) if isinstance(p.text, str))
-
-
 def describe() -> list[tuple[str, str]]:
     """The names that `make` takes, with a description."""
     named = [
@@ -377,11 +372,16 @@ def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
     }
 
 
+def takes_option(name: str, option: str) -> bool:
+    """Whether a task has this option."""
+    return option in _parameters(_find(name)[1])
+
+
 def _weighs(cls: type[Task]) -> bool:
-    """Whether `make` handles the option reward_weights, rather than the task itself."""
+    """Whether `make` handles the option reward_weights, rather than the task itself, or the tasks of a mixture."""
     parameters = _parameters(cls)
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "reward_weights" not in parameters and not takes_any
+    return "reward_weights" not in parameters and not takes_any and cls.grade is Task.grade
 
 
 def _check_options(name: str, build: Callable, bounds: Sequence[str], options: dict) -> None:

@@ -98,6 +98,12 @@ class Child:
         self.outbox, self.inbox = memoryview(frame(message)), b""
         self.until = time.monotonic() + seconds
 
+    def push(self) -> None:
+        """Send what the pipe takes now. What it does not take, and that the process is gone, `exchange` will find."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            if self.outbox:
+                self.outbox = self.outbox[os.write(self.writes, self.outbox) :]
+
     @property
     def busy(self) -> bool:
         return not self.ready or self.item is not None
@@ -136,7 +142,7 @@ def how_ended(code: int) -> str:
 
 
 class Pool:
-    """Child processes that grade for one task. They start with the first completion, and live until `close`."""
+    """Child processes that grade for one task. They begin with `start` or a first completion, and end with `close`."""
 
     def __init__(self, name: str, limits: Limits, hello: bytes):
         self.name, self.limits = name, limits
@@ -155,6 +161,14 @@ class Pool:
             except BaseException:  # such as an interrupt: a reply may be half read, so the next call uses new children
                 _end_all(self._children)
                 raise
+
+    def start(self, items: int) -> None:
+        """Start the children that so many completions will need. Nobody waits for them: `grade` reads their reports."""
+        with self._lock:
+            self._failed_starts = []
+            self._hire(items)
+            for child in self._children:
+                child.push()
 
     def close(self) -> None:
         _end_all(self._children)

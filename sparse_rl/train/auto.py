@@ -2,7 +2,8 @@
 
 The fastest settings whose memory plan fits are taken. Recomputing takes a third more time, and larger micro-batches
 save at most a fifth of it (docs/performance.md); so larger ones come first, and recomputing only where 16,384 tokens
-do not fit without. A run writes its choice to chosen.yaml and keeps it when it is resumed.
+do not fit without; what it keeps goes to the host only where nothing else fits. A run writes its choice to chosen.yaml
+and keeps it when it is resumed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CHOSEN = "chosen.yaml"
 TOKENS, CHECKPOINTING = "learn.micro_batch_tokens", "model.gradient_checkpointing"
 SIZES = (65536, 32768, 16384)
 SMALLER = (8192, 4096, 2048, 1024)  # with recomputing only
+LONG = (16384, 4096, 1024)  # where even one trajectory takes too much: inputs of layers on the host
 PROMPTS = 512  # of the task, whose longest is taken for the longest of all
 
 
@@ -33,7 +35,8 @@ def auto_keys(recipe: Recipe) -> list[str]:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """What they are, with the defaults for `auto`."""
-    return {TOKENS: recipe.micro_batch_tokens, CHECKPOINTING: recipe.checkpoints_gradients}
+    checkpointing = recipe.model.gradient_checkpointing
+    return {TOKENS: recipe.micro_batch_tokens, CHECKPOINTING: False if checkpointing == "auto" else checkpointing}
 
 
 def choose(recipe: Recipe, fits: Callable[[Mapping[str, Any]], bool] | None) -> dict[str, Any]:
@@ -44,7 +47,9 @@ def choose(recipe: Recipe, fits: Callable[[Mapping[str, Any]], bool] | None) -> 
     keys, given = auto_keys(recipe), settings_of(recipe)
     if fits is None or not keys:
         return {key: given[key] for key in keys}
-    order = [(False, tokens) for tokens in SIZES] + [(True, tokens) for tokens in (*SIZES, *SMALLER)]
+    order: list[tuple[bool | str, int]] = [(False, tokens) for tokens in SIZES]
+    order += [(True, tokens) for tokens in (*SIZES, *SMALLER)]
+    order += [] if recipe.model.shard else [("offload", tokens) for tokens in LONG]
     tries: list[dict[str, Any]] = []
     for recompute, tokens in order:
         values = {key: {TOKENS: tokens, CHECKPOINTING: recompute}[key] for key in keys}

@@ -43,10 +43,11 @@ class LengthsSeen:
 
     def note(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], repeats: bool) -> None:
         """Learn from a step. `repeats`: the task's prompts come back, so each one is worth remembering."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        found: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for prompt, t in zip(prompts, trajectories):
-            found.setdefault(prompt.index, []).append((t.num_prompt_tokens, len(t.tokens) - t.num_prompt_tokens))
-        for index, pairs in found.items():
+            pair = (t.num_prompt_tokens, len(t.tokens) - t.num_prompt_tokens)
+            found.setdefault((prompt.task, prompt.index), []).append(pair)
+        for (_, index), pairs in found.items():
             x, y = pairs[0][0], sum(n for _, n in pairs) / len(pairs)
             self.sums += torch.tensor([1, x, y, x * x, x * y], dtype=torch.float64)
             if repeats:

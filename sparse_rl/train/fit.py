@@ -1,7 +1,8 @@
 """What to change when a training run does not fit: settings that take less memory, each with its figure.
 
 A setting is tried by planning the run with it. First each alone, then several together, in the order in which they
-change least: recompute activations, smaller micro-batches, fewer rows, adapters instead of all weights.
+change least: recompute activations, smaller micro-batches, fewer rows, the optimizer's state on the host, adapters
+instead of all weights.
 """
 
 from __future__ import annotations
@@ -103,13 +104,17 @@ class Fitting:
         tokens = self.recipe.micro_batch_tokens
         smaller = [tokens >> i for i in range(1, tokens.bit_length()) if tokens >> i > longest]
         smaller += [longest] if tokens > longest else []  # below, a trajectory goes alone anyway
-        ways: dict[str, Sequence[Any]] = (
-            {} if self.recipe.checkpoints_gradients else {"model.gradient_checkpointing": [True]}
-        )
+        ways: dict[str, Sequence[Any]] = {}
+        if not self.recipe.checkpoints_gradients:
+            ways["model.gradient_checkpointing"] = [True]
+        elif not self.recipe.offloads_activations and not model.shard:
+            ways["model.gradient_checkpointing"] = ["offload"]
         if smaller:
             ways["learn.micro_batch_tokens"] = smaller
         if rows > 1:
             ways["rollout.rows"] = range(rows - 1, 0, -1)
+        if not model.lora_rank and not model.shard and not self.recipe.optimizer.offload:
+            ways["optimizer.offload"] = [True]
         if not model.lora_rank and not self.recipe.student.chunks:
             ways["model.lora_rank"] = [LORA_RANK]
         return ways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +14,7 @@ from ..learn.student import Student
 from ..models import ModelShape, encode
 from ..records import Trajectory, mean_entries
 from ..rollout import Engine, Sampling
-from ..tasks import UNGRADED, Grade, Prompt, Task, mean_parts
+from ..tasks import UNGRADED, Grade, Prompt, Task, by_task, mean_parts
 from ..tasks.answering import Answers
 from .rewards import AddedRewards
 
@@ -22,7 +23,7 @@ def accuracy(
     engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
 ) -> dict[str, float]:
     """The share of completions that are right, and what the completions were like."""
-    return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed))
+    return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed), prompts)
 
 
 def complete(
@@ -46,7 +47,11 @@ def complete(
     return trajectories, rewards.grade(task, asked, trajectories, texts) if rewards else task.grade(asked, texts)
 
 
-def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> dict[str, float]:
+def described(
+    trajectories: Sequence[Trajectory], grades: Sequence[Grade], prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """prompts: those of the evaluation, which trajectories point to."""
+    parts = by_task([prompts[t.prompt_index] for t in trajectories], grades)
     rewards = torch.tensor([g.reward for g in grades], dtype=torch.float64)
     return {
         "accuracy": sum(g.right for g in grades) / len(grades),
@@ -57,6 +62,8 @@ def described(trajectories: Sequence[Trajectory], grades: Sequence[Grade]) -> di
         "loops": sum(ends_in_loop(t.response_tokens) for t in trajectories) / len(trajectories),
         "ungraded": sum(g.verdict in UNGRADED for g in grades) / len(grades),
         "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
+        **{f"task/{label}/accuracy": sum(g.right for g in part) / len(part) for label, part in parts.items()},
+        **{f"task/{label}/reward": math.fsum(g.reward for g in part) / len(part) for label, part in parts.items()},
     }
 
 

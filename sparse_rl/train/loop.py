@@ -32,7 +32,7 @@ from ..learn.dpo import Pairs, choose_pairs
 from ..learn.learner import UpdateResult
 from ..learn.shards import copy_weights, shard
 from ..learn.student import copied
-from ..models import unknown_to_tiny
+from ..models import recurrent_kernels, unknown_to_tiny
 from ..planning.memory import is_out_of_memory
 from ..records import Trajectory
 from ..rollout import Sampling
@@ -118,7 +118,9 @@ class Trainer:
     def run(self) -> None:
         recipe, progress = self.recipe, self.progress
         unknown = unknown_to_tiny(self.tokenizer, tasks.first_texts(self.task))
-        for line in [*tasks.notices(self.task, self.held_out), *unknown]:
+        kernels = recurrent_kernels(self.model.config)
+        recurrent = [] if kernels is None else [f"recurrent layers: {kernels}"]
+        for line in [*tasks.notices(self.task, self.held_out), *unknown, *recurrent]:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:
@@ -333,7 +335,7 @@ class Trainer:
                 pairs = [pair for part in parts for pair in part]
                 pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
                 grades = [grade for _, grade in pairs]
-                found = described([t for t, _ in pairs], grades)
+                found = described([t for t, _ in pairs], grades, prompts)
                 self._show_what_is_missing(held_out_answers(found, grades, new_tokens))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._show_grading_error(task.last_error)

@@ -20,8 +20,8 @@ from .step import StepRollout, step_positions
 
 
 def without_full_traces(rollout: StepRollout) -> StepRollout:
-    """What other processes need of a part: one head of each trace, how many tokens could be drawn, and which prompts
-    they were.
+    """What other processes need of a part: one head of each trace, no routes, how many tokens could be drawn, and which
+    prompts they were.
 
     All heads evict at the same steps. The answer of a prompt may be an object of a user's own.
     """
@@ -36,7 +36,11 @@ def without_full_traces(rollout: StepRollout) -> StepRollout:
         rollout,
         prompts=[replace(prompt, text="", answer=None) for prompt in rollout.prompts],
         trajectories=trajectories,
-        scored=replace(rollout.scored, sampled=replace(sampled, traces=traces, supports=supports)),
+        scored=replace(
+            rollout.scored,
+            sampled=replace(sampled, traces=traces, supports=supports),
+            routes=None if rollout.scored.routes is None else (None,) * len(traces),
+        ),
     )
 
 

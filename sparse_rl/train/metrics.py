@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +13,8 @@ from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
 from ..learn.support import support_metrics
-from ..records import kv_tokens_saved
-from ..tasks import UNGRADED, mean_parts
+from ..records import Trajectory, kv_tokens_saved, mean_entries
+from ..tasks import UNGRADED, by_task, mean_parts
 from ..tasks.answering import Answers
 from .step import StepRollout
 
@@ -45,6 +47,12 @@ def step_metrics(
         "old/entropy/mean": scored.entropies[seen][seen_mask].double().mean().item(),
         "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
     }
+    if any(t.choices is not None for t in trajectories):
+        metrics |= fold_metrics(trajectories)
+    for label, part in by_task(rollout.prompts, rollout.grades).items():
+        metrics[f"task/{label}/reward/mean"] = math.fsum(g.reward for g in part) / len(part)
+        metrics[f"task/{label}/right/frac"] = sum(g.right for g in part) / len(part)
+        metrics[f"task/{label}/trajectories/count"] = float(len(part))
     if scored.seen is not None:
         metrics["replay/checked/frac"] = scored.seen.double().mean().item()
     if scored.sampled.supports is not None:
@@ -67,6 +75,22 @@ def step_metrics(
         metrics["gap/alpha/p05"] = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
         metrics["gap/alpha/mean"] = alpha.mean().item()
     return metrics
+
+
+def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What a policy that chooses its folds did: cache entries, beacons, and the tokens that each stands for."""
+    beacons = [t.tokens == t.beacon_id for t in trajectories]
+    chosen = sum(
+        int((b & t.choices).sum()) for b, t in zip(beacons, trajectories, strict=True) if t.choices is not None
+    )
+    folded = sum(int(t.response_mask[: int(b.nonzero().max())].sum()) for b, t in zip(beacons, trajectories) if b.any())
+    folds = sum(int(b.sum()) for b in beacons)
+    return {
+        "fold/entries/mean": sum(map(mean_entries, trajectories)) / len(trajectories),
+        "fold/beacons/mean": folds / len(trajectories),
+        "fold/chunk/mean": folded / max(folds, 1),
+        "fold/chosen/frac": chosen / max(folds, 1),
+    }
 
 
 def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +13,22 @@ from torch import nn
 
 from .. import tasks
 from ..beacon import beacon_of
-from ..compressors import Compressor
+from ..compressors import Compressor, let_choose
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
-from ..files import with_file
+from ..files import with_file, with_tasks
 from ..learn.critic import Critic
 from ..learn.learner import Learner
+from ..learn.long import use_long_rows
 from ..learn.loss import Loss
 from ..learn.packing import packs
 from ..learn.shards import Sharded
 from ..learn.student import Students, copied
 from ..models import Record, load_model, set_record, with_lora
+from ..models.routing import Routing, has_experts, routing_of, why_not_replayed
 from ..tasks import Task
+from .budget import compressor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +55,7 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.eval.temperature,
         logits=recipe.model.logits,
+        quantize=recipe.model.quantize,
     )
 
 
@@ -76,14 +81,17 @@ def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     def full(file: Any) -> Any:
         return str(Path(file).resolve()) if isinstance(file, str) and Path(file).exists() else file
 
+    options = with_tasks(options, lambda entry: with_full_paths({**entry, "name": found_anywhere(entry["name"])}))
     files = options.get("files")
     if files is None:
-        return dict(options)
+        return options
     return {**options, "files": [full(file) for file in files] if isinstance(files, (list, tuple)) else full(files)}
 
 
 def found_anywhere(name: str) -> str:
-    """The name of a compressor; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full path."""
+    """A compressor's or a task's name; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full
+    path.
+    """
     return with_file(name, lambda path: path)
 
 
@@ -96,7 +104,9 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     """The model to train, and its tokenizer. What an earlier training recorded does not count: the recipe does."""
     settings = recipe.model
     torch.manual_seed(recipe.run.seed)
-    loaded, tokenizer = load_model(settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits)
+    loaded, tokenizer = load_model(
+        settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits, quantize=settings.quantize
+    )
     model = cast("PreTrainedModel", loaded)
     set_record(model, None)
     if settings.lora_rank:
@@ -105,15 +115,39 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
                 f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
             )
         model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
+    let_choose(model, compressor_of(recipe.rollout), recipe.rollout.start_chunk)
     return model, tokenizer
 
 
 def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Recompute activations during backward, where the recipe says so."""
+    """Recompute activations during backward, where the recipe says so, from inputs that may be on the host."""
     if recipe.checkpoints_gradients:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
+    if recipe.offloads_activations:
+        use_long_rows(model)
+
+
+def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:
+    """What the routers of a mixture of experts choose, where the learner repeats their choices; None: it does not."""
+    wanted = recipe.learn.replay_routing
+    if wanted is False or (wanted == "auto" and not has_experts(model)):
+        return None
+    why = "folds chunks into beacons" if recipe.folds else why_not_replayed(model)
+    if why is None:
+        return routing_of(model)
+    if wanted is True:
+        raise SparseRLError(
+            f"learn.replay_routing is true, but {recipe.model.name} {why}; set it to auto, and the learner chooses "
+            "experts anew."
+        )
+    warnings.warn(
+        f"{recipe.model.name} {why}, so its routing is not replayed: the learner chooses experts anew, and where two "
+        "are nearly tied its log-probs differ from the sampler's.",
+        stacklevel=2,
+    )
+    return None
 
 
 def make_critic(recipe: Recipe, model: PreTrainedModel) -> Critic | None:

@@ -1,6 +1,7 @@
 """Rewards that a run adds to those of its task, as named parts of every grade.
 
     overlong        task.overlong: 0, then falling to -1 over the last tokens that a response may have (DAPO)
+    entries         task.entry_price: the cache entries beside the prompt that a response held on average; they cost
     reward_model    task.reward_model: the score of a classifier that reads prompt and response
 
 What is right, and so accuracy, stays for the task to say.
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..models import RewardModel, load_reward_model
-from ..records import Trajectory
+from ..records import Trajectory, mean_entries
 from ..tasks import UNGRADED, Grade, Prompt, Task
 
 
@@ -26,7 +27,7 @@ class AddedRewards:
     def __init__(self, recipe: Recipe):
         settings, self.longest = recipe.task, recipe.rollout.max_new_tokens
         self.buffer = max(1, round(settings.overlong * self.longest)) if settings.overlong else 0
-        self.weight = settings.reward_model_weight
+        self.price, self.weight = settings.entry_price, settings.reward_model_weight
         self.model: RewardModel | None = None
         self.last_error: str | None = None  # why a completion has no score, for the caller to show once
         if settings.reward_model is not None:
@@ -41,6 +42,9 @@ class AddedRewards:
         if self.buffer:
             values = [overlong(len(t.response_tokens), self.longest, self.buffer) for t in trajectories]
             grades = [with_part(grade, "overlong", value) for grade, value in zip(grades, values, strict=True)]
+        if self.price:
+            held = [mean_entries(t) - t.num_prompt_tokens for t in trajectories]
+            grades = [with_part(grade, "entries", n, -self.price) for grade, n in zip(grades, held, strict=True)]
         if self.model is not None:
             scores = self.model.scores([prompt.text for prompt in prompts], texts)
             scored = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
@@ -49,8 +53,9 @@ class AddedRewards:
         return grades
 
     def whatever_their_length(self, grades: Sequence[Grade]) -> Tensor:
-        """The rewards of completions without what was added for their length. fp64 [N]"""
-        added = [grade.parts["overlong"] if self.buffer and "overlong" in grade.parts else 0.0 for grade in grades]
+        """The rewards of completions without what was added for their length and their entries. fp64 [N]"""
+        weights = {name: weight for name, weight in (("overlong", float(bool(self.buffer))), ("entries", -self.price))}
+        added = [sum(w * grade.parts.get(name, 0.0) for name, w in weights.items() if w) for grade in grades]
         return torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
 
     def _with_score(self, grade: Grade, score: float | None) -> Grade | None:

@@ -26,7 +26,8 @@ from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
 from ..learn.support import MOST
-from ..models import ModelShape, dtype_of, load_config, reward_config, weight_bytes
+from ..models import ModelShape, dtype_of, load_config, quantised_bytes, reward_config, weight_bytes
+from ..models.routing import routing_from
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
 from ..tasks import Task
@@ -195,7 +196,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
     method = recipe.learn.resolve_method()
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
-    weights = weight_bytes(config, shape.dtype)
+    parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
+    weights = quantised_bytes(config, shape.dtype) if recipe.model.quantize else parameters * shape.dtype.itemsize
     rollout = make_plan(
         shape,
         compressor_of(recipe.rollout),
@@ -204,9 +206,9 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         new_tokens=recipe.rollout.max_new_tokens,
         weight_bytes=weights,
         adapters=recipe.model.lora_rank > 0,
+        routing=routing_from(config) if recipe.learn.replay_routing and method.view == "shadow" else None,
         room={None: None, "margins": 0, "ids": min(MOST, shape.vocabulary)}[recipe.records_support],
     )
-    parameters = weights // shape.dtype.itemsize
     return make_training_plan(
         rollout,
         shape,
@@ -215,6 +217,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
         minibatches=recipe.learn.minibatches,
         checkpointing=recipe.checkpoints_gradients,
+        long_rows=recipe.offloads_activations,
         reference=recipe.keeps_reference and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,
         shadow=method.view == "shadow" or bool(recipe.student.chunks),
@@ -225,6 +228,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         shard=recipe.model.shard,
         ahead=bool(recipe.rollout.ahead),
         critic=recipe.has_separate_critic,
+        offload=recipe.optimizer.offload,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
     )
 
@@ -273,6 +277,7 @@ CHANGEABLE_ON_RESUME = {
     "learn.micro_batch_tokens",
     "model.gradient_checkpointing",
     "model.shard",
+    "optimizer.offload",
 }
 
 

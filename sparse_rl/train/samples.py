@@ -60,6 +60,7 @@ def write_samples(
                 reward=rollout.grades[row].reward,
                 verdict=rollout.grades[row].verdict,
                 **({"rewards": dict(rollout.grades[row].parts)} if rollout.grades[row].parts else {}),
+                **({"task": rollout.prompts[row].task} if rollout.prompts[row].task else {}),
                 advantage=advantages[position].item(),
                 accepted=bool(accepted[row]),
                 old_logprobs=scored.old_logprobs[row, :tokens].tolist(),

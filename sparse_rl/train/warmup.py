@@ -30,10 +30,10 @@ from .. import tasks
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
 from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
-from ..learn.batch import pack
 from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
+from ..learn.packing import pack
 from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, set_record, unknown_to_tiny
 from ..rollout import Engine, Sampling
@@ -61,7 +61,8 @@ def warmup(
     task = tasks.make(recipe.task.name, **recipe.task.options)
     asked = held_out_of(recipe) if evaluate else None
     for one in (task, asked.task) if asked else (task,):
-        one.solution(one.sample(0, 1)[0])  # says so at once if there are none
+        for part in one.members:
+            part.solution(part.sample(0, 1)[0])  # says so at once if there are none
     if is_finished(folder):  # only its last evaluation may be missing
         name = dataclasses.replace(recipe.model, name=str(folder))
         model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name))

@@ -22,8 +22,8 @@ from ..errors import SparseRLError
 from ..learn.advantage import without_variance
 from ..learn.batch import Sampled, Scored, accepted_rows, collate, minibatch_rows, score
 from ..learn.critic import Critic
+from ..learn.overlap import overlap
 from ..learn.packing import packs
-from ..learn.score import overlap
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
@@ -34,6 +34,7 @@ from .deal import LengthsSeen, deal
 from .held_out import complete
 from .log import Clock
 from .merge import append, first_head_trace
+from .parts import replayed_routing
 from .rewards import AddedRewards
 from .samples import positions_to_write, samples_due
 from .step import StepRollout
@@ -68,7 +69,20 @@ class Sampler:
                 "use at least as many prompts as processes."
             )
         self.reference = self._reference()
-        self.engine = Engine(model, compressor_of(rollout), rollout.max_budget, rollout.interval, rollout.rows)
+        self.routing = replayed_routing(recipe, model)
+        self.engine = Engine(
+            model,
+            compressor_of(rollout),
+            rollout.max_budget,
+            rollout.interval,
+            rollout.rows,
+            record_routes=self.routing is not None and self.method.view == "shadow",
+        )
+        if recipe.records_support and self.engine.compressor.chooses:
+            raise SparseRLError(
+                f"rollout.top_k is {rollout.top_k} and rollout.top_p {rollout.top_p}, but with {rollout.compressor} the "
+                "policy chooses its folds, and then it must be able to draw every token: use 0 and 1."
+            )
         self.sampling = Sampling(
             rollout.max_new_tokens,
             rollout.temperature,
@@ -103,8 +117,8 @@ class Sampler:
     def check_prompts_of_files(self, steps_done: int) -> None:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
         rollout = self.recipe.rollout
-        begin, known = steps_done * rollout.prompts, self.task.num_prompts or 0
-        whole = known + -begin % known if known else 0  # the rest of an epoch and the next one: every prompt
+        begin = steps_done * rollout.prompts
+        whole = self.task.positions_of_all(begin)  # the rest of an epoch and the next one: every prompt
         visited = whole if self.recipe.learn.dynamic else self.recipe.run.steps * rollout.prompts - begin
         count = min(visited, whole, MOST_CHECKED)  # with dynamic sampling any prompt may come
         refused: list[tuple[int, SparseRLError]] = []
@@ -183,6 +197,7 @@ class Sampler:
         for position in positions:
             members[position // group].append(position % group)
         with clock.stage("rollout"):
+            self.task.start_grading(len(positions))
             seed = stream_key(self.recipe.run.seed, [number, turn])
             trajectories = self.engine.generate(ids, group, self.sampling, seed, samples=members)
         with clock.stage("grade"):
@@ -212,13 +227,32 @@ class Sampler:
         only = None if self.recipe.scores_all else rows(self._drawn(number))
         reference, temperature = self.reference() if self.reference else None, self.sampling.temperature
         scored = score(
-            self.model, sampled, tokens, temperature, reference, view, reference_view, packing, self.critic, only
+            self.model,
+            sampled,
+            tokens,
+            temperature,
+            reference,
+            view,
+            reference_view,
+            packing,
+            self.critic,
+            only=only,
+            routing=self.routing,
         )
         if only is None or not samples_due(self.recipe, number + 1):
             return scored
         shown = rows(positions_to_write(self._positions, self.recipe.run.samples))
         return scored.with_shown(
-            score(self.model, sampled, tokens, temperature, view=view, packing=packing, only=shown)
+            score(
+                self.model,
+                sampled,
+                tokens,
+                temperature,
+                view=view,
+                packing=packing,
+                only=shown,
+                routing=self.routing,
+            )
         )
 
     def _drawn(self, number: int) -> list[int]:

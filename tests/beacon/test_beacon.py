@@ -12,7 +12,8 @@ from sparse_rl.attention import use_attention
 from sparse_rl.beacon import add_beacon, beacon_of, beaconed, fixed_chunk_ends, insert_beacons
 from sparse_rl.compressors import make
 from sparse_rl.learn.batch import collate, score
-from sparse_rl.learn.score import hidden_states, overlap, replay_of, token_logprobs
+from sparse_rl.learn.overlap import overlap
+from sparse_rl.learn.score import hidden_states, replay_of, token_logprobs
 from sparse_rl.records import kv_tokens_saved
 from sparse_rl.rollout.fold import Chunks, begin
 from tests.helpers.decoding import FAMILY, fuse_everywhere, same

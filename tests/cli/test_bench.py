@@ -28,7 +28,7 @@ def test_bench_rollout():
     assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["peer_tokens_per_s"])
 
 
-@pytest.mark.parametrize("compressor", ["dense", "beacon:8"])
+@pytest.mark.parametrize("compressor", ["dense", "beacon:8", "beacon:2-8"])
 def test_bench_shows_a_table(compressor):
     shown = run("bench", "rollout", *SMALL, "--compressor", compressor, "--new", 20, "--repeats", 1)
     assert shown.returncode == 0 and compressor in shown.stdout, shown.stderr

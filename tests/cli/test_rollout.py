@@ -14,7 +14,7 @@ import torch
 from sparse_rl import load_model, read_trajectories, token_logprobs
 from sparse_rl.beacon import add_beacon
 from sparse_rl.train.checkpoint import save_model
-from tests.helpers.runs import command, run
+from tests.helpers.runs import PATIENCE, command, run
 
 
 @pytest.fixture
@@ -101,13 +101,13 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     lines = out / "trajectories.jsonl"
     while not (lines.exists() and lines.read_text().count("\n") >= 3):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "finished trajectories are saved" in errors and "Traceback" not in errors, (
         errors
     )

@@ -107,6 +107,8 @@ def test_a_model_is_asked_as_it_was_trained(tmp_path, gsm8k, lora_rank):
     done = run(*words, "--out", tmp_path / "same")
     assert done.exit_code == 0 and "trained with" not in done.stderr, done.exception
     assert all(i["prompt"].startswith("<|im_start|>") for i in lines(tmp_path / "same" / "items.jsonl"))
+    if lora_rank:  # what an adapter's folder says was read; what is said about it is the same
+        return
     for n, other in enumerate((["--template", "plain"], ["--gsm8k.template", "plain"])):
         done = run(*words, *other, "--out", tmp_path / f"other{n}")
         assert "prompts use the template plain, but" in done.stderr and "was trained with qwen-boxed" in done.stderr

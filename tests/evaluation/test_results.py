@@ -1,11 +1,8 @@
 """The folder of an evaluation: what is written, and how one that was killed or interrupted continues."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from sparse_rl.evaluation import Exam, Results
 from sparse_rl.evaluation.ask import fingerprint
 from sparse_rl.records import entries, kv_tokens_saved
 from tests.helpers.evaluating import SPARSE, asked_again, exam, lines, run
+from tests.helpers.runs import PATIENCE, command_that_is_stopped
 
 # ---------- what is written
 
@@ -130,7 +128,7 @@ def test_a_killed_command_goes_on(tmp_path, number):
         "--bench",
         "sums",
         "--limit",
-        24,
+        12,
         "--samples",
         2,
         "--max-new-tokens",
@@ -140,25 +138,13 @@ def test_a_killed_command_goes_on(tmp_path, number):
         *SPARSE,
     ]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [
-        sys.executable,
-        "-c",
-        "from sparse_rl.cli import main; main()",
-        "eval",
-        *map(str, words),
-        "--out",
-        str(killed),
-    ]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
     path = killed / "completions.jsonl"
-    while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 6):
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, said = process.communicate()
+    stopped = command_that_is_stopped(number, path, 6, "eval", *words, "--out", killed)
+    done = subprocess.run(stopped, capture_output=True, text=True, timeout=PATIENCE)
     if number == signal.SIGTERM:
-        assert process.returncode == 130 and "the same command goes on" in said
+        assert done.returncode == 130 and "the same command goes on" in done.stderr
     kept = path.read_bytes()
-    assert 6 <= kept.count(b"\n") < 48  # it was killed in the middle
+    assert 6 <= kept.count(b"\n") < 24  # it was killed in the middle
     assert run(*words, "--out", killed).exit_code == 0 == run(*words, "--out", whole).exit_code
     assert (killed / "items.jsonl").read_bytes() == (whole / "items.jsonl").read_bytes()
     items = {(i["index"], i["sample"]): i["text"] for i in lines(killed / "items.jsonl")}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling, token_logprobs
-from sparse_rl.beacon import add_beacon, beacon_of
+from sparse_rl.beacon import add_beacon, add_choice, beacon_of
 from sparse_rl.compressors import make
 from sparse_rl.kernels import ops
 from sparse_rl.learn.batch import collate
@@ -21,6 +21,14 @@ pytestmark = pytest.mark.gpu
 
 def student(name: str, dtype=torch.float32, position="shared", **changes):
     return add_beacon(on_gpu(name, dtype, **changes), position=position, seed=1)
+
+
+def chooser(name: str, dtype=torch.float32, **changes):
+    """A student whose choices to fold depend on its states."""
+    model = add_choice(student(name, dtype, **changes), 2, 16, 5.0)
+    with torch.no_grad():
+        beacon_of(model).choice_weight.normal_(0, 0.3)
+    return model
 
 
 def generate(model, new=90, rows=6, **options):
@@ -46,6 +54,21 @@ def test_captured_steps_are_eager_steps(options, monkeypatch):
     eagerly(monkeypatch)
     for ours, theirs in zip(captured, generate(model, rows=4, **options), strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert (ours.sampler_logprobs - theirs.sampler_logprobs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_choices_are_captured_and_found_again(name, monkeypatch):
+    model, options = chooser(name), {"chunk": 16, "least": 2}
+    captured = generate(copy.deepcopy(model), rows=4, **options)
+    for t in captured:
+        with torch.no_grad():
+            gap = token_logprobs(model, t.tokens, t.trace, choices=t.choices).cpu() - t.sampler_logprobs
+        assert gap[t.action_mask].abs().max() < 1e-4
+        assert (t.choices & (t.tokens == t.beacon_id)).any()
+    eagerly(monkeypatch)
+    for ours, theirs in zip(captured, generate(model, rows=4, **options), strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist() and torch.equal(ours.choices, theirs.choices)
         assert (ours.sampler_logprobs - theirs.sampler_logprobs).abs().max() < 1e-4
 
 

@@ -46,10 +46,21 @@ CONFIGS = {
         dict(head_dim=8, sliding_window=SLIDING, num_local_experts=4, num_experts_per_tok=2, layer_types=_MIXED),
     ),
     "smollm3": ("SmolLM3Config", dict(no_rope_layers=[1, 1, 0])),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=24),
+    ),
+    "olmoe": ("OlmoeConfig", dict(num_experts=8, num_experts_per_tok=2)),
 }  # fmt: skip
 
 
-ARCHITECTURES = list(CONFIGS)
+MIXTURES = ["qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt-oss"]  # of experts
+ARCHITECTURES = [name for name in CONFIGS if name not in ("qwen2-moe", "olmoe")]  # the same attention as others
 
 
 @functools.cache
@@ -57,10 +68,10 @@ def tiny(name: str, **changes):
     """A tiny random model of an architecture, fp32, made once. `changes` override its config."""
     config_class, own = CONFIGS[name]
     config = getattr(transformers, config_class)(**{**_SMALL, **own, **changes})
-    torch.manual_seed(len(name))
     attention = "eager" if name in ("gemma2", "gpt-oss") else "sdpa"  # stock sdpa refuses soft-caps and sinks
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():  # what a test draws next must not depend on who made the model
+        torch.manual_seed(len(name))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms start out constant: make them count
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -4,6 +4,7 @@ import base64
 import pickle
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +24,11 @@ class Command:
 
 
 def with_descendants(pid: int) -> list[int]:
-    children = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    children = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # a thread or a process may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, (task / "children").read_text().split())
     return [pid, *(found for child in children for found in with_descendants(child))]
 
 
@@ -31,10 +36,12 @@ def listening(pid: int) -> set[tuple[str, int]]:
     """(address, port) of the sockets on which a process and its descendants listen."""
     inodes = set()
     for process in with_descendants(pid):
-        for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            target = str(descriptor.readlink())
-            if target.startswith("socket:["):
-                inodes.add(target[len("socket:[") : -1])
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(FileNotFoundError):  # a run opens and closes files all the time
+                    target = str(descriptor.readlink())
+                    if target.startswith("socket:["):
+                        inodes.add(target[len("socket:[") : -1])
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

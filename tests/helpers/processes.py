@@ -167,16 +167,17 @@ def check_steps(world, folder):
     for divided in (False, True):
         step_alone_and_together(world, "sparse-rl", divided)
         step_alone_and_together(world, "shadow", divided, loss=Loss(mean="token-mean"))
-        step_alone_and_together(world, "smd", divided)
         # Of sparse-rl-released the weights are normalised over all processes.
         step_alone_and_together(world, "sparse-rl-released", divided, loss=Loss(mean="dr-grpo", constant=24))
-        step_alone_and_together(world, "shadow", divided, lora=4, checkpointing=True)
-        step_alone_and_together(world, "sparse-rl", divided, checkpointing=True)
-        step_alone_and_together(world, "shadow", divided, dtype=torch.bfloat16)
         # The members of a pair are on different processes, which a run avoids but the learner does not need.
         step_alone_and_together(world, "shadow", divided, dpo=DPO(beta=0.05))
         step_alone_and_together(world, "sparse-rl", divided, dpo=DPO(loss="ipo", per_token=True))
         step_alone_and_together(world, "shadow", divided, ppo=PPO())
+    step_alone_and_together(world, "smd", True)
+    step_alone_and_together(world, "shadow", True, lora=4, checkpointing=True)
+    step_alone_and_together(world, "sparse-rl", True, checkpointing=True)
+    step_alone_and_together(world, "shadow", True, dtype=torch.bfloat16)
+    step_alone_and_together(world, "shadow", False, lora=4, checkpointing=True, dtype=torch.bfloat16)
     step_alone_and_together(world, "sparse-rl", False, ppo=PPO(critic="separate"))
 
 

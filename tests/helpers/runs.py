@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from sparse_rl.cli import main
 from sparse_rl.config import make_recipe
 from sparse_rl.models import load_model
+
+PATIENCE = 600  # seconds until a process that does not answer is given up, on however busy a machine
 
 BASE = {
     "model": {"name": "tiny-sums"},
@@ -44,6 +47,32 @@ def write_recipe(folder: Path, **sections) -> Path:
 
 def command(*args: object) -> list[str]:
     return [sys.executable, "-c", "from sparse_rl.cli import main; main()", *map(str, args)]
+
+
+_STOPS = """
+import os, sys, threading, time
+from pathlib import Path
+path, lines, seconds, number, *sys.argv[1:] = sys.argv[1:]
+
+def stop():
+    while not Path(path).exists() or Path(path).read_bytes().count(b"\\n") < int(lines):
+        time.sleep(0.01)
+    time.sleep(float(seconds))
+    os.kill(os.getpid(), int(number))
+
+threading.Thread(target=stop, daemon=True).start()
+from sparse_rl.cli import main
+main()
+"""
+
+
+def command_that_is_stopped(
+    number: signal.Signals, file: Path, lines: int, *args: object, seconds: float = 0.0
+) -> list[str]:
+    """A command that gets a signal once a file has so many lines, some seconds later. It sends it to itself: on a busy
+    machine another process may see the lines when the command has ended.
+    """
+    return [sys.executable, "-c", _STOPS, *map(str, (file, lines, seconds, int(number), *args))]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

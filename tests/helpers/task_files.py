@@ -3,7 +3,7 @@
 import textwrap
 
 FUNCTIONS = """
-import ctypes, faulthandler, os, signal, subprocess, sys, threading, time
+import ctypes, faulthandler, os, subprocess, sys, time
 
 def prompt(i):
     return f"What is {i} + {i}?", 2 * i
@@ -18,8 +18,10 @@ def reward(answer, text):
     if text == "hang hard":
         faulthandler.cancel_dump_traceback_later()  # so it does not end itself
         time.sleep(1000)
-    if text == "stop":
-        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
+    if text.startswith("hang and tell "):
+        open(text[14:], "w").close()
+        while True:
+            pass
     if text == "sleep in C":
         time.sleep(1000)
     if text == "raise":

@@ -49,6 +49,26 @@ def test_every_kernel_compiles_within_the_shared_memory_of_a_gpu(tmp_path, capab
         assert line["shared"] <= LIMITS[capability], line
 
 
+def test_ragged_micro_batches_need_no_variants_of_their_own(tmp_path):
+    """A kernel that is compiled for every kind of length is compiled in many steps. Twice: with and without a sum, or
+    forward and backward.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/first_step.py", "--compile", "90", "--kernels", "layers,head"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| _")]
+    assert {name.strip(): int(variants) for name, variants in rows} == {
+        "_add_norm_forward": 2,
+        "_add_norm_backward": 2,
+        "_rotate": 2,
+        "_gate_forward": 1,
+        "_gate_backward": 1,
+        "_token_statistics": 1,
+        "_logit_gradients": 1,
+    }
+
+
 def test_tiles_are_what_the_shared_memory_of_a_gpu_holds():
     """Measured with the kernels themselves: the test above."""
     large, small = LIMITS[90], LIMITS[86]

@@ -94,8 +94,9 @@ def error(actual, expected):
     ],
 )
 def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
-    if kind == "irregular" and DEVICE == "cpu" and (window is None) == (softcap is None):
-        pytest.skip("many segments are slow in the interpreter: a window, or a soft-cap, is enough")
+    slow_here = {"irregular": window is None or softcap is not None, "odd": dim == 64, "nothing evicted": dtype == HALF}
+    if DEVICE == "cpu" and slow_here.get(kind):
+        pytest.skip("slow in the interpreter, where other shapes show the same")
     evicted_at, lengths = micro_batch(kind)
     (rows, _, heads, tokens), layer, scaling = evicted_at.shape, 1, 0.3
     query = draw(rows, tokens, heads * group, dim, dtype=dtype).transpose(

@@ -20,7 +20,8 @@ from sparse_rl.learn.diagnose import (
     rejection_metrics,
     rollout_metrics,
 )
-from sparse_rl.learn.score import overlap, replay_of
+from sparse_rl.learn.overlap import overlap
+from sparse_rl.learn.score import replay_of
 from sparse_rl.records import Trajectory
 from tests.helpers.models import prompts_of, tiny
 

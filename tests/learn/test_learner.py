@@ -14,11 +14,12 @@ from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
-from sparse_rl.learn.batch import Batch, collate, join, pack, score
+from sparse_rl.learn.batch import Batch, collate, join, score
 from sparse_rl.learn.correct import PRESETS, Correction
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
+from sparse_rl.learn.packing import pack
 from tests.helpers.largest import Largest
 from tests.helpers.learning import batches_of
 from tests.helpers.models import VOCABULARY, prompts_of, tiny

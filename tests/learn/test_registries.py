@@ -6,24 +6,13 @@ import torch
 from sparse_rl.config import make_recipe
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
-from sparse_rl.learn.advantage import ESTIMATORS, GroupRewards, advantage, estimator
+from sparse_rl.learn.advantage import GroupRewards, advantage, estimator
 from sparse_rl.learn.correct import PRESETS, Correction, correction
-from sparse_rl.learn.method import METHODS, Method, register_method
+from sparse_rl.learn.method import Method, register_method
 from sparse_rl.train.run import train
 from tests.helpers.runs import recipe, run
 
 SMALL = {"model": {"name": "tiny"}, "task": {"name": "sums"}}
-
-
-@pytest.fixture(autouse=True)
-def clean_registries():
-    for registry in (ESTIMATORS, METHODS, PRESETS):
-        for name in ("own", "own-shadow"):
-            assert name not in registry
-    yield
-    for registry in (ESTIMATORS, METHODS, PRESETS):
-        for name in ("own", "own-shadow"):
-            registry.pop(name, None)
 
 
 def test_an_estimator_of_ones_own_sets_the_advantages_of_a_run(tmp_path):

@@ -19,7 +19,8 @@ from sparse_rl.learn.correct import PRESETS
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
-from sparse_rl.learn.score import batch_logprobs, hidden_states, logprobs_entropies_ranks, overlap, replay_of
+from sparse_rl.learn.overlap import overlap
+from sparse_rl.learn.score import batch_logprobs, hidden_states, logprobs_entropies_ranks, replay_of
 from sparse_rl.learn.support import find_again, over_support, side_by_side
 from sparse_rl.records import TrajectoryWriter
 from tests.helpers.decoding import change_rules

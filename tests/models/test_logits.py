@@ -180,6 +180,21 @@ def test_the_benchmark_runs(tmp_path):
             assert found[cache][how]["tokens_per_s"] > 0 and found[cache][how]["rounding_alone"] > 0
 
 
+def test_the_benchmark_of_half_precisions_runs(tmp_path, monkeypatch):
+    """On the same weights float16 rounds eight times finer than bfloat16, so the gap is smaller, dense and replayed."""
+    small = "--device cpu --rows 4 --prompts 2 --group 2 --new 12 --budget 16 --interval 8 --repeats 1"
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import half_precision
+
+    out = str(tmp_path / "half.json")
+    monkeypatch.setattr(sys, "argv", ["half_precision.py", "tiny:2x64", "--out", out, *small.split()])
+    half_precision.main()
+    for found in json.loads((tmp_path / "half.json").read_text())["found"].values():
+        coarse, fine = found["bfloat16"], found["float16"]
+        assert 0 < fine["mean_abs_gap"] < coarse["mean_abs_gap"] <= coarse["max_abs_gap"] < 0.2
+        assert all(row[key] > 0 for row in found.values() for key in ("tokens_per_s", "score_ms", "update_ms"))
+
+
 def test_shards_keep_it(tmp_path):
     """One process whose learner is divided (among itself): the same logits, and gradients in fp32 masters."""
     import torch.distributed as dist

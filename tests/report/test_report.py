@@ -22,6 +22,7 @@ from sparse_rl.files import read_lines
 from sparse_rl.report import write
 from sparse_rl.report.serve import MOST, Handler, Server
 from sparse_rl.train.run import train
+from tests.helpers.runs import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +249,7 @@ def test_connections_are_bounded_and_the_silent_ones_end(served, monkeypatch):
     with socket.create_connection(address, timeout=20) as connection:
         connection.sendall(b"GET / HT")
         assert connection.recv(1) == b""  # it was silent for too long
+    monkeypatch.setattr(Handler, "timeout", 60)
     with socket.create_connection(address, timeout=20) as connection:
         connection.sendall(b"GET /data.json HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % server.server_port)
         assert connection.recv(12) == b"HTTP/1.1 200"
@@ -271,6 +273,7 @@ def test_a_request_that_drips_is_ended(served, monkeypatch):
                 break
         else:
             pytest.fail("the connection is still open")
+    monkeypatch.setattr(Handler, "timeout", 60)
     assert ask("/data.json")[0] == 200
 
 
@@ -292,5 +295,5 @@ def test_the_live_command_stops_cleanly(run_folder, number):
     connection.request("GET", "/data.json")
     assert connection.getresponse().status == 200
     process.send_signal(number)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, rest, errors) == (0, "stopped\n", "")

@@ -14,6 +14,7 @@ import pytest
 from sparse_rl.report.page import page as page_of
 from sparse_rl.report.palette import COLOURS, METHODS, places
 from tests.helpers.planted_report import MAIN, NEVER, curve, curves, document, evictions, run, seen, trajectory
+from tests.helpers.runs import PATIENCE
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -40,6 +41,7 @@ def show(browser, tmp_path):
         tab = browser.new_page(
             viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", **options
         )
+        tab.set_default_timeout(1000 * PATIENCE)
         pages.append(tab)
         tab.on("console", lambda message: said.append(message.text))
         tab.on("pageerror", lambda error: said.append(str(error)))
@@ -62,8 +64,13 @@ def canvas(tab, title: str, exact: bool = False):
     return found
 
 
-def picture(tab, found) -> str:
+def drawn(tab) -> None:
+    """Wait until what was asked for is on the screen."""
     tab.evaluate("() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")
+
+
+def picture(tab, found) -> str:
+    drawn(tab)
     return found.evaluate("c => c.toDataURL()")
 
 
@@ -93,7 +100,7 @@ def slide(tab, selector: str, value: float) -> None:
     tab.locator(selector).evaluate(
         "(s, v) => { s.value = v; s.dispatchEvent(new Event('input', {bubbles: true})) }", value
     )
-    tab.evaluate("() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    drawn(tab)
 
 
 TITLES = [
@@ -329,7 +336,7 @@ def test_trajectories_that_look_alike_can_all_be_opened(show):
     tab = show(document(run("a", trajectories=alike)))
     for i in range(3):
         tab.locator("#t-list .item").nth(i).click()
-        tab.wait_for_timeout(100)
+        drawn(tab)
         assert f"reward {alike[i]['reward']:g}" in " ".join(
             tab.locator("#trajectories").inner_text().split("tokens")[0].split()[-40:]
         )
@@ -569,7 +576,7 @@ def test_a_big_document_is_usable(show):
     box, at = tab.locator("#tokens").bounding_box(), tab.locator("#tokens .t[aria-current]").bounding_box()
     assert box["y"] <= at["y"] <= box["y"] + box["height"]
     share = seen(gone, 900)[..., index].mean()
-    tab.evaluate("() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    drawn(tab)
     classes = tab.locator("#tokens .t[aria-current]").get_attribute("class")
     assert re.search(r"\b(v\d|later)\b", classes)[0] == (grey_of(share) if index <= 900 else "later")
 

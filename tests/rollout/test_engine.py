@@ -28,10 +28,10 @@ def live_tensors(since: set[int]) -> dict[int, int]:
 
 
 def test_memory_is_constant_in_the_response_length():
-    """64 or 2,048 new tokens: the same cache, and beside it only tokens, log-probs and trace grow."""
+    """64 or 512 new tokens: the same cache, and beside it only tokens, log-probs and trace grow."""
     model = tiny("llama")
     sizes = {}
-    for new in (64, 2048):
+    for new in (64, 512):
         before = set(live_tensors(set()))
         engine = Engine(model, compressor="rkv", budget=32, interval=16, rows=2)
         at_start = engine.cache.nbytes
@@ -44,12 +44,12 @@ def test_memory_is_constant_in_the_response_length():
         assert all(len(t.response_tokens) == new for t in trajectories)
         assert engine.cache.nbytes == at_start == engine.plan(10, new).cache_bytes
         sizes[new] = (engine.cache.nbytes, max(seen))
-    assert sizes[64][0] == sizes[2048][0]
+    assert sizes[64][0] == sizes[512][0]
     layers, heads = 3, 2
     # Two rows, and the two finished trajectories: tokens (8 bytes), log-probs (4), trace (2 per layer and head). Views
     # count twice.
-    grown = (2048 - 64) * 2 * (8 + 4 + 2 * layers * heads)
-    assert sizes[2048][1] - sizes[64][1] <= 4 * grown
+    grown = (512 - 64) * 2 * (8 + 4 + 2 * layers * heads)
+    assert sizes[512][1] - sizes[64][1] <= 4 * grown
 
 
 def watch(monkeypatch) -> list[dict]:

@@ -104,17 +104,22 @@ def test_engines_kept_for_other_settings_make_room(monkeypatch):
     def text(name, budget=48):
         return generate(model, TOKENIZER, "12", name, budget=budget, interval=16, rows=4, max_new_tokens=20)
 
+    made, init = weakref.WeakSet(), module.SlotCache.__init__
+
+    def watched(self, *args):
+        made.add(self)
+        init(self, *args)
+
     def taken() -> int:
-        gc.collect()
-        kept = [thing for thing in gc.get_objects() if type(thing) is module.Storage and thing.cache is not None]
-        return sum(storage.cache.nbytes for storage in kept)
+        return sum(cache.nbytes for cache in made)
 
     model = fresh()
     expected = [text(name) for name in ("knorm", "window")]
     model = fresh()
-    elsewhere = taken()
+    monkeypatch.setattr(module.SlotCache, "__init__", watched)
     assert text("knorm") == expected[0]
-    memory = elsewhere + (taken() - elsewhere) * 3 // 2
+    gc.collect()
+    memory = taken() * 3 // 2
     monkeypatch.setattr(module, "available_memory", lambda device: memory - taken())
     assert text("window") == expected[1]
     assert [engine.compressor.name for engine in engines_of(model)] == ["window"]

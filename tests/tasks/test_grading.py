@@ -13,6 +13,7 @@ import pytest
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.tasks import Grade, Prompt, Task, make
+from tests.helpers.runs import PATIENCE
 from tests.helpers.task_files import FUNCTIONS, write
 
 RIGHT, WRONG, ERROR, TIMEOUT = Grade(1.0, "right"), Grade(0.0, "wrong"), Grade(0.0, "error"), Grade(0.0, "timeout")
@@ -91,15 +92,16 @@ def alive(pid):
     return False
 
 
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def test_a_reward_may_fail_in_every_way_and_the_others_are_graded(functions, capfd):
-    task = make(functions, deadline=1.0, workers=2)
+def test_a_reward_may_fail_in_every_way_and_the_others_are_graded(functions, capfd, impatient):
+    task = make(functions, deadline=60, workers=2)
+    impatient(0.5, lambda _, text: "hang" in text or text == "sleep in C")
     expected = {
         "hang": TIMEOUT,
         "sleep in C": TIMEOUT,
@@ -167,17 +169,38 @@ def test_processes_are_kept_and_long_texts_arrive(functions):
     assert not any(map(alive, pids))
 
 
-def test_a_process_that_does_not_read_cannot_block_the_parent(functions):
-    task = make(functions, workers=1, deadline=1.0)
-    assert task.grade([task[0]], ["stop"]) == [WRONG]
+def test_processes_may_start_before_there_is_anything_to_grade(functions):
+    """Their report then waits for the first completion; starting them again starts no more."""
+    task = make(functions, workers=2)
+    task.start_grading(9)
+    early = {child.process.pid for child in task._pool._children}
+    assert len(early) == 2 and not any(child.outbox for child in task._pool._children)  # they know their task
+    task.start_grading(9)
+    assert {grade.reward for grade in task.grade(task.sample(0, 9), ["pid"] * 9)} <= early
+    dead = task._pool._children[0].process
+    os.kill(dead.pid, signal.SIGKILL)
+    wait_until(lambda: dead.poll() is not None)
+    task.start_grading(9)
+    assert task.grade(task.sample(0, 2), ["0", "3"]) == [RIGHT, WRONG]
+    assert dead.pid not in {child.process.pid for child in task._pool._children}
+    task.close()
+    Echo().start_grading(9)  # graded in this process: nothing to start
+
+
+def test_a_process_that_does_not_read_cannot_block_the_parent(functions, impatient):
+    task = make(functions, workers=1, deadline=60)
+    assert task.grade([task[0]], ["1"]) == [WRONG]
     stopped = psutil.Process(task._pool._children[0].process.pid)
+    stopped.suspend()
+    impatient(0.5, lambda _, text: text.startswith("long"))
     wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
     assert task.grade(task.sample(0, 2), ["long" * 1_000_000, "2"]) == [TIMEOUT, RIGHT]
     task.close()
 
 
-def test_what_a_reward_started_ends_with_it_and_memory_can_be_limited(functions, tmp_path):
-    task = make(functions, workers=1, deadline=1.0, memory=2)
+def test_what_a_reward_started_ends_with_it_and_memory_can_be_limited(functions, tmp_path, impatient):
+    task = make(functions, workers=1, deadline=60, memory=2)
+    impatient(3, lambda _, text: text.startswith("start"))  # a thousand times what it takes to start something
     assert task.grade(task.sample(0, 3), [f"start {tmp_path / 'pid'}", "eat", "4"]) == [TIMEOUT, ERROR, RIGHT]
     assert task.last_error.startswith("MemoryError")
     wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
@@ -187,9 +210,9 @@ def test_what_a_reward_started_ends_with_it_and_memory_can_be_limited(functions,
 def test_the_time_to_start_is_not_the_rewards(tmp_path):
     slow = write(
         tmp_path / "slow.py",
-        "import sys, time\ntime.sleep(1.2 * ('sparse_rl.tasks.worker' in sys.modules))\n" + FUNCTIONS,
+        f"import os, time\ntime.sleep(2.1 * (os.getpid() != {os.getpid()}))\n{FUNCTIONS}",
     )
-    task = make(slow, workers=1, deadline=0.6)
+    task = make(slow, workers=1, deadline=2)
     assert task.grade([task[1]], ["2"]) == [RIGHT]
     task.close()
 
@@ -202,9 +225,7 @@ def test_processes_that_cannot_start_are_told(tmp_path):
         ),
         ("import os; os._exit(5)", "ended with exit code 5 before it was ready, 3 times"),
     ]:
-        path = write(
-            tmp_path / "child.py", f"import sys\nif 'sparse_rl.tasks.worker' in sys.modules:\n    {line}\n{FUNCTIONS}"
-        )
+        path = write(tmp_path / "child.py", f"import os\nif os.getpid() != {os.getpid()}:\n    {line}\n{FUNCTIONS}")
         task = make(path, workers=2)
         with pytest.raises(SparseRLError, match=message):
             task.grade(task.sample(0, 4), ["0"] * 4)
@@ -233,7 +254,7 @@ def pids():
     return [child.process.pid for child in task._pool._children]
 print(task.grade([task[1]] * 4, ["2"] * 4)[0].verdict, *pids(), flush=True)
 try:
-    task.grade(task.sample(0, 2), ["hang"] * 2)
+    task.grade(task.sample(0, 2), [f"hang and tell {place}" for place in sys.argv[3:]])
 except KeyboardInterrupt:
     print("interrupted", len(task._pool._children), flush=True)
     print(*(grade.verdict for grade in task.grade(task.sample(0, 2), ["0", "3"])), *pids())
@@ -241,13 +262,14 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def parent(functions):
-    """A program that grades with this deadline, and then hangs in its rewards."""
+def parent(functions, tmp_path):
+    """A program that graded with this deadline, and now hangs in its rewards."""
     started, children = [], []
 
     def start(deadline):
+        hanging = [tmp_path / "first", tmp_path / "second"]
         process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, functions, str(deadline)],
+            [sys.executable, "-c", PARENT, functions, str(deadline), *hanging],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -256,7 +278,7 @@ def parent(functions):
         verdict, *pids = process.stdout.readline().split()
         children.extend(map(int, pids))
         assert verdict == "right" and len(pids) == 2 and all(alive(int(pid)) for pid in pids)
-        time.sleep(0.3)  # into the hanging rewards
+        wait_until(lambda: all(place.exists() for place in hanging))
         return process, [int(pid) for pid in pids]
 
     yield start
@@ -270,15 +292,15 @@ def parent(functions):
 def test_an_interrupt_reaches_the_parent_and_the_pool_can_be_used_again(parent):
     process, pids = parent(deadline=60)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=PATIENCE)
     lines = [line.split() for line in out.splitlines()]
     assert process.returncode == 0 and lines[0] == ["interrupted", "0"] and lines[1][:2] == ["right", "wrong"]
     wait_until(lambda: not any(alive(int(pid)) for pid in [*pids, *lines[1][2:]]))
 
 
 def test_nothing_is_left_when_the_parent_is_killed(parent):
-    process, pids = parent(deadline=0.5)
+    process, pids = parent(deadline=2)
     process.send_signal(signal.SIGSTOP)  # it will not kill them
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(alive, pids)), seconds=10)  # they hang, and end themselves
+    wait_until(lambda: not any(map(alive, pids)))  # they hang, and end themselves

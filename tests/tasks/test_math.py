@@ -309,9 +309,10 @@ def test_held_out_problems_are_never_trained_on(tmp_path):
         everything.sample(0, 1)
 
 
-def test_grading_in_order_with_a_comparison_that_hangs(tmp_path):
+def test_grading_in_order_with_a_comparison_that_hangs(tmp_path, impatient):
     """10^{10^{10}} really hangs sympy; equal answers of a group cost one deadline, and the pool goes on."""
-    task = make("math", files=write(tmp_path / "rows.jsonl", problems(200)), deadline=1.5, workers=2, holdout=10)
+    task = make("math", files=write(tmp_path / "rows.jsonl", problems(200)), deadline=60, workers=2, holdout=10)
+    impatient(1, lambda _, text: "10^{10^{10}}" in text)
     prompts = [task[i] for i in range(60)]
     draw, texts, expected = random.Random(0), [], []
     for prompt in prompts:
@@ -341,7 +342,7 @@ def test_what_to_install_is_told_by_the_grading_processes(tmp_path, monkeypatch)
     (tmp_path / "stub").mkdir()
     (tmp_path / "stub" / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path / "stub")
-    task = make("math", files=write(tmp_path / "rows.jsonl", problems(3)), workers=1, deadline=9)
+    task = make("math", files=write(tmp_path / "rows.jsonl", problems(3)), workers=1)
     with pytest.raises(SparseRLError, match=re.escape("needs math-verify (not here); pip install 'math-verify")):
         task.grade([task[0]], [r"\boxed{9}"])
 

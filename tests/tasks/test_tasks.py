@@ -18,7 +18,7 @@ HARDER = {
     "countdown": dict(count=6, highest=50),
     "linsys": dict(unknowns=4, highest=9),
     "stargraph": dict(arms=6, length=5, nodes=99),
-    "recall": dict(count=[8, 300], queries=8, filler=16),
+    "recall": dict(count=[40, 1400], queries=8, filler=16, letters=3, depth=[0.0, 0.25], lookalikes=4),
     "stories": dict(people=5, things=3, steps=12, highest=40),
 }
 
@@ -202,6 +202,21 @@ def test_recall_draws_short_prompts_as_often_as_long_ones():
     assert all(p.text.endswith("\n...") for p in make("recall", filler=3).sample(0, 5))
 
 
+def test_recall_puts_answers_far_from_the_question_among_lookalikes():
+    task = make("recall", count=1400, queries=2, letters=3, depth=[0, 0.25], lookalikes=4)
+    for prompt in task.sample(0, 10):
+        listed, question, _ = prompt.text.split("\n")
+        pairs = {pair[:3]: pair[3:] for pair in listed.split()}
+        assert len(pairs) == 1400 and len(prompt.text) > 8400
+        assert {key: pairs[key] for key in question.split()} == prompt.answer
+        for key in prompt.answer:
+            assert prompt.text.index(key) < 0.25 * len(listed) + 7, "in the first quarter"
+            alike = [k for k in pairs if k != key and (k[:2] == key[:2] or k[1:] == key[1:])]
+            assert len(alike) >= 4
+    plain, old = make("recall", count=50), make("recall", count=50, letters=2, depth=(0, 1), lookalikes=0)
+    assert plain.sample(0, 5) == old.sample(0, 5)
+
+
 def test_recall_uses_characters_of_the_tiny_model():
     from sparse_rl.models import tiny_tokenizer
 
@@ -224,6 +239,10 @@ def test_bad_options_are_told():
         ("recall", dict(count=700), "at most 676 pairs"),
         ("recall", dict(count=[5, 6, 7]), r"the task recall cannot use the options \{'count': \[5, 6, 7\]\}"),
         ("recall", dict(filler=-1), "filler is -1"),
+        ("recall", dict(letters=4), "letters is 4; keys have 2 or 3"),
+        ("recall", dict(depth=[0.5, 0.2]), r"depth is \[0.5, 0.2\]"),
+        ("recall", dict(count=20, depth=[0, 0.1]), "of 20 pairs 2 lie at depth"),
+        ("recall", dict(count=20, lookalikes=5), "with 5 lookalikes each"),
         ("recall", dict(count=[4.5, 10]), "least count is 4.5"),
         ("countdown", dict(search=640.5), "search is 640.5"),
         ("countdown", dict(count=10**8), "count is 100000000; it must be at most 1,000"),

@@ -34,9 +34,12 @@ def test_the_first_that_fits_is_chosen():
     assert choice(lambda keys: keys[auto.TOKENS] <= 16384) == (16384, False)
     assert choice(lambda keys: keys[auto.CHECKPOINTING]) == (65536, True)
     assert choice(lambda keys: keys[auto.CHECKPOINTING] and keys[auto.TOKENS] <= 5000) == (4096, True)
-    assert choice(lambda keys: False) == (1024, True) and len(asked) == 10  # what takes least, if nothing fits
+    assert choice(lambda keys: keys[auto.CHECKPOINTING] == "offload") == (16384, "offload")
+    assert choice(lambda keys: False) == (1024, "offload") and len(asked) == 13  # what takes least, if nothing fits
     one = recipe(model=AUTO["model"], **SMALL)
-    assert auto.choose(one, lambda keys: False) == {auto.CHECKPOINTING: True}
+    assert auto.choose(one, lambda keys: False) == {auto.CHECKPOINTING: "offload"}
+    divided = recipe(model={**AUTO["model"], "shard": True}, **SMALL)
+    assert auto.choose(divided, lambda keys: False) == {auto.CHECKPOINTING: True}
     other = recipe(learn=AUTO["learn"], **SMALL)
     assert auto.choose(other, lambda keys: keys[auto.TOKENS] < 20_000) == {auto.TOKENS: 16384}
     assert auto.choose(recipe(**SMALL), lambda keys: True) == {} and auto.choose(given, None) == {
@@ -125,7 +128,7 @@ def test_other_words_are_refused():
         ),
         ({"learn": {"micro_batch_tokens": 0}}, "learn.micro_batch_tokens"),
         ({"learn": {"micro_batch_tokens": 1.5}}, "learn.micro_batch_tokens is 1.5"),
-        ({"model": {"name": "tiny", "gradient_checkpointing": "yes"}}, "must be true, false or auto"),
+        ({"model": {"name": "tiny", "gradient_checkpointing": "yes"}}, "must be true, false, offload or auto"),
         ({"model": {"name": "tiny", "gradient_checkpointing": 3}}, "model.gradient_checkpointing is 3"),
     ):
         with pytest.raises(SparseRLError, match=message):

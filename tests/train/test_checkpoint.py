@@ -47,13 +47,13 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_trace(finished, tmp_path):
     """
     folder = tmp_path / "run"
     train(recipe(run={"steps": 2}), folder, show=False)
-    arguments = ["train", str(folder), "--resume", "--run.steps", "8"]
+    arguments = ["train", str(folder), "--resume", "--run.steps", "6"]
     done = subprocess.run([sys.executable, "-c", FULL, *arguments], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "step-000004 could not be written" in done.stderr and "continues with --resume" in done.stderr
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [2]
     assert not list((folder / "checkpoints").glob(".*"))
-    train(recipe(run={"steps": 8}), folder, resume=True, show=False)
+    train(recipe(run={"steps": 6}), folder, resume=True, show=False)
     rewards = [
         [line["reward/mean"] for line in read_lines(f / "metrics.jsonl") if "reward/mean" in line]
         for f in (folder, finished)

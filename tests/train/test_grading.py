@@ -15,16 +15,17 @@ def reward(answer, text):
     if answer % 4 == 1:
         raise RuntimeError("no idea")
     if answer % 4 == 2:
-        time.sleep(60)
+        time.sleep(600)
     if answer % 4 == 3:
         os._exit(3)
     return float(len(text) % 2)
 """
 
 
-def test_graders_that_raise_hang_or_die_cost_their_completions_only(tmp_path, capsys):
+def test_graders_that_raise_hang_or_die_cost_their_completions_only(tmp_path, capsys, impatient):
     (tmp_path / "grader.py").write_text(GRADER)
-    task = {"name": str(tmp_path / "grader.py"), "deadline": 0.3, "workers": 2}
+    task = {"name": str(tmp_path / "grader.py"), "deadline": 60, "workers": 2}
+    impatient(0.5, lambda prompt, _: prompt.answer % 4 == 2)
     plain = {name: section for name, section in BASE.items() if name != "task"}
     settings = make_recipe({**plain, "task": task, "run": {"steps": 2, "checkpoint_every": 2}, "eval": {"every": 0}})
     train(settings, tmp_path / "run", show=False)

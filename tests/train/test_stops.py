@@ -16,56 +16,55 @@ from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.optimizer import MasterAdamW
 from sparse_rl.train.run import train
-from tests.helpers.runs import command, recipe, weights, write_recipe
+from tests.helpers.runs import PATIENCE, command_that_is_stopped, recipe, run, weights, write_recipe
 
 
 def run_until_killed(folder: Path, arguments: list, seconds: float) -> None:
     """Train until metrics.jsonl has grown, then for that many seconds, then kill."""
     metrics = folder / "metrics.jsonl"
-    before = metrics.stat().st_size if metrics.exists() else 0
-    process = subprocess.Popen(command("train", *arguments), stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size > before):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
-        time.sleep(0.01)
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL  # and not at the end of the run
+    lines = 1 + (metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
+    stopped = command_that_is_stopped(signal.SIGKILL, metrics, lines, "train", *arguments, seconds=seconds)
+    done = subprocess.run(stopped, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()  # and not at the end of the run
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, kills):
     """SIGKILL at any moment: the metrics and the weights are those of the run that was left alone, bit for bit."""
     draw, folder = random.Random(0), tmp_path / "run"
-    given, resume = write_recipe(tmp_path, run={"steps": 8}), []
+    given, resume = write_recipe(tmp_path, run={"steps": 6}), []
     for _ in range(kills):
-        run_until_killed(folder, [given, "--out", folder, *resume], draw.random() / 2)
+        run_until_killed(folder, [given, "--out", folder, *resume], draw.random() / 4)
         resume = ["--resume"] if (folder / "recipe.yaml").exists() else []
         for _, path in find_checkpoints(folder / "checkpoints"):
             weights(path)  # never half written
-    train(recipe(run={"steps": 8}), folder, resume=bool(resume), show=False)
+    train(recipe(run={"steps": 6}), folder, resume=bool(resume), show=False)
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
-    theirs = weights(finished / "checkpoints" / "step-000008")
+    theirs = weights(finished / "checkpoints" / "step-000006")
     assert all(
-        torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000008").items()
+        torch.equal(value, theirs[name]) for name, value in weights(folder / "checkpoints" / "step-000006").items()
     )
     assert not list((folder / "checkpoints").glob(".*")) and [p.name for p in folder.glob(".*")] == [".lock"]
 
 
-def test_an_interrupt_saves_and_stops(finished, tmp_path):
-    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 8, "checkpoint_every": 100})
-    process = subprocess.Popen(command("train", given, "--out", folder), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    while sum(1 for line in read_lines(folder / "metrics.jsonl") if "reward/mean" in line) < 3:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error.decode()
-    assert f"go on with: sparse-rl train {folder} --resume" in error.decode() and "Traceback" not in error.decode()
-    ((step, _),) = find_checkpoints(folder / "checkpoints")
-    assert step >= 3
-    train(recipe(run={"steps": 8}), folder, resume=True, show=False)
+def test_an_interrupt_saves_and_stops(finished, tmp_path, monkeypatch):
+    """Ctrl-C while step 4 is sampled: the three steps before it are saved, and the sentence says how to go on."""
+    plain, calls = sparse_rl.train.worker.score, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return plain(*args)
+
+    folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 6, "checkpoint_every": 100})
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse_rl.train.worker, "score", interrupted)
+        done = run("train", given, "--out", folder)
+    assert done.returncode == 130, done.stderr
+    assert f"go on with: sparse-rl train {folder} --resume" in done.stderr and "Traceback" not in done.stderr
+    assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [3]
+    train(recipe(run={"steps": 6}), folder, resume=True, show=False)
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
@@ -82,9 +81,9 @@ def test_an_update_that_has_begun_is_finished_first(finished, tmp_path, monkeypa
 
     monkeypatch.setattr(Learner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(recipe(run={"steps": 8}), tmp_path / "run", show=False)
+        train(recipe(run={"steps": 6}), tmp_path / "run", show=False)
     assert len(calls) == 6 and [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
-    train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
+    train(recipe(run={"steps": 6}), tmp_path / "run", resume=True, show=False)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
@@ -108,13 +107,13 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
         with pytest.raises(
             SparseRLError, match=r"while learning \(CUDA out of memory.* lower learn.micro_batch_tokens \(now 400"
         ):
-            train(recipe(run={"steps": 8, "checkpoint_every": 100}), tmp_path / "run", show=False)
+            train(recipe(run={"steps": 6, "checkpoint_every": 100}), tmp_path / "run", show=False)
     done = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "update/empty/count" in line]
     before = sum(2 - line["update/empty/count"] for line in done) if name == "_round_masters" else 2 * len(done)
     assert len(calls) - before == (1 if name == "_round_masters" else 2)  # it was the first, or the second, of its step
     saved = [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")]
     assert saved == [step for step in (3,) if step <= len(done)]  # the best so far, from before the interrupted step
-    train(recipe(run={"steps": 8}), tmp_path / "run", resume=True, show=False)
+    train(recipe(run={"steps": 6}), tmp_path / "run", resume=True, show=False)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
@@ -129,7 +128,7 @@ def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, mo
 
     monkeypatch.setattr(sparse_rl.train.worker, "score", greedy)
     with pytest.raises(SparseRLError, match="out of memory while learning"):
-        train(recipe(run={"steps": 8, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
+        train(recipe(run={"steps": 6, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
     assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
 
 
@@ -147,5 +146,5 @@ def test_a_background_job_stops_on_sigterm(tmp_path):
         assert process.poll() is None
         time.sleep(0.02)
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and find_checkpoints(folder / "checkpoints")

@@ -17,7 +17,7 @@ from sparse_rl.models import load_model
 from sparse_rl.train.solutions import Batches, padded
 from tests.helpers.models import tiny
 from tests.helpers.rows import write
-from tests.helpers.runs import command, recipe, run, write_recipe
+from tests.helpers.runs import PATIENCE, command, recipe, run, write_recipe
 from tests.models.test_stops import SMOLLM2, SPECIAL, make_tokenizer
 
 
@@ -80,7 +80,7 @@ def test_a_warm_up_that_is_stopped_leaves_its_model(tmp_path, number, workers):
     while b"step 25/" not in process.stderr.readline():
         assert process.poll() is None
     os.killpg(process.pid, number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, error.decode()
     assert "Traceback" not in error.decode() and "stopped after" in error.decode()
     ((step, stopped),) = find_checkpoints(tmp_path / "model" / "checkpoints")

@@ -1,0 +1,137 @@
+"""A run whose policy chooses its folds: metrics, the price of an entry, resuming to the byte, its folder."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparse_rl import SparseRLError
+from sparse_rl.beacon import add_beacon, beacon_of, mean_chunk
+from sparse_rl.files import read_lines
+from sparse_rl.models import load_model
+from sparse_rl.records import mean_entries, read_trajectories
+from sparse_rl.train.checkpoint import save_model
+from sparse_rl.train.run import train
+from tests.helpers.runs import recipe, run
+
+PRICE = 0.01
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """The folder of a model with a beacon that has not learned to choose."""
+    folder = tmp_path_factory.mktemp("student") / "m"
+    model, tokenizer = load_model("tiny-sums")
+    save_model(folder, add_beacon(copy.deepcopy(model), (2, 4, 8)), tokenizer)
+    return folder
+
+
+def settings(student, **sections):
+    rollout = {"compressor": "beacon:2-8", "compressor_options": {}, "start_chunk": 3.0, "max_new_tokens": 40}
+    more = {"model": {"name": str(student)}, "task": {"name": "sums", "entry_price": PRICE}}
+    more |= {"rollout": {**rollout, **sections.pop("rollout", {})}, "learn": {"method": "shadow"}}
+    return recipe(**{**more, "optimizer": {"lr": 1e-3}, **sections})
+
+
+@pytest.fixture(scope="module")
+def chosen(student, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chosen") / "run"
+    train(settings(student), folder, show=False)
+    return folder
+
+
+def test_entries_folds_and_chunks_are_logged(chosen):
+    steps = [line for line in read_lines(chosen / "metrics.jsonl") if "reward/mean" in line]
+    for line in steps:
+        assert line["reward/mean"] == pytest.approx(line["reward/task/mean"] - PRICE * line["reward/entries/mean"])
+        assert line["fold/beacons/mean"] > 1 and 2 <= line["fold/chunk/mean"] <= 8
+        assert 0.5 < line["fold/chosen/frac"] <= 1
+        assert line["fold/entries/mean"] > line["reward/entries/mean"] > 2  # the prompt is not paid for
+        assert line["gap/abs/mean"] < 1e-4
+    assert steps[0]["fold/chunk/mean"] == pytest.approx(3.0, abs=0.6)
+    evaluated = [line for line in read_lines(chosen / "metrics.jsonl") if "eval/sparse/entries" in line]
+    assert evaluated and all(line["eval/sparse/entries"] < line["eval/dense/entries"] for line in evaluated)
+
+
+def test_the_samples_of_a_run_hold_its_choices(chosen, tmp_path):
+    found = list(read_trajectories(chosen / "samples" / "step-000001"))
+    assert found
+    for t in found:
+        assert t.choices is not None and (t.sampler_logprobs[t.choices] < 0).all()
+        assert mean_entries(t) > t.num_prompt_tokens
+    assert run("report", chosen, "--out", tmp_path / "report.html").returncode == 0
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_byte(chosen, student, tmp_path):
+    shutil.copytree(chosen, tmp_path / "run", symlinks=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    train(settings(student), tmp_path / "run", resume=True, show=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (chosen / "metrics.jsonl").read_bytes()
+    ours, theirs = (load_file(run / "checkpoints/step-000004/beacon.safetensors") for run in (tmp_path / "run", chosen))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_choice_is_learned_and_travels_with_the_model(chosen, tmp_path):
+    folder = chosen / "checkpoints" / "step-000004"
+    model, _ = load_model(str(folder))
+    beacon = beacon_of(model)
+    assert beacon.choice == (2, 8) and beacon.choice_weight.abs().max() > 1e-4
+    assert mean_chunk(2, 8, beacon.choice_bias.item()) != pytest.approx(3.0, abs=1e-3)
+    done = run("export", folder, "--to", tmp_path / "exported")
+    assert done.returncode == 0, done.stderr
+    again, _ = load_model(str(tmp_path / "exported"))
+    assert torch.equal(beacon_of(again).choice_weight, beacon.choice_weight)
+    done = run("eval", tmp_path / "exported", "--limit", 4, "--out", tmp_path / "eval")
+    assert done.returncode == 0 and "beacon:2-8" in done.stdout, done.stdout + done.stderr
+    options = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "rolled", "--max-new-tokens", 12]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+2+3="}\n')
+    done = run("rollout", tmp_path / "exported", *options)  # on the cache that it was trained for
+    assert done.returncode == 0, done.stderr
+    assert all(t.choices is not None for t in read_trajectories(tmp_path / "rolled"))
+    plan = run("plan", "--model", "qwen2.5-1.5b", "--compressor", "beacon:4-16", "--gpu-memory", 80).stdout
+    assert "prompt + a beacon per 4 to 16 tokens + a chunk" in plan
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"rollout": {"start_chunk": 9.0}},
+            "chunks of 9.0 tokens on average were asked for, but they have from 2 to 8",
+        ),
+        ({"rollout": {"compressor": "beacon:2-16"}}, "this student was trained with 2 to 8"),
+        ({"learn": {"method": "none"}}, "rollouts with beacons need the shadow view"),
+        ({"model": {"name": "tiny-sums"}}, "this model has no beacon"),
+    ],
+)
+def test_what_cannot_be_chosen_ends_a_run_before_it_begins(student, tmp_path, sections, words):
+    with pytest.raises(SparseRLError, match=words):
+        train(settings(student, **sections), tmp_path / "run", show=False)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"rollout": {"start_chunk": 1.0}}, {"task": {"name": "sums", "entry_price": -1.0}}]
+)
+def test_settings_without_a_meaning_are_refused(student, sections):
+    with pytest.raises(SparseRLError, match=r"start_chunk is 1.0|entry_price is -1.0"):
+        settings(student, **sections)
+
+
+def test_ppo_and_online_dpo_learn_choices_too(student, tmp_path):
+    for algorithm, more in (("ppo", {"ppo": {"critic": "separate"}}), ("online-dpo", {})):
+        learn = {"method": "shadow", "algorithm": algorithm}
+        short = {"stop": ["5"]}  # so that responses end by themselves, which pairs ask for
+        small = {"rollout": short, "run": {"steps": 1, "samples": 0}, "eval": {"every": 0}}
+        given = settings(student, learn=learn, **small, **more)
+        train(given, tmp_path / algorithm, show=False)
+        line = read_lines(tmp_path / algorithm / "metrics.jsonl")[-1]
+        assert line["update/grad_norm"] > 0
+        beacon = beacon_of(load_model(str(tmp_path / algorithm / "checkpoints" / "step-000001"))[0])
+        assert beacon.choice_weight.abs().max() > 0
+
+
+def test_a_policy_that_chooses_its_folds_draws_from_all_tokens(student, tmp_path):
+    with pytest.raises(SparseRLError, match=r"top_p 0.9, but with beacon:2-8 the policy chooses its folds"):
+        train(settings(student, rollout={"top_p": 0.9}), tmp_path / "run", show=False)
