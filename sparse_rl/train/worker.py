@@ -80,8 +80,8 @@ class Sampler:
         )
         if recipe.records_support and self.engine.compressor.chooses:
             raise SparseRLError(
-                f"rollout.top_k is {rollout.top_k} and rollout.top_p {rollout.top_p}, but with {rollout.compressor} the "
-                "policy chooses its folds, and then it must be able to draw every token: use 0 and 1."
+                f"rollout.top_k is {rollout.top_k} and rollout.top_p {rollout.top_p}, but with {rollout.compressor} "
+                "the policy chooses its folds, and then it must be able to draw every token: use 0 and 1."
             )
         self.sampling = Sampling(
             rollout.max_new_tokens,

@@ -144,7 +144,7 @@ def test_what_the_engine_records(limits):
         assert b.support.ids is None and torch.equal(a.support.counts > 0, a.response_mask)
         for token, kept in zip(a.response_tokens, listed(a.support), strict=True):
             assert token in kept and torch.equal(kept, kept.sort().values)
-        gap = token_logprobs(model, a.tokens, a.trace, 0.8, a.support) - a.sampler_logprobs
+        gap = token_logprobs(model, a.tokens, a.trace, 0.8, support=a.support) - a.sampler_logprobs
         assert gap.abs().max() < 1e-5
     assert any(t.support.counts.max() > 1 for t in by_ids) or limits == dict(top_k=1)
     found = score(model, collate(by_margins), 64, 0.8, view="shadow").sampled.supports
@@ -160,7 +160,7 @@ def test_at_most_512_can_be_drawn():
     counts = torch.cat([t.support.counts[t.response_mask] for t in done])
     assert counts.max() <= MOST and counts.min() > 0.97 * MOST  # top-p is of what the cap leaves
     for t in done:
-        gap = token_logprobs(model, t.tokens, t.trace, 0.8, t.support) - t.sampler_logprobs
+        gap = token_logprobs(model, t.tokens, t.trace, 0.8, support=t.support) - t.sampler_logprobs
         assert gap.abs().max() < 1e-5
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -243,7 +243,7 @@ def test_fused_heads_find_the_same(name, monkeypatch):
         with monkeypatch.context() as patch:
             change_rules(patch, fuses_learning=fuses)
             model.zero_grad()
-            logprobs = batch_logprobs(model, part.tokens, part.mask, 0.8, None, ids)
+            logprobs = batch_logprobs(model, part.tokens, part.mask, 0.8, support=ids)
             logprobs.square().sum().backward()
             results.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
     for ours, theirs in zip(*results, strict=True):
