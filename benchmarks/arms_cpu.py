@@ -60,7 +60,7 @@ ABLATIONS = {  # `sparse-rl` rejects a trajectory with xi < 1e-4 and weights tok
 CHOSEN = {  # on seed 100, which is in no table
     "grpo": {},
     "online-dpo": {"dpo.pairs": "all"},
-    "ppo": {},
+    "ppo": {"ppo.lam": "1.0"},
 }
 ALGORITHMS = {
     f"{setting}, {algorithm}, {method}": Arm({"learn.algorithm": algorithm, **keys}, method, setting)

@@ -29,7 +29,12 @@ class Window(Compressor):
         return self.sinks + 1
 
     def keep(self, view: CacheView, budget: int) -> Tensor:
+        """Where a layer's own window has left the first slots behind, they go first: -> int64 [B, H, budget]"""
         rows, heads, used, _ = view.keys.shape
-        slot = torch.arange(used, device=view.keys.device)
-        kept = torch.cat([slot[: self.sinks], slot[used - (budget - self.sinks) :]])
-        return kept.expand(rows, heads, budget)
+        place = torch.arange(budget, device=view.keys.device)
+        recent = (used - budget + place).expand(rows, heads, budget)
+        if view.unreachable is None:
+            return torch.where(place < self.sinks, place, recent)
+        lost = view.unreachable.sum(-1, keepdim=True)  # [B, H, 1]: slots are in feed order, so these are the first
+        sinks = torch.where(lost < used - budget, (self.sinks - lost).clamp(min=0), 0)
+        return torch.where(place < sinks, lost + place, recent)

@@ -198,6 +198,20 @@ def test_sliding_layers_give_up_what_they_cannot_see():
         assert kept.min() >= 6, name
 
 
+@pytest.mark.parametrize("lost", [0, 1, 3, 4, 5, 6, 9])
+@pytest.mark.parametrize("budget", [9, 14, 18])
+def test_a_window_spends_no_slot_on_sinks_that_a_sliding_layer_cannot_reach(lost, budget):
+    """Against sets: what is beyond the layer's window goes first, then the oldest that are no sinks."""
+    from dataclasses import replace
+
+    unreachable = torch.zeros(2, 2, 20, dtype=torch.bool)
+    unreachable[0, 1, :lost] = True  # the others reach all
+    kept = COMPRESSORS["window"](sinks=4).keep(replace(random_view(used=20), unreachable=unreachable), budget)
+    gone = [*range(lost), *range(max(4, lost), 20)][: 20 - budget]
+    assert kept[0, 1].tolist() == [slot for slot in range(20) if slot not in gone]
+    assert kept[1, 1].tolist() == [*range(4), *range(20 - budget + 4, 20)]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
 def test_kvpress_scorer_by_name(llama):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
