@@ -74,7 +74,11 @@ def model(request):
 
 @pytest.fixture
 def llama():
-    return tiny("llama")
+    """Shared by all tests. Hooks that gradient checkpointing leaves behind would break later copies."""
+    model = tiny("llama")
+    yield model
+    if getattr(model, "_require_grads_hooks", None) or hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()
 
 
 def pytest_collection_modifyitems(items):

@@ -28,7 +28,7 @@ ELSEWHERE = {  # Python blocks that tests/test_docs.py executes with more assert
     "docs/reward-models.md": "tests/train/test_reward_model.py",
     "docs/trl.md": "examples/trl_grpo.py: tests/integrations/test_trl_adapter.py",
 }
-README_NEEDS = ("make ", "sparse-rl train qwen2.5-1.5b-simplerl")  # minutes; a GPU and a download
+README_NEEDS = ("make ", "sparse-rl data gsm8k", "sparse-rl train qwen2.5-1.5b-gsm8k-24gb")  # minutes; GPU, network
 STEP = "--rollout.prompts 2 --rollout.group_size 2 --rollout.max_new_tokens 24 --learn.minibatches 1 --eval.every 0"
 SHORT = {  # what makes a command of the documents take seconds
     "train": f"--run.steps 1 {STEP} --run.diagnose 1 --run.samples 1",

@@ -31,7 +31,7 @@ def test_the_plan_of_beacons():
     plan = json.loads(run("plan", *NUMBERS, "--compressor", "beacon:16").stdout)
     assert plan["capacity"] == 256 + 4095 // 16 + 16
     assert plan["row_bytes"] == plan["capacity"] * LAYERS * HEADS * (DIM * 2 * 2 + 4)
-    assert (plan["trace_row_bytes"], plan["chunk_row_bytes"]) == (0, 4096 + 20)
+    assert (plan["trace_row_bytes"], plan["chunk_row_bytes"]) == (0, 4096 + 24)
 
 
 def test_the_table_of_a_rollout():

@@ -1,13 +1,12 @@
 """Batches from scored trajectories, corrected as a run corrects them; models with other weights."""
 
-import copy
-
 import torch
 from torch import Tensor
 
 from sparse_rl.learn.batch import Batch, Scored, apply_correction, make_batches
 from sparse_rl.learn.correct import Correction
 from sparse_rl.learn.loss import Loss
+from sparse_rl.learn.student import copied
 
 
 def batches_of(
@@ -18,7 +17,7 @@ def batches_of(
 
 def moved(model, seed: int, size: float = 0.02):
     """A copy with other weights."""
-    other, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    other, g = copied(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(size * torch.randn(parameter.shape, generator=g))

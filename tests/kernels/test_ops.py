@@ -21,13 +21,19 @@ NEVER = torch.iinfo(torch.int32).max
         ("store_and_attend", "decode"),
         ("sample_and_record", "sample"),
         ("redundancy", "evict"),
-        ("compact", "evict"),
     ],
 )
 def test_kernels_run_on_a_gpu_with_triton_and_twins_elsewhere(operation, module):
     assert ops.module_for(operation, GPU) == module
     for place in (CPU, NO_TRITON, ops.Place("mps", triton=True)):
         assert ops.module_for(operation, place) == "twins"
+
+
+@pytest.mark.parametrize("place, width, module", [(GPU, 8, "evict"), (GPU, 0, "twins"), (CPU, 8, "twins")])
+def test_the_kernel_moves_keys_and_values_of_one_width(place, width, module):
+    """Latents have no values of their own."""
+    keys, values = torch.zeros(1, 2, 1, 4, 8), torch.zeros(1, 2, 1, 4, width)
+    assert ops.module_for("compact", place, keys, values) == module
 
 
 @pytest.mark.parametrize(

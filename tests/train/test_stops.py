@@ -51,11 +51,11 @@ def test_an_interrupt_saves_and_stops(finished, tmp_path, monkeypatch):
     """Ctrl-C while step 4 is sampled: the three steps before it are saved, and the sentence says how to go on."""
     plain, calls = sparse_rl.train.worker.score, []
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         calls.append(1)
         if len(calls) == 4:
             signal.raise_signal(signal.SIGINT)
-        return plain(*args)
+        return plain(*args, **options)
 
     folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 6, "checkpoint_every": 100})
     with monkeypatch.context() as patch:
@@ -120,11 +120,11 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
 def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
     calls, plain = [], sparse_rl.train.worker.score
 
-    def greedy(*args):
+    def greedy(*args, **options):
         calls.append(1)
         if len(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return plain(*args)
+        return plain(*args, **options)
 
     monkeypatch.setattr(sparse_rl.train.worker, "score", greedy)
     with pytest.raises(SparseRLError, match="out of memory while learning"):
