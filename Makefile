@@ -30,7 +30,7 @@ $(READY): pyproject.toml
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# Every causal LM of the installed transformers: exact, refused, wrong, crash. An hour on two cores.
+# Every causal LM of the installed transformers: exact, refused, wrong, crash. Some minutes.
 survey: install
 	$(BIN)/python tests/survey.py --write docs/architectures.md
 

@@ -103,8 +103,8 @@ def num_slot_layers(config: Any) -> int:
 
 
 def num_slot_heads(config: Any) -> int:
-    """KV heads of a layer's slots: one where they hold latents."""
-    if getattr(config, "kv_lora_rank", None):
+    """KV heads of a layer's slots: one where they hold latents, or where all queries read one head (GPT BigCode)."""
+    if getattr(config, "kv_lora_rank", None) or (config.model_type == "gpt_bigcode" and config.multi_query):
         return 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
