@@ -18,11 +18,10 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 from learner_gpu import MicroBatch, computing, score_once, synchronize, update_once
-from logits_noise import logprobs, noise, prompts_for, rate
+from logits_noise import logprobs, noise, parser_of, prompts_for, rate
 from torch import nn
 
 from sparse_rl import Engine, Sampling
@@ -74,21 +73,8 @@ def measure(model: nn.Module, prompts: list[list[int]], cache: str, args: argpar
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = parser_of(__doc__)
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--device")
-    parser.add_argument("--task", default="countdown")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--new", type=int, default=512)
-    parser.add_argument("--caches", default="dense,rkv")
-    parser.add_argument("--budget", type=int, default=128)
-    parser.add_argument("--interval", type=int, default=32)
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     exact, tokenizer = load_model(args.model, "float32", args.device)
     prompts = prompts_for(tokenizer, args.task, args.prompts)

@@ -88,10 +88,10 @@ def measure(
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options of measurements of rounding: which model samples what."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device")
     parser.add_argument("--task", default="countdown")
     parser.add_argument("--prompts", type=int, default=32)
@@ -104,6 +104,12 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     start = time.perf_counter()
     model, tokenizer = load_model(args.model, args.dtype, args.device, logits="model")

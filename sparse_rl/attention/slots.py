@@ -86,7 +86,7 @@ def slots_attention(
     if feed.cache.shape.latent:
         query, key, value = absorbed(module, query, feed)
     width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
-    if narrower > 0 and feed.cache.shape.narrow:  # zeros change neither logits nor what is read of the values
+    if narrower > 0 and feed.cache.shape.mixed_widths:  # zeros change neither logits nor what is read of the values
         query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
     out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap, s_aux)
     out = expanded(module, out) if feed.cache.shape.latent else out[..., :width]

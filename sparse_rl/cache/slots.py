@@ -40,7 +40,7 @@ class CacheShape:
     num_queries: int = 0  # the last queries kept for scoring
     mass: bool = False  # accumulated attention per slot (fp32)
     states: tuple[LayerState, ...] = ()  # of recurrent layers
-    narrow: bool = False  # some layers have smaller dims than these, and fill them up with zeros
+    mixed_widths: bool = False  # some layers have smaller dims than these, and fill them up with zeros
     latent: int = 0  # so many numbers of a key are the value, too, which then takes no room of its own (value_dim 0)
 
     @property

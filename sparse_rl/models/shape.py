@@ -48,7 +48,7 @@ class ModelShape:
     hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, or a table of learned positions
     dtype: torch.dtype
     states: tuple[LayerState, ...] = ()  # of recurrent layers
-    narrow: bool = False  # some layers have smaller heads, whose slots are filled up with zeros
+    mixed_widths: bool = False  # some layers have smaller heads, whose slots are filled up with zeros
     latent: tuple[int, int] | None = None  # numbers of the latent and of the rotated key that a slot holds (MLA)
 
     @classmethod
@@ -81,7 +81,7 @@ class ModelShape:
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
             states=layer_states(config),
-            narrow=len(dims) > 1,
+            mixed_widths=len(dims) > 1,
             latent=latent,
         )
 
@@ -89,7 +89,7 @@ class ModelShape:
         key, value = (sum(self.latent), 0) if self.latent else (self.head_dim, self.head_dim)
         return CacheShape(
             self.slot_layers, self.heads, self.query_heads, key, value, self.dtype,
-            states=self.states, narrow=self.narrow, latent=self.latent[0] if self.latent else 0,
+            states=self.states, mixed_widths=self.mixed_widths, latent=self.latent[0] if self.latent else 0,
         )  # fmt: skip
 
 

@@ -78,6 +78,11 @@ class Engine:
         self.largest = make(compressor).bind(budget, interval)  # what rows are made for
         self.compressor = self.largest  # what evicts now
         self.compressor.check_model(model)
+        if self.largest.prompt_chunk and not all(state.continues for state in self.shape.states):
+            raise SparseRLError(
+                f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
+                "a prompt only whole; leave it out."
+            )
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.recorder = self._recorder() if record_routes else None

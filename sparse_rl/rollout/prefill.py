@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
-from ..errors import SparseRLError
 from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
@@ -37,35 +36,67 @@ class Read:
         return None if self.routes is None else self.routes[prompt][:length].clone()
 
 
-def read_prompts(
-    model: nn.Module,
-    scratch: SlotCache,
-    compressor: Compressor,
-    prompts: list[Waiting],
-    together: int,
-    trace_like: Tensor,
-    recorder: RouteRecorder | None = None,
-) -> Read:
-    """Feed N prompts, about `together` tokens at a time, the shorter ones padded at their end.
+@dataclass(frozen=True)
+class Reader:
+    """What prompts are read with."""
 
-    Padding would change the states of recurrent layers, so with such layers only neighbours of the same length go
-    together. `trace_like` has the dtype and the device of the trace.
-    """
-    if scratch.states is None:
-        return _read_together(model, scratch, compressor, prompts, together, trace_like, recorder)
-    parts: list[Read] = []
-    for length, same in itertools.groupby(prompts, key=lambda w: len(w.prompt)):
-        group = list(same)
-        first = sum(len(part.used) for part in parts)
-        rows = scratch.part(slice(first, first + len(group)))
-        whole = together if scratch.states.continues else len(group) * length
-        if compressor.prompt_chunk and not scratch.states.continues:
-            raise SparseRLError(
-                f"prompt_chunk is {compressor.prompt_chunk}, but recurrent layers of this model read a prompt whole; "
-                "leave it out."
+    model: nn.Module
+    compressor: Compressor
+    together: int  # tokens that are fed at a time, about
+    trace_like: Tensor  # has the dtype and the device of the trace
+    recorder: RouteRecorder | None = None
+
+    def read(self, scratch: SlotCache, prompts: list[Waiting]) -> Read:
+        """Feed N prompts, the shorter ones padded at their end.
+
+        Padding would change the states of recurrent layers, so with such layers only neighbours of the same length go
+        together; some take a prompt only whole.
+        """
+        if scratch.states is None:
+            return self._read(scratch, prompts, self.together)
+        parts: list[Read] = []
+        for length, same in itertools.groupby(prompts, key=lambda w: len(w.prompt)):
+            group = list(same)
+            first = sum(len(part.used) for part in parts)
+            together = self.together if scratch.states.continues else len(group) * length
+            parts.append(self._read(scratch.part(slice(first, first + len(group))), group, together))
+        return _join(parts, max(len(w.prompt) for w in prompts), self.trace_like)
+
+    def _read(self, scratch: SlotCache, prompts: list[Waiting], together: int) -> Read:
+        """Feed prompts that may be fed together."""
+        device, lengths = scratch.keys.device, [len(w.prompt) for w in prompts]
+        n, longest = len(prompts), max(lengths)
+        tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]
+        ends = torch.tensor(lengths, device=device)
+        long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
+        shape = (n, scratch.shape.layers, scratch.shape.heads, longest)
+        trace = self.trace_like.new_full(shape, never_in(self.trace_like)) if long else None
+        fine = torch.ones((), dtype=torch.bool, device=device)
+        used = [0] * n
+        logits: Tensor | None = None
+        routes: list[Tensor] = []
+        chunk = self.compressor.prompt_chunk if long else 0
+        for start, stop, ends_chunk in pieces(longest, max(1, together // n), chunk):
+            index = torch.arange(start, stop, device=device).expand(n, -1)
+            slot = index if used == [start] * n else index - start + torch.tensor(used, device=device)[:, None]
+            slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
+            span = min(scratch.capacity, max(used) + stop - start)
+            feed = Feed(
+                scratch, slot, index, span=span, first=start == 0, ends=ends if min(lengths) < longest else None
             )
-        parts.append(_read_together(model, rows, compressor, group, whole, trace_like, recorder))
-    return _join(parts, max(len(w.prompt) for w in prompts), trace_like)
+            into = None if self.recorder is None else self.recorder.empty(index.numel(), device)  # [M, N * c, k]
+            new = forward(self.model, tokens[:, start:stop], feed)
+            if into is not None:
+                routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))
+            logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
+            used = [have + max(0, min(stop, length) - start) for have, length in zip(used, lengths)]
+            for i in long if ends_chunk else ():
+                if used[i] > self.compressor.budget:
+                    assert trace is not None
+                    fine &= _compress(scratch, self.compressor, i, used[i], min(stop, lengths[i]), prompts[i], trace)
+                    used[i] = self.compressor.budget
+        assert logits is not None
+        return Read(logits, trace, used, fine, list(torch.cat(routes, 1)) if routes else None)
 
 
 def _join(parts: list[Read], longest: int, trace_like: Tensor) -> Read:
@@ -83,48 +114,6 @@ def _join(parts: list[Read], longest: int, trace_like: Tensor) -> Read:
             trace[first : first + len(part.used), :, :, : part.trace.shape[3]] = part.trace
         first += len(part.used)
     return Read(logits, trace, used, fine, routes)
-
-
-def _read_together(
-    model: nn.Module,
-    scratch: SlotCache,
-    compressor: Compressor,
-    prompts: list[Waiting],
-    together: int,
-    trace_like: Tensor,
-    recorder: RouteRecorder | None = None,
-) -> Read:
-    device, lengths = scratch.keys.device, [len(w.prompt) for w in prompts]
-    n, longest = len(prompts), max(lengths)
-    tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]
-    ends = torch.tensor(lengths, device=device)
-    long = [i for i, length in enumerate(lengths) if compressor.evicts_prompt(length)]
-    shape = (n, scratch.shape.layers, scratch.shape.heads, longest)
-    trace = trace_like.new_full(shape, never_in(trace_like)) if long else None
-    fine = torch.ones((), dtype=torch.bool, device=device)
-    used = [0] * n
-    logits: Tensor | None = None
-    routes: list[Tensor] = []
-    chunk = compressor.prompt_chunk if long else 0
-    for start, stop, ends_chunk in pieces(longest, max(1, together // n), chunk):
-        index = torch.arange(start, stop, device=device).expand(n, -1)
-        slot = index if used == [start] * n else index - start + torch.tensor(used, device=device)[:, None]
-        slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
-        span = min(scratch.capacity, max(used) + stop - start)
-        feed = Feed(scratch, slot, index, span=span, first=start == 0, ends=ends if min(lengths) < longest else None)
-        into = None if recorder is None else recorder.empty(index.numel(), device)  # [M, N * c, k]
-        new = forward(model, tokens[:, start:stop], feed)
-        if into is not None:
-            routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))
-        logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
-        used = [have + max(0, min(stop, length) - start) for have, length in zip(used, lengths)]
-        for i in long if ends_chunk else ():
-            if used[i] > compressor.budget:
-                assert trace is not None
-                fine &= _compress(scratch, compressor, i, used[i], min(stop, lengths[i]), prompts[i], trace)
-                used[i] = compressor.budget
-    assert logits is not None
-    return Read(logits, trace, used, fine, list(torch.cat(routes, 1)) if routes else None)
 
 
 def pieces(longest: int, together: int, chunk: int) -> list[tuple[int, int, bool]]:

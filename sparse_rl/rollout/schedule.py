@@ -30,7 +30,7 @@ from ..signals import uninterrupted
 from .collect import collect
 from .evict import check_fine, evict
 from .phases import Phases
-from .prefill import read_prompts
+from .prefill import Reader
 from .progress import ProgressBar
 from .queue import Prefilled, Row, Waiting, make_queue
 from .sampling import Sampling, sample
@@ -122,10 +122,8 @@ class GenerateCall:
         """Feed prompts to the scratch cache, and compress those that are too long."""
         if self.scratch.states is not None:
             prompts = sorted(prompts, key=lambda w: len(w.prompt))  # only those of one length are fed together
-        read = read_prompts(
-            self.model, self.scratch, self.compressor, prompts, self.engine.prefill_chunk, self.state.trace,
-            self.engine.recorder,
-        )  # fmt: skip
+        reader = Reader(self.model, self.compressor, self.engine.prefill_chunk, self.state.trace, self.engine.recorder)
+        read = reader.read(self.scratch, prompts)
         check_sliding_windows(self.model.config, self.scratch.sliding_window)
         self.ready_logits, self.ready_trace = read.logits, read.trace
         self.fine &= read.fine

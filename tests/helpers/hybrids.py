@@ -5,21 +5,8 @@ import functools
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.models import VOCABULARY
+from tests.helpers.models import SMALL
 
-_SMALL = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    initializer_range=0.3,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
 _LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA = dict(
     head_dim=8,
@@ -59,7 +46,7 @@ HYBRIDS: dict[str, dict] = {
 @functools.cache
 def hybrid(name: str, **changes):
     """A tiny random hybrid in fp32, made once."""
-    config = AutoConfig.for_model(name, **{**_SMALL, **HYBRIDS[name], **changes})
+    config = AutoConfig.for_model(name, **{**SMALL, **HYBRIDS[name], **changes})
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():

@@ -12,7 +12,7 @@ VOCABULARY = 61
 SLIDING = 24  # shorter than the sequences in these tests
 
 
-_SMALL = dict(
+SMALL = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
     intermediate_size=64,
@@ -67,7 +67,7 @@ ARCHITECTURES = [name for name in CONFIGS if name not in ("qwen2-moe", "olmoe")]
 def tiny(name: str, **changes):
     """A tiny random model of an architecture, fp32, made once. `changes` override its config."""
     config_class, own = CONFIGS[name]
-    config = getattr(transformers, config_class)(**{**_SMALL, **own, **changes})
+    config = getattr(transformers, config_class)(**{**SMALL, **own, **changes})
     attention = "eager" if name in ("gemma2", "gpt-oss") else "sdpa"  # stock sdpa refuses soft-caps and sinks
     with torch.random.fork_rng(), torch.no_grad():  # what a test draws next must not depend on who made the model
         torch.manual_seed(len(name))

@@ -7,6 +7,7 @@ import torch
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.beacon import add_beacon
+from sparse_rl.compressors import make
 from sparse_rl.learn.packing import packs
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.models import ModelShape, recurrent_kernels
@@ -188,6 +189,21 @@ def test_what_recurrent_layers_cannot_do_is_refused():
     alone.layer_types = ["conv"] * 3
     with pytest.raises(SparseRLError, match="lfm2 has recurrent layers alone"):
         ModelShape.of(alone)
+
+
+def test_prompts_by_chunks_where_states_go_on_and_where_they_cannot():
+    """A scan that cannot go on from a state takes a prompt whole; that is said before anything is sampled."""
+    with pytest.raises(
+        SparseRLError, match="prompt_chunk is 8, but recurrent layers of jamba take a prompt"
+    ):
+        Engine(hybrid("jamba"), make("rkv", prompt_chunk=8), budget=16, interval=6)
+    model = hybrid("lfm2")
+    engine = Engine(model, make("rkv", prompt_chunk=8), budget=16, interval=6, rows=4)
+    for t in engine.generate(prompts_of(40, 33, 40), 2, Sampling(20, stop_ids=()), seed=1):
+        assert (t.trace.evicted_at[..., :16].long() < t.num_prompt_tokens).any()  # while the prompt was read
+        with torch.no_grad():
+            gap = (token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs)[t.num_prompt_tokens :]
+        assert gap.abs().max() < 1e-4
 
 
 def test_a_state_of_another_size_than_planned_is_refused():
