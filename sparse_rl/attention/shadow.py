@@ -4,6 +4,8 @@ On a GPU our own kernel computes it by segments, and its memory follows the toke
 that listing what each keeps would take more, FlexAttention computes it. On a CPU, and for what those kernels do not
 support (fp64, dropout, values of another width or dtype; soft-caps under FlexAttention), it is computed under a mask
 per layer. `kernels/ops.py` chooses.
+
+Where the sampler's slots had 8 bits, every query reads keys and values as they were stored, its own token's included.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.formats import as_stored
 from ..cache.segments import Replay
 from ..kernels import ops
 from .slots import check_call, layer_of
@@ -40,6 +43,8 @@ def shadow_attention(
     replay = check_call(module, attention_mask, kwargs, replay, "replay")
     layer, scale = layer_of(module), scaling or query.shape[-1] ** -0.5
     query, key, value = (as_autocast(x) for x in (query, key, value))
+    if replay.slots is not None and (kind := replay.slots.of_layer(layer)) is not None:
+        key, value = as_stored(key, kind), as_stored(value, kind)
     return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None
 
 

@@ -119,12 +119,12 @@ def feed_and_attend(
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
         return out.view(query.shape[0], 1, query.shape[1], -1)
     if stored:
-        pass
+        key, value = (key, value) if feed.live is not None else cache.as_stored(layer, key, value)
     elif feed.live is None:
-        cache.append(layer, feed.slot, key, value)
+        key, value = cache.append(layer, feed.slot, key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
-        twins.store(*_one_token(cache, layer, query, key, value[..., : cache.values.shape[-1]], feed, feed.live))
+        twins.store(*_one_token(cache, layer, query, key, value[..., : cache.shape.value_dim], feed, feed.live))
         if cache.mass is not None:
             cache.open_mass(layer, feed.slot[:, 0], feed.live)
     if feed.first and sliding_window is None and softcap is None and sinks is None and cache.mass is None:
@@ -152,8 +152,9 @@ def _attend_to_slots(
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
     rows = query.shape[0]
-    keys = cache.keys[layer, :rows, :, : feed.span]  # [B, H, S, D]
-    values = cache.values_of(keys, cache.values[layer, :rows, :, : feed.span])
+    keys, values = cache.read(slice(layer, layer + 1), slice(rows), feed.span)
+    assert values is not None
+    keys, values = keys[0], values[0]  # [B, H, S, D]
     visible = feed.visible
     if sliding_window is not None:
         distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .formats import SlotFormat
+
 # Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
 _MOST_KEPT = 64
 _SHARED = 16  # times as many where all layers and heads share one list
@@ -55,6 +57,7 @@ class Replay:
     evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding; L = H = 1 where all layers and heads share it
     lengths: Tensor  # int64 [B]: tokens without padding
     packing: Packing | None = None
+    slots: SlotFormat | None = None  # how the sampler stored keys and values
     layouts: dict[Any, Any] = field(default_factory=dict)  # of kernels, by what they depend on
 
     @cached_property

@@ -2,7 +2,8 @@
 
 A slot is one (key, value, feed index) of one layer and KV head. The slots in use of a row are its first `used`, in feed
 order, for every layer and head alike; which tokens they hold differs per layer and head. The cache knows nothing of
-models, compressors or sampling: it appends, forks and counts its bytes.
+models, compressors or sampling: it appends, forks and counts its bytes. Keys and values may be stored in 8 bits
+(formats.py), by all layers or by some.
 
 Paging, block tables and reference counts are omitted on purpose. A budget makes rows equal, so a free row is a free
 row.
@@ -11,12 +12,14 @@ row.
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .formats import CODES, SlotFormat, as_stored, dequantize, quantize
 from .states import LayerState, RowStates
 
 # Layers are compressed and copied together while a copy of their keys and values fits in this; on a GPU, in few calls.
@@ -42,20 +45,24 @@ class CacheShape:
     states: tuple[LayerState, ...] = ()  # of recurrent layers
     mixed_widths: bool = False  # some layers have smaller dims than these, and fill them up with zeros
     latent: int = 0  # so many numbers of a key are the value, too, which then takes no room of its own (value_dim 0)
+    slots: SlotFormat | None = None  # None: in the model's dtype
 
     @property
     def slot_bytes(self) -> int:
         """Key, value, feed index (int32) and mass of one token, over all layers and KV heads."""
-        return self.layers * self.heads * (self.kv_bytes_per_slot_and_head + 4 + (4 if self.mass else 0))
-
-    @property
-    def kv_bytes_per_slot_and_head(self) -> int:
-        return (self.key_dim + self.value_dim) * self.dtype.itemsize
+        quantized = sum(self.kind_of(layer) is not None for layer in range(self.layers))
+        numbers, plain = self.key_dim + self.value_dim, self.layers - quantized
+        stored = quantized * (numbers + 2) + plain * numbers * self.dtype.itemsize  # 2: exponents of key and value
+        return self.heads * (stored + self.layers * (4 + (4 if self.mass else 0)))
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What a token's keys and values alone take, in any cache."""
-        return self.layers * self.heads * self.kv_bytes_per_slot_and_head
+        """What a token's keys and values alone take, in any cache of the model's dtype."""
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def kind_of(self, layer: int) -> str | None:
+        """The kind of codes in which a layer stores; None: the model's dtype."""
+        return None if self.slots is None else self.slots.of_layer(layer)
 
     @property
     def state_bytes(self) -> int:
@@ -74,6 +81,36 @@ class LayerSlots(NamedTuple):
     values: Tensor  # [R, H, C, D]
     feed: Tensor  # int32 [R, H, C]
     ring: Tensor | None  # [R, Hq, W, D] recent queries
+    exponents: Tensor | None = None  # int8 [R, H, C, 2] of keys and values, which are then codes
+
+
+@dataclass
+class Stored:
+    """Keys and values of neighbouring layers that are stored alike. l layers"""
+
+    layers: slice
+    keys: Tensor  # [l, R, H, C, D]
+    values: Tensor
+    exponents: Tensor | None  # int8 [l, R, H, C, 2], where keys and values are codes
+
+    @classmethod
+    def empty(cls, shape: CacheShape, layers: slice, kind: str | None, lead: tuple[int, ...], device) -> Stored:
+        """lead: R, H, C"""
+        lead, dtype = (layers.stop - layers.start, *lead), CODES[kind].dtype if kind else shape.dtype
+        keys, values = (torch.zeros(*lead, d, dtype=dtype, device=device) for d in (shape.key_dim, shape.value_dim))
+        return cls(layers, keys, values, torch.zeros(*lead, 2, dtype=torch.int8, device=device) if kind else None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.keys, self.values, self.exponents) if t is not None]
+
+    def within(self, layers: slice) -> slice:
+        """Layers of the cache, as these count them."""
+        return slice(layers.start - self.layers.start, layers.stop - self.layers.start)
+
+    def part(self, rows: slice) -> Stored:
+        exponents = None if self.exponents is None else self.exponents[:, rows]
+        return Stored(self.layers, self.keys[:, rows], self.values[:, rows], exponents)
 
 
 class SlotCache:
@@ -82,8 +119,7 @@ class SlotCache:
     def __init__(self, shape: CacheShape, rows: int, capacity: int, device: torch.device | str = "cpu"):
         lead = (shape.layers, rows, shape.heads, capacity)
         self.shape, self.rows, self.capacity = shape, rows, capacity
-        self.keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=device)  # [L, R, H, C, D]
-        self.values = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=device)
+        self.stored = [Stored.empty(shape, part, kind, lead[1:], device) for part, kind in _alike(shape)]
         self.feed = torch.zeros(*lead, dtype=torch.int32, device=device)  # [L, R, H, C] feed index of each slot
         self.queries: Tensor | None = None  # [L, R, Hq, W, D]; the query of feed index i lies at i % W
         self.mass: Tensor | None = None  # [L, R, H, C]
@@ -99,9 +135,30 @@ class SlotCache:
         self.sliding_window: list[int | None] = [None] * shape.layers
 
     @property
+    def keys(self) -> Tensor:
+        """[L, R, H, C, D], where all layers are stored alike."""
+        (stored,) = self.stored
+        return stored.keys
+
+    @property
+    def values(self) -> Tensor:
+        (stored,) = self.stored
+        return stored.values
+
+    @property
+    def device(self) -> torch.device:
+        return self.feed.device
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Those of slots and queries."""
-        return [t for t in (self.keys, self.values, self.feed, self.queries, self.mass) if t is not None]
+        own = [t for t in (self.feed, self.queries, self.mass) if t is not None]
+        return [tensor for stored in self.stored for tensor in stored.tensors] + own
+
+    @property
+    def per_slot(self) -> list[Tensor]:
+        """What is noted of slots beside keys and values. [L, R, H, C]"""
+        return [self.feed] if self.mass is None else [self.feed, self.mass]
 
     @property
     def nbytes(self) -> int:
@@ -115,19 +172,41 @@ class SlotCache:
         """Some rows as a cache of their own, on the same memory."""
         part = copy.copy(self)
         part.rows = len(range(self.rows)[rows])
-        part.keys, part.values, part.feed = self.keys[:, rows], self.values[:, rows], self.feed[:, rows]
+        part.stored, part.feed = [stored.part(rows) for stored in self.stored], self.feed[:, rows]
         part.queries = None if self.queries is None else self.queries[:, rows]
         part.mass = None if self.mass is None else self.mass[:, rows]
         part.states = None if self.states is None else self.states.part(rows)
         return part
 
-    def values_of(self, keys: Tensor, values: Tensor) -> Tensor:
-        """The values of some slots, whose keys and stored values these are. [..., D]"""
-        return keys[..., : self.shape.latent] if self.shape.latent else values
+    def stored_by(self, layers: slice) -> Stored:
+        """Keys and values of some layers, which are stored alike. [l, R, H, C, D]"""
+        for stored in self.stored:
+            if stored.layers.start <= layers.start and layers.stop <= stored.layers.stop:
+                mine = stored.within(layers)
+                exponents = None if stored.exponents is None else stored.exponents[mine]
+                return Stored(layers, stored.keys[mine], stored.values[mine], exponents)
+        raise AssertionError(f"layers {layers} are stored in different ways")
+
+    def read(
+        self, layers: slice, rows: slice | Tensor, used: int, with_values: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of some layers, which are stored alike, in the model's dtype. -> [l, N, H, used, D] each"""
+        stored = self.stored_by(layers)
+        keys, values = stored.keys[:, rows, :, :used], None
+        if with_values and not self.shape.latent:
+            values = stored.values[:, rows, :, :used]
+        if stored.exponents is not None:
+            exponents, dtype = stored.exponents[:, rows, :, :used], self.shape.dtype
+            keys = dequantize(keys, exponents[..., 0], dtype)
+            values = None if values is None else dequantize(values, exponents[..., 1], dtype)
+        if with_values and self.shape.latent:
+            values = keys[..., : self.shape.latent]
+        return keys, values
 
     def layer(self, layer: int) -> LayerSlots:
-        ring = None if self.queries is None else self.queries[layer]
-        return LayerSlots(self.keys[layer], self.values[layer], self.feed[layer], ring)
+        ring, stored = None if self.queries is None else self.queries[layer], self.stored_by(slice(layer, layer + 1))
+        exponents = None if stored.exponents is None else stored.exponents[0]
+        return LayerSlots(stored.keys[0], stored.values[0], self.feed[layer], ring, exponents)
 
     def place(self, slot: Tensor, index: Tensor) -> None:
         """Open slots for the tokens about to be fed to the first B rows. slot, index [B, T]"""
@@ -136,12 +215,27 @@ class SlotCache:
         if self.mass is not None:
             self.mass[:, rows, :, slot] = 0.0
 
-    def append(self, layer: int, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store the tokens being fed to the first B rows. slot [B, T]; key, value [B, H, T, D]"""
-        rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
-        self.keys[layer][rows, :, slot] = key.transpose(1, 2)
+    def append(self, layer: int, slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the tokens being fed to the first B rows. -> key and value as they are read
+
+        slot [B, T]; key, value [B, H, T, D]
+        """
+        rows, slots = torch.arange(slot.shape[0], device=slot.device)[:, None], self.layer(layer)
+        if slots.exponents is not None and (kind := self.shape.kind_of(layer)) is not None:
+            (keys, key_exponents), (values, value_exponents) = quantize(key, kind), quantize(value, kind)
+            slots.exponents[rows, :, slot] = torch.stack([key_exponents, value_exponents], -1).transpose(1, 2)
+            read = dequantize(keys, key_exponents, key.dtype), dequantize(values, value_exponents, value.dtype)
+        else:
+            keys, values = read = key, value
+        slots.keys[rows, :, slot] = keys.transpose(1, 2)
         if not self.shape.latent:
-            self.values[layer][rows, :, slot] = value.transpose(1, 2)
+            slots.values[rows, :, slot] = values.transpose(1, 2)
+        return read
+
+    def as_stored(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as they would be read from slots."""
+        kind = self.shape.kind_of(layer)
+        return (key, value) if kind is None else (as_stored(key, kind), as_stored(value, kind))
 
     def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
         """A token about to be fed to each live row has received no attention yet. slot, live [B]"""
@@ -183,10 +277,11 @@ class SlotCache:
         return ring.gather(3, place.expand(*ring.shape[:3], count, ring.shape[4]))
 
     def layer_chunks(self, num_rows: int, used: int) -> list[slice]:
-        """Layers to compress together, so that working copies stay small whatever the model."""
+        """Layers to compress together, stored alike, so that working copies stay small whatever the model."""
         per_layer = num_rows * used * self.shape.kv_bytes_per_token // self.shape.layers
-        step = max(1, min(self.shape.layers, chunk_bytes(self.keys.device) // max(per_layer, 1)))
-        return [slice(i, min(i + step, self.shape.layers)) for i in range(0, self.shape.layers, step)]
+        step = max(1, min(self.shape.layers, chunk_bytes(self.device) // max(per_layer, 1)))
+        parts = [(stored.layers.start, stored.layers.stop) for stored in self.stored]
+        return [slice(i, min(i + step, stop)) for start, stop in parts for i in range(start, stop, step)]
 
     def fork(self, source: SlotCache, rows: Tensor, to: Tensor, used: int) -> None:
         """Copy the first `used` slots and the states of some rows of `source` (this cache or another) to rows `to`.
@@ -194,11 +289,18 @@ class SlotCache:
         rows, to [N]. No row is both a source and a destination.
         """
         for layers in self.layer_chunks(len(rows), used):
-            for mine, theirs in zip(self.tensors, source.tensors, strict=True):
-                if mine is self.queries:
-                    mine[layers, to] = theirs[layers][:, rows]
-                else:
-                    mine[layers, to, :, :used] = theirs[layers][:, rows, :, :used]
+            stored = zip(self.stored_by(layers).tensors, source.stored_by(layers).tensors, strict=True)
+            others = [(m[layers], t[layers]) for m, t in zip(self.per_slot, source.per_slot, strict=True)]
+            for mine, theirs in [*stored, *others]:
+                mine[:, to, :, :used] = theirs[:, rows, :, :used]
+            if self.queries is not None and source.queries is not None:
+                self.queries[layers, to] = source.queries[layers][:, rows]
         if self.states is not None and source.states is not None:
             self.states.fork(source.states, rows, to)
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window
+
+
+def _alike(shape: CacheShape) -> list[tuple[slice, str | None]]:
+    """Runs of layers that are stored alike, and the kind of their codes."""
+    runs = [(kind, list(run)) for kind, run in itertools.groupby(range(shape.layers), key=shape.kind_of)]
+    return [(slice(run[0], run[-1] + 1), kind) for kind, run in runs]

@@ -8,10 +8,11 @@ is a complete record of what the sampler could see:
 Queries and tokens are counted by feed index, the order in which tokens entered the cache.
 
 Beside it, of a mixture of experts, `routes`: the experts that each token went through, if they were recorded
-(models/routing.py). With both, the sampler's pass can be repeated.
+(models/routing.py); and `slots`: how keys and values were stored, if not in the model's dtype (formats.py). With all
+three the sampler's pass can be repeated.
 
 A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that points to one of the few moments of
-eviction; and `routes`, which versions before them do not look for.
+eviction; and `routes` and `slots`, which versions before them do not look for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from ..errors import SparseRLError
 from ..files import replace_file
+from .formats import SlotFormat
 
 NEVER = 65535  # `evicted_at` of a token that stayed, in uint16
 _PLAIN, _EVENTS = "sparse_rl.trace.1", "sparse_rl.trace.2"  # a file's two forms
@@ -58,6 +60,7 @@ def never(dtype: torch.dtype) -> int:
 class Trace:
     evicted_at: Tensor  # [L, H, T] uint16 (int32 for 65,535 tokens and more), on the CPU
     routes: Tensor | None = None  # [T, M, k] uint8 (uint16 for more than 256 experts); M layers have experts
+    slots: SlotFormat | None = None  # how keys and values were stored; None: in the model's dtype
 
     @classmethod
     def dense(cls, layers: int, heads: int, tokens: int) -> Trace:
@@ -89,7 +92,7 @@ class Trace:
         part = self.evicted_at[..., start:stop].to(torch.int64)
         dtype = trace_dtype(stop - start)
         evicted_at = torch.where(part >= stop, never(dtype), (part - start).clamp(min=0)).to(dtype)
-        return Trace(evicted_at, None if self.routes is None else self.routes[start:stop])
+        return Trace(evicted_at, None if self.routes is None else self.routes[start:stop], self.slots)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the smaller of the two forms, atomically: the file is whole or absent."""
@@ -97,6 +100,8 @@ class Trace:
         if self.routes is not None:
             about |= {"routes": _ROUTES, "routes_crc32": str(_crc(self.routes))}
             routes = {"routes": self.routes.contiguous()}
+        if self.slots is not None:
+            about["slots"] = json.dumps([self.slots.kind, list(self.slots.kept)])
         plain = {"evicted_at": self.evicted_at.contiguous()}
         forms = [save(plain | routes, metadata={"format": _PLAIN, **about})]
         if (events := _events(self.evicted_at)) is not None:
@@ -138,7 +143,19 @@ class Trace:
                     wrong = "the checksum of its routes differs: it is damaged"
         if wrong is not None or evicted_at is None:
             raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
-        return cls(evicted_at, **routes)
+        return cls(evicted_at, **routes, slots=_slots_in(about.get("slots"), len(evicted_at), path))
+
+
+def _slots_in(written: str | None, layers: int, path: str | os.PathLike) -> SlotFormat | None:
+    if written is None:
+        return None
+    try:
+        kind, kept = json.loads(written)
+        return SlotFormat(str(kind), tuple(kept)).for_layers(layers)
+    except (ValueError, TypeError, SparseRLError) as error:
+        raise SparseRLError(
+            f"{path} is not a trace (its slots are {written!r:.80}: {error}); write it again."
+        ) from error
 
 
 def _crc(tensor: Tensor) -> int:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..cache import SlotFormat
+from ..cache.formats import PLAIN, slot_format
 from ..errors import SparseRLError, nearest, require_int
 from ..files import names_python_file
 from ..kernels import twins
@@ -60,6 +63,7 @@ class Compressor:
     uses_mass: bool = False  # whether `score` reads the accumulated attention
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
+    slots: SlotFormat | None = None  # how keys and values are stored; None: in the model's dtype
     protect_prompt: bool = False
     prompt_chunk: int = 0  # tokens after which a prompt that will be evicted is evicted while it is read; 0: only then
 
@@ -297,16 +301,27 @@ def find(written: str) -> tuple[type[Compressor], str | None]:
     return COMPRESSORS[name], argument if colon else None
 
 
-def make(compressor: str | Compressor | type[Compressor], /, **options) -> Compressor:
-    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`, `FILE.py`) or class, or as given."""
+def make(
+    compressor: str | Compressor | type[Compressor], /, slots: str = PLAIN, slots_kept: Sequence[int] = (), **options
+) -> Compressor:
+    """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`, `FILE.py`) or class, or as given.
+
+    Options of every compressor: `slots`, how keys and values are stored (`model`: in the model's dtype; `fp8`, `int8`),
+    and `slots_kept`, the numbers of layers that store the model's dtype all the same.
+    """
     if isinstance(compressor, Compressor):
         return compressor
+    stored = slot_format(slots, slots_kept)
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
-        return compressor(**options)
-    if not isinstance(compressor, str):
+        made = compressor(**options)
+    elif isinstance(compressor, str):
+        cls, argument = find(compressor)
+        made = cls.parse(argument, **options)
+    else:
         raise SparseRLError(f"compressor must be a name or a Compressor, not {type(compressor).__name__}.")
-    cls, argument = find(compressor)
-    return cls.parse(argument, **options)
+    if stored is not None:
+        made.slots = stored
+    return made
 
 
 def describe() -> list[tuple[str, str]]:

@@ -13,8 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache import LayerSlots
+from ..cache.formats import KINDS
 from . import device
 from .jit import jit
+
+_CODES = {None: 0, "fp8": 1, "int8": 2}
 
 
 @jit
@@ -93,17 +96,66 @@ def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM
 
 
 @jit
+def _power(exponent):
+    """2^exponent in fp32; NaN for -128, which stands for a vector that is not finite."""
+    bits = tl.where(exponent == -128, 2143289344, (exponent.to(tl.int32) + 127) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def _read(codes, CODES: tl.constexpr, TYPE: tl.constexpr):
+    """Codes as numbers: 1: e4m3, 2: int8."""
+    if CODES == 1:
+        return codes.to(tl.float8e4nv, bitcast=True).to(TYPE)
+    return codes.to(TYPE)
+
+
+@jit
+def _write(x, CODES: tl.constexpr):
+    """The codes of a vector [1, D], int32, its exponent [1], and what will be read of it. As cache/formats.py says.
+
+    Numbers are rounded in integers: every GPU, and the interpreter, rounds alike.
+    """
+    wide = x.to(tl.float32)
+    largest: tl.tensor = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [1] # pyright: ignore
+    if CODES == 1:
+        exponent = (largest >> 23) - 135 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    else:
+        exponent = (largest >> 23) - 133 + ((largest & 0x7FFFFF) > 0x7E0000).to(tl.int32)
+    exponent = tl.maximum(exponent, -100)
+    scaled = wide * _power(-exponent)[:, None]
+    if CODES == 1:
+        bits = scaled.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # ties to even; 120 less in the exponent
+        size = magnitude.to(tl.float32, bitcast=True)
+        small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF  # steps of 2^-9, ties to even
+        code = tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)  # normal from 2^-6 on
+        # what the code stands for: rounded magnitudes have 3 bits of mantissa
+        kept = ((normal + 960) << 20).to(tl.float32, bitcast=True)
+        number = tl.where(magnitude < 0x3C800000, small.to(tl.float32) * 0.001953125, kept)
+        number = tl.where(bits < 0, -number, number)
+    else:
+        number = (scaled + 12582912.0) - 12582912.0  # to a whole number, ties to even
+        code = number.to(tl.int32)
+    exponent = tl.where(largest < 0x7F800000, exponent, -128)
+    return code, exponent, (number * _power(exponent)[:, None]).to(x.dtype)
+
+
+@jit
 def _store_and_attend(
-    query, key, value, keys, values, feed, ring, used, index, live, cos, sin, query_weight, key_weight, sinks, out,
-    partial, query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window, CAPACITY,
+    query, key, value, keys, values, exponents, feed, ring, used, index, live, cos, sin, query_weight, key_weight,
+    sinks, out, partial, query_row, query_head, key_row, key_head, value_row, value_head, eps, scale, softcap, window,
+    CAPACITY,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, RING: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, SOFTCAP: tl.constexpr, SLIDES: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one KV head over one part of a row's slots. Softmax to base 2, with a running maximum.
 
-    One part also sees the new token, from registers, and writes it down.
+    One part also sees the new token, from registers, and writes it down. CODES: 0, or keys and values are codes; then
+    their scales, which are powers of two, are multiplied with logits and probabilities, which is exact.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
@@ -141,7 +193,16 @@ def _store_and_attend(
         inside = (slot < stop)[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + tile, mask=inside, other=0.0)  # [S, D]
         v = tl.load(values + tile, mask=inside, other=0.0)
+        if CODES > 0:
+            both = exponents + (first + slot) * 2
+            key_scale = _power(tl.load(both, mask=slot < stop, other=0))  # [S]
+            value_scale = _power(tl.load(both + 1, mask=slot < stop, other=0))
+            k, v = _read(k, CODES, q.dtype), _read(v, CODES, q.dtype)
+            if q.dtype == tl.float16:  # in which a scaled probability might vanish
+                v = (v.to(tl.float32) * value_scale[:, None]).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [G, S]
+        if CODES > 0:
+            logits = logits * key_scale[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
         if SOFTCAP:
             logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
         logits = logits * 1.4426950408889634
@@ -154,10 +215,18 @@ def _store_and_attend(
         shrink = tl.exp2(top - safe)
         probs = tl.exp2(logits - safe[:, None])
         total = total * shrink + tl.sum(probs, 1)
+        if CODES > 0 and q.dtype != tl.float16:
+            probs = probs * value_scale[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
         acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         top = higher
     if split == 0:  # last, so that the loads of the slots begin as early as possible
         new_key = _norm_and_rotate(new_key, key_there, d, key_weight, c, s, eps, DIM, NORM, ROPE)
+        if CODES > 0:
+            key_code, key_exponent, new_key = _write(new_key, CODES)
+            value_code, value_exponent, read = _write(new_value[None, :], CODES)
+            new_value = tl.reshape(read, [DIM_BLOCK])
+        else:
+            key_code, value_code, key_exponent, value_exponent = new_key, new_value[None, :], 0, 0
         new_logits = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
         if SOFTCAP:
             new_logits = (2.0 * tl.sigmoid(2.0 * new_logits / softcap) - 1.0) * softcap
@@ -176,8 +245,12 @@ def _store_and_attend(
             top = new_top
         if runs > 0:
             there = (first + taken) * DIM
-            tl.store(keys + there + d[None, :], new_key, mask=here)
-            tl.store(values + there + d, new_value, mask=d < DIM)
+            tl.store(keys + there + d[None, :], key_code.to(keys.dtype.element_ty), mask=here)
+            tl.store(values + there + d[None, :], value_code.to(values.dtype.element_ty), mask=here)
+            if CODES > 0:
+                both = exponents + (first + taken) * 2 + tl.arange(0, 1)
+                tl.store(both, key_exponent.to(tl.int8))  # pyright: ignore[reportAttributeAccessIssue]
+                tl.store(both + 1, value_exponent.to(tl.int8))  # pyright: ignore[reportAttributeAccessIssue]
             tl.store(feed + first + taken, fed.to(tl.int32))
             if RING > 0:
                 recent = (row * HEADS * GROUP + heads[:, None]) * RING + fed % RING
@@ -240,10 +313,11 @@ def store_and_attend(
     num_warps: int = 2,
     num_stages: int | None = None,
 ) -> Tensor:
-    keys, values, feed, ring = slots
+    keys, values, feed, ring, exponents = slots
     (rows, query_heads, dim), (heads, capacity) = query.shape, keys.shape[1:3]
     assert all(x.stride(-1) == 1 for x in (query, key, value)) and values.shape == keys.shape
-    assert all(x.is_contiguous() for x in (keys, values, feed)) and (ring is None or ring.is_contiguous())
+    assert all(x.is_contiguous() for x in (keys, values, feed, ring, exponents) if x is not None)
+    kind = None if exponents is None else KINDS[keys.dtype]
     splits = splits or splits_for(rows * heads, capacity, device.processors(query.device))
     out = torch.empty(rows, query_heads * dim, dtype=query.dtype, device=query.device)
     partial = out  # an address that is not read
@@ -256,7 +330,8 @@ def store_and_attend(
     shared = device.shared_memory(query.device)
     num_stages = num_stages or stages_for(block, group_block, dim_block * query.element_size(), shared)
     _store_and_attend[(rows, heads, splits)](
-        query, key, value, keys, values, feed, out if ring is None else ring, used, index, live.view(torch.int8),
+        query, key, value, keys, values, out if exponents is None else exponents, feed, out if ring is None else ring,
+        used, index, live.view(torch.int8),
         cos, sin, query_weight, key_weight, query if sinks is None else sinks, out, partial,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         eps, scaling, softcap or 1.0, sliding_window or 0, capacity,
@@ -264,6 +339,7 @@ def store_and_attend(
         RING=0 if ring is None else ring.shape[2], DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, BLOCK=block,
         NORM=norms is not None, ROPE=rope is not None, SOFTCAP=softcap is not None, SLIDES=sliding_window is not None,
         SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        CODES=_CODES[kind],
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:

@@ -187,11 +187,12 @@ def _move(x, kept, count, stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BL
 
 @jit(do_not_specialize=["used", "n"])  # how many rows are full differs from time to time
 def _compact(
-    keys, values, feed, mass, trace, rows, kept, fed, live, never, used, count, n, heads,
+    keys, values, feed, mass, exponents, trace, rows, kept, fed, live, never, used, count, n, heads,
     key_layer, key_row, key_head, key_slot, value_layer, value_row, value_head, value_slot,
-    feed_layer, feed_row, feed_head, mass_layer, mass_row, mass_head, trace_layer, trace_row, trace_head,
+    feed_layer, feed_row, feed_head, mass_layer, mass_row, mass_head, exp_layer, exp_row, exp_head,
+    trace_layer, trace_row, trace_head,
     KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    MASS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    MASS: tl.constexpr, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """All slots of one layer, row and head: the trace first, while `feed` still says what was where."""
     program = tl.program_id(0).to(tl.int64)
@@ -214,6 +215,8 @@ def _compact(
     _move(feed, kept, count, 1, 1, 1, SLOTS)
     if MASS:
         _move(mass + layer * mass_layer + row * mass_row + head * mass_head, kept, count, 1, 1, 1, SLOTS)
+    if EXPONENTS:
+        _move(exponents + layer * exp_layer + row * exp_row + head * exp_head, kept, count, 2, 2, 2, SLOTS)
     _move(keys + layer * key_layer + row * key_row + head * key_head, kept, count, key_slot, KEY_DIM, KEY_BLOCK, BLOCK)
     values += layer * value_layer + row * value_row + head * value_head
     _move(values, kept, count, value_slot, VALUE_DIM, VALUE_BLOCK, BLOCK)
@@ -232,20 +235,25 @@ def compact(
     fed: Tensor,
     live: Tensor,
     never: int,
+    exponents: Tensor | None = None,
 ) -> None:
-    """keys, values [L, R, H, C, D]; feed, mass [L, R, H, C]; trace [R, L, H, T]; kept [l, N, H, K]; others [N]"""
+    """keys, values [L, R, H, C, D]; feed, mass [L, R, H, C]; exponents [L, R, H, C, 2]; trace [R, L, H, T]; kept
+    [l, N, H, K]; others [N]
+    """
     keys, values, feed, trace = keys[layers], values[layers], feed[layers], trace[:, layers].transpose(0, 1)
     mass = None if mass is None else mass[layers]
+    exponents = None if exponents is None else exponents[layers]
+    assert exponents is None or exponents.stride()[3:] == (2, 1)
     assert all(x.stride(-1) == 1 for x in (keys, values, feed, trace, feed if mass is None else mass))
     num_layers, n, heads, count = kept.shape
     _compact[(num_layers * n * heads,)](
-        keys, values, feed, mass, trace, rows.contiguous(), kept.contiguous(), fed.contiguous(),
+        keys, values, feed, mass, exponents, trace, rows.contiguous(), kept.contiguous(), fed.contiguous(),
         live.contiguous().view(torch.int8), never, used, count, n, heads,
         *keys.stride()[:4], *values.stride()[:4], *feed.stride()[:3], *(feed if mass is None else mass).stride()[:3],
-        *trace.stride()[:3],
+        *(feed if exponents is None else exponents).stride()[:3], *trace.stride()[:3],
         KEY_DIM=keys.shape[-1], KEY_BLOCK=triton.next_power_of_2(keys.shape[-1]),
         VALUE_DIM=values.shape[-1], VALUE_BLOCK=triton.next_power_of_2(values.shape[-1]),
-        MASS=mass is not None, BLOCK=_BLOCK, SLOTS=512, num_warps=4, num_stages=1,
+        MASS=mass is not None, EXPONENTS=exponents is not None, BLOCK=_BLOCK, SLOTS=512, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

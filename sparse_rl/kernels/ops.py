@@ -208,9 +208,10 @@ def compact(
     fed: Tensor,
     live: Tensor,
     never: int,
+    exponents: Tensor | None = None,
 ) -> None:
     _function("compact", rows, keys, values)(
-        keys, values, feed, mass, trace, layers, rows, used, kept, fed, live, never
+        keys, values, feed, mass, trace, layers, rows, used, kept, fed, live, never, exponents
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache import LayerSlots
+from ..cache.formats import KINDS, dequantize, quantize
 from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
 from .twins_learner import add_and_norm, logit_gradients, rotate, silu_gate, token_statistics  # noqa: F401
@@ -63,9 +64,12 @@ def store(
     if rope is not None:
         cos, sin = (x[:, None] for x in rope)
         query, key = (x * cos + _rotate_half(x) * sin for x in (query, key))
-    keys, values, feed, ring = slots
+    keys, values, feed, ring, exponents = slots
     rows = torch.arange(query.shape[0], device=query.device)
     slot = used.clamp(max=keys.shape[2] - 1)
+    if exponents is not None:
+        (key, key_exponent), (value, value_exponent) = (quantize(x, KINDS[keys.dtype]) for x in (key, value))
+        _write(exponents, rows, slot, torch.stack([key_exponent, value_exponent], -1), live)
     for tensor, place, new in ((keys, slot, key), (values, slot, value), (feed, slot, index[:, None].to(feed.dtype))):
         _write(tensor, rows, place, new, live)
     if ring is not None:
@@ -93,10 +97,14 @@ def store_and_attend(
     The result for other rows is meaningless.
     """
     query = store(query, key, value, slots, used, index, live, rope, norms)
-    keys, values, feed, _ = slots
+    keys, values, feed, _, exponents = slots
     lengths = used * live + 1
     rows, heads, longest = query.shape[0], keys.shape[1], int(lengths.max())
-    keys, values = keys[:rows, :, :longest].float(), values[:rows, :, :longest].float()
+    keys, values = keys[:rows, :, :longest], values[:rows, :, :longest]
+    if exponents is not None:
+        exponents = exponents[:rows, :, :longest]
+        keys, values = (dequantize(x, exponents[..., i], torch.float32) for i, x in enumerate((keys, values)))
+    keys, values = keys.float(), values.float()
     logits = query.float().unflatten(1, (heads, -1)) @ keys.transpose(-1, -2) * scaling  # [B, H, G, S]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -178,19 +186,20 @@ def compact(
     fed: Tensor,
     live: Tensor,
     never: int,
+    exponents: Tensor | None = None,
 ) -> None:
     """In place, for live rows: slot k becomes slot kept[k], and the trace says that every other token left at `fed`.
 
-    The whole cache: keys, values [L, R, H, C, D], feed int32 and mass fp32 [L, R, H, C]; trace [R, L, H, T], `never`
-    where a token stays. For some of its layers: kept int64 [l, N, H, K], ascending, below `used`. rows (distinct),
-    fed int64 [N]; live bool [N]
+    The whole cache: keys, values [L, R, H, C, D], of codes also their exponents int8 [L, R, H, C, 2], feed int32 and
+    mass fp32 [L, R, H, C]; trace [R, L, H, T], `never` where a token stays. For some of its layers: kept int64
+    [l, N, H, K], ascending, below `used`. rows (distinct), fed int64 [N]; live bool [N]
     """
     rows, kept, fed = rows[live], kept[:, live], fed[live]
     budget, heads = kept.shape[-1], kept.shape[2]
     tokens = feed[layers][:, rows, :, :used]  # a copy, as are the gathers below
     gone = torch.ones_like(tokens, dtype=torch.bool).scatter_(-1, kept, False)
     evicted = tokens[gone].view(*tokens.shape[:-1], used - budget).long()  # [l, N, H, X]
-    for tensor in (keys, values):
+    for tensor in (keys, values) if exponents is None else (keys, values, exponents):
         part = tensor[layers][:, rows, :, :used]
         tensor[layers, rows, :, :budget] = part.gather(3, kept[..., None].expand(*kept.shape, part.shape[-1]))
     feed[layers, rows, :, :budget] = tokens.gather(3, kept)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..attention import Replay
 from ..beacon import beacon_of
 from ..cache import Trace
+from ..cache.formats import common_format
 from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..kernels.ops import place_of
@@ -139,7 +140,8 @@ def packed_replay(
     if traces is None and packing.size > WORTH_PACKING * evicted_at.numel():
         return None
     moved = Packing(packing.place.to(device), packing.first.to(device), packing.size)
-    replay = Replay(evicted_at.to(device), lengths.to(device), moved)
+    slots = None if traces is None else common_format(trace.slots for trace in traces)
+    replay = Replay(evicted_at.to(device), lengths.to(device), moved, slots)
     return replay if device.type == "cpu" or replay.segments.are_few else None
 
 

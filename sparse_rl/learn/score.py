@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import Replay, through_backward, use_attention
 from ..beacon import beacon_of, choice_entropies, choice_logprobs
 from ..cache import Support, Trace
+from ..cache.formats import common_format
 from ..cache.segments import Packing
 from ..errors import SparseRLError
 from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk, num_slot_heads, num_slot_layers
@@ -338,7 +339,8 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
     """What the queries of several (tokens, trace) pairs could see, after a check that each trace fits its tokens."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(tokens) for tokens, _ in items])
-    return Replay(pad_traces(model, items).to(device), lengths.to(device))
+    slots = common_format(trace.slots for _, trace in items)
+    return Replay(pad_traces(model, items).to(device), lengths.to(device), slots=slots)
 
 
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:

@@ -295,7 +295,14 @@ def default_prefill_rows(chunk: int, prompt_tokens: int, on_gpu: bool) -> int:
 
 def cache_shape(shape: ModelShape, compressor: Compressor) -> CacheShape:
     """The shape of a model's cache, with what the compressor needs to be recorded."""
-    return replace(shape.cache_shape(), num_queries=compressor.num_queries, mass=compressor.uses_mass)
+    plain = shape.cache_shape()
+    slots = None if compressor.slots is None else compressor.slots.for_layers(plain.layers)
+    if slots is not None and plain.latent:
+        raise SparseRLError(
+            f"slots are {slots}, but those of {shape.architecture} hold latents, of which the learner makes the keys "
+            "and values of all heads: their rounding cannot be replayed; leave slots out."
+        )
+    return replace(plain, num_queries=compressor.num_queries, mass=compressor.uses_mass, slots=slots)
 
 
 def aligned(lines: Sequence[tuple[str, str]]) -> str:

@@ -44,7 +44,7 @@ class Decoder:
         self.recorder = recorder
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
         self.folding = Folding(model, cache, state, compressor) if compressor.folds else None
-        rules = ops.rules(cache.keys.device)
+        rules = ops.rules(cache.device)
         fused = rules.fuses and recorder is None and FusedForward.fits(model, cache)
         self.waits = waits or fused or rules.captures or compressor.folds
         self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Feed
-from ..cache import SlotCache, Trace
+from ..cache import SlotCache, SlotFormat, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
@@ -50,6 +50,7 @@ class RowState:
     routes: Tensor | None = None  # [R, N, M, k] experts of the sampled tokens that were fed, if they are recorded
     step_routes: Tensor | None = None  # [M, R, k] of the tokens that a step feeds
     kept: Kept | None = None  # where it is recorded which tokens could be drawn
+    slots: SlotFormat | None = None  # the cache's, for the traces
 
     @classmethod
     def empty(
@@ -63,7 +64,7 @@ class RowState:
         room: int | None = None,
     ) -> RowState:
         """room: see `Sampling.room`"""
-        rows, device = cache.rows, cache.keys.device
+        rows, device = cache.rows, cache.device
         token, index, used, stream, count = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
         limit, capacity = torch.tensor([[new], [cache.capacity]], device=device).unbind()
@@ -88,6 +89,7 @@ class RowState:
             routes=routes,
             step_routes=step_routes,
             kept=None if room is None else Kept.empty(rows, new, room, device),
+            slots=cache.shape.slots,
         )
 
     @property
@@ -97,7 +99,7 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        others = ("limit", "capacity", "chunks", "kept", "step_routes")
+        others = ("limit", "capacity", "chunks", "kept", "step_routes", "slots")
         own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in others]
         own += [tensor for part in (self.chunks, self.kept) if part for tensor in part.tensors]
         return [tensor for tensor in own if tensor is not None]
@@ -173,7 +175,7 @@ class RowState:
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """Copies on the CPU (rows are reused) of as many tokens as each trajectory has."""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
-        return [_as_trace(copied[i, :, :, :n]) for i, n in enumerate(tokens)]
+        return [Trace(_as_recorded(copied[i, :, :, :n]), slots=self.slots) for i, n in enumerate(tokens)]
 
     def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
         """Likewise the routes of all tokens, prompts (their routes [P, M, k]) included. [T, M, k] each; None: none are
@@ -193,7 +195,7 @@ class RowState:
 def empty_trace(cache: SlotCache, tokens: int) -> Tensor:
     """[R, L, H, T], to be filled; uint16 as int16 bits, which every operation supports."""
     dtype = torch.int32 if trace_dtype(tokens) == torch.int32 else torch.int16
-    return torch.empty(cache.rows, cache.shape.layers, cache.shape.heads, tokens, dtype=dtype, device=cache.keys.device)
+    return torch.empty(cache.rows, cache.shape.layers, cache.shape.heads, tokens, dtype=dtype, device=cache.device)
 
 
 def never_in(trace: Tensor) -> int:
@@ -201,15 +203,15 @@ def never_in(trace: Tensor) -> int:
     return -1 if trace.dtype == torch.int16 else never(trace.dtype)
 
 
-def _as_trace(evicted_at: Tensor) -> Trace:
-    """[L, H, T], uint16 as int16 bits or int32"""
+def _as_recorded(evicted_at: Tensor) -> Tensor:
+    """A copy as a trace holds it. [L, H, T], uint16 as int16 bits or int32"""
     dtype = trace_dtype(evicted_at.shape[-1])
     evicted_at = evicted_at.clone()
     if evicted_at.dtype == torch.int16:
-        return Trace(evicted_at.view(torch.uint16))
+        return evicted_at.view(torch.uint16)
     if dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has
-        return Trace(evicted_at.clamp(max=never(dtype)).to(dtype))
-    return Trace(evicted_at)
+        return evicted_at.clamp(max=never(dtype)).to(dtype)
+    return evicted_at
 
 
 def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:

@@ -314,10 +314,10 @@ class Engine:
     def check(self, prompts: list[list[int]], sampling: Sampling) -> None:
         """Refuse prompts that cannot be sampled from."""
         now, cache = next(self.model.parameters()), self.storage.cache
-        if cache is not None and (now.dtype, now.device) != (self.shape.dtype, cache.keys.device):
+        if cache is not None and (now.dtype, now.device) != (self.shape.dtype, cache.device):
             raise SparseRLError(
                 f"the model is now {now.dtype} on {now.device}, but this engine was made when it was "
-                f"{self.shape.dtype} on {cache.keys.device}; make a new Engine."
+                f"{self.shape.dtype} on {cache.device}; make a new Engine."
             )
         check_prompts(prompts, sampling.max_new_tokens, self.shape, self.compressor, self.model)
 

@@ -37,9 +37,10 @@ def evict(
     for layers in cache.layer_chunks(n, used):
         feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]
         queries = cache.recent_queries(layers, rows, fed, num_queries)
+        keys, values = cache.read(layers, rows, used, compressor.uses_values)
         view = CacheView(
-            keys=cache.keys[layers][:, rows, :, :used].flatten(0, 1),
-            values=_values(cache, layers, rows, used) if compressor.uses_values else None,
+            keys=keys.flatten(0, 1),
+            values=None if values is None else values.flatten(0, 1),
             feed=feed.flatten(0, 1),
             queries=None if queries is None else queries.flatten(0, 1),
             mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
@@ -55,16 +56,12 @@ def evict(
             kept = kept.clamp(0, used - 1)  # until the host checks, a wrong number must not reach another row
         else:
             check_fine(bool(fine), used, compressor)
+        stored, mass = cache.stored_by(layers), None if cache.mass is None else cache.mass[layers]
         ops.compact(
-            cache.keys, cache.values, cache.feed, cache.mass, trace, layers, rows, used, kept.unflatten(0, (-1, n)),
-            fed, live, never_in(trace),
+            stored.keys, stored.values, cache.feed[layers], mass, trace[:, layers], slice(None), rows, used,
+            kept.unflatten(0, (-1, n)), fed, live, never_in(trace), stored.exponents,
         )  # fmt: skip
     return fine
-
-
-def _values(cache: SlotCache, layers: slice, rows: Tensor, used: int) -> Tensor:
-    """[l * N, H, S, D]"""
-    return cache.values_of(*(x[layers][:, rows, :, :used] for x in (cache.keys, cache.values))).flatten(0, 1)
 
 
 def check_fine(fine: bool, used: int, compressor: Compressor) -> None:

@@ -10,7 +10,7 @@ state after the token fed last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +109,7 @@ class Folding:
             {
                 "tokens": row.tokens,
                 "positions": row.positions,
-                "trace": row.trace,
+                "trace": replace(row.trace, slots=shape.slots),
                 "beacon_id": row.beacon_id,
                 "sampler_logprobs": torch.zeros(len(row.tokens)).masked_scatter(row.sampled, logprob[:count]),
             }
@@ -173,7 +173,7 @@ def fold(cache: SlotCache, state: RowState, turn: Turn) -> None:
     used = state.used[:width]
     at = used.clamp(max=cache.capacity - 1)
     to = torch.where(folding, at - chunks.open[:width], at)
-    for tensor in (cache.keys, cache.values, cache.feed):
+    for tensor in (*(tensor for stored in cache.stored for tensor in stored.tensors), cache.feed):
         tensor[:, rows, :, to] = tensor[:, rows, :, at]
     ended = (state.count[:width] - 2).clamp(min=0)  # the last token fed; the one sampled after it waits
     chunks.ends[rows, ended] |= folding

@@ -64,7 +64,7 @@ class Reader:
 
     def _read(self, scratch: SlotCache, prompts: list[Waiting], together: int) -> Read:
         """Feed prompts that may be fed together."""
-        device, lengths = scratch.keys.device, [len(w.prompt) for w in prompts]
+        device, lengths = scratch.device, [len(w.prompt) for w in prompts]
         n, longest = len(prompts), max(lengths)
         tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]
         ends = torch.tensor(lengths, device=device)
@@ -133,6 +133,6 @@ def _compress(
 ) -> Tensor:
     """Evict one prompt, of which `fed` tokens were fed, down to the budget. -> bool: whether that went well"""
     columns = [[row], [fed], [prompt.prompt_stream], [len(prompt.prompt)]]
-    rows, feds, stream, lengths = torch.tensor(columns, device=scratch.keys.device)
+    rows, feds, stream, lengths = torch.tensor(columns, device=scratch.device)
     live = torch.ones_like(rows).bool()
     return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live)

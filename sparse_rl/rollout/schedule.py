@@ -61,7 +61,7 @@ class GenerateCall:
         self.cache, self.scratch, self.state = engine.cache, engine.scratch, engine.state
         self.sampling, self.on_tokens = sampling, on_tokens
         self.capacity = engine.capacity  # slots at which a row is full
-        self.device = self.cache.keys.device
+        self.device = self.cache.device
         self.stop_ids = stop_ids_of(self.model, sampling)
         self.decoder = engine.decoder(sampling, self.stop_ids)
         self.phases = Phases(self.device)

@@ -49,7 +49,7 @@ def _without_ids(support: Support | None) -> Support | None:
 
 
 def first_head_trace(trace: Trace) -> Trace:
-    return Trace(trace.evicted_at[:1, :1].clone())
+    return Trace(trace.evicted_at[:1, :1].clone(), slots=trace.slots)
 
 
 def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepted: Tensor | None = None) -> StepRollout:

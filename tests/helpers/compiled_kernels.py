@@ -7,6 +7,7 @@ a launch only compiles, down to the machine code of ptxas. Prints one JSON objec
 """
 
 import argparse
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -58,9 +59,13 @@ def decode_step(dtype: torch.dtype, dim: int, *, softcap: float | None = None, w
     )  # fmt: skip
     numbers, live = torch.zeros(ROWS, dtype=torch.int64), torch.ones(ROWS, dtype=torch.bool)
     rope, norm = torch.zeros(ROWS, dim, dtype=dtype), torch.zeros(dim, dtype=dtype)
-    for splits in (1, 4):
+    codes, exponents = keys.to(torch.int8), torch.zeros(ROWS, HEADS, CAPACITY, 2, dtype=torch.int8)
+    stored = [(keys, None), (codes, exponents)]
+    if driver.active.get_current_device() >= 89:  # older ones know no e4m3
+        stored.append((codes.view(torch.uint8), exponents))
+    for splits, (own, scales) in itertools.product((1, 4), stored):
         decode.store_and_attend(
-            query, key, key, LayerSlots(keys, keys, feed, ring), numbers, numbers, live, 0.1,
+            query, key, key, LayerSlots(own, own, feed, ring, scales), numbers, numbers, live, 0.1,
             (rope, rope), (norm, norm, 1e-6), softcap, window, splits=splits,
         )  # fmt: skip
 
@@ -96,6 +101,10 @@ def eviction(dtype: torch.dtype, dim: int) -> None:
     kept, live = torch.zeros(3, 2, HEADS, 512, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     for mass in (None, feed.float()):
         evict.compact(layers, layers, feed, mass, trace, slice(0, 3), rows, CAPACITY, kept, rows, live, 32767)
+    codes, exponents = layers.to(torch.int8), torch.zeros(*layers.shape[:-1], 2, dtype=torch.int8)
+    evict.compact(
+        codes, codes, feed, None, trace, slice(0, 3), rows, CAPACITY, kept, rows, live, 32767, exponents
+    )
 
 
 def learning(dtype: torch.dtype, dim: int, *, softcap: float | None = None, window: int | None = None) -> None:

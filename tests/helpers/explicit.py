@@ -6,14 +6,22 @@ import torch
 from transformers import AttentionInterface
 
 
-def explicit_logprobs(model, trajectory, slots: Sequence[int], window: Callable = lambda module: None) -> torch.Tensor:
+def explicit_logprobs(
+    model,
+    trajectory,
+    slots: Sequence[int],
+    window: Callable = lambda module: None,
+    stored: Callable = lambda x, layer: x,
+) -> torch.Tensor:
     """Of the response tokens, with their gradient.
 
     slots: which layer of the trace each layer reads; a head of it may serve several KV heads. window: a layer's own.
+    stored: keys or values as slots of a layer hold them, without a gradient of their own.
     """
     evicted_at, index = trajectory.trace.evicted_at.long(), torch.arange(len(trajectory.tokens))
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        key, value = (x + (stored(x.detach(), slots[module.layer_idx]) - x.detach()) for x in (key, value))
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         gone = evicted_at[slots[module.layer_idx]]  # [heads of the trace, T]

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from sparse_rl.cache import LayerSlots
+from sparse_rl.cache.formats import CODES, dequantize, quantize
 from sparse_rl.kernels import decode, twins
 from sparse_rl.kernels.sample import sample_and_record
 from sparse_rl.kernels.twins_sample import Kept
@@ -124,6 +125,85 @@ def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits
                     a[[3, 6, 7, 8]].nan_to_num(), before[[3, 6, 7, 8]].nan_to_num()
                 )  # rows that do not run, and beyond
                 assert not torch.equal(a[2].nan_to_num(), before[2].nan_to_num())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype, splits", [(torch.float32, None), (torch.float32, 3), (HALF, 1)])
+@pytest.mark.parametrize(
+    "heads, group, dim, ring, capacity", [(2, 6, 128, 8, 65), (3, 1, 24, 1, 100), (1, 7, 64, 0, 33)]
+)
+def test_store_and_attend_over_codes(heads, group, dim, ring, capacity, splits, dtype, kind):
+    """Of 8 bits, with a scale per slot and KV head. Unused slots hold NaN here, too."""
+    turn, weights = tuple(draw(7, dim, dtype=dtype, seed=s) for s in (1, 2)), None
+    if group == 6:
+        weights = draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6
+    token, plain, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
+    token[1][1] *= 1e-3  # of other sizes
+    token[2][2, :, 0] = 300.0
+    (keys, key_exponents), (values, value_exponents) = (quantize(x, kind) for x in plain[:2])
+    assert (key_exponents == -128).any()
+    cache = LayerSlots(keys, values, *plain[2:4], torch.stack([key_exponents, value_exponents], -1))
+    mine = LayerSlots(*[None if x is None else x.clone() for x in cache])
+    actual = decode.store_and_attend(*token, mine, *row, 0.3, turn, weights, splits=splits, block=32)
+    theirs = LayerSlots(*[None if x is None else x.clone() for x in cache])
+    twins.store(*token, theirs, *row, turn, weights)
+    expected = twins.store_and_attend(*token, zeroed(cache), *row, 0.3, turn, weights)
+    close(actual[row[2]], expected[row[2]], dtype)
+    assert actual.isfinite().all()
+    codes, expected_codes = (dequantize(x.keys, x.exponents[..., 0], torch.float32) for x in (mine, theirs))
+    assert_rounded_alike(codes, expected_codes, dtype)
+    assert torch.equal(mine.values, theirs.values)  # values are not rotated, so they are the same numbers
+    assert torch.equal(mine.exponents[..., 1], theirs.exponents[..., 1])
+    for a, before in zip(mine, cache, strict=True):
+        if a is not None:
+            assert torch.equal(a[[3, 6, 7, 8]].nan_to_num(), before[[3, 6, 7, 8]].nan_to_num())
+
+
+def zeroed(cache: LayerSlots) -> LayerSlots:
+    """The same where unused slots hold zeros, because the twin multiplies them with zero."""
+    assert cache.exponents is not None
+    unused = cache.exponents == -128  # [R, H, C, 2]
+    keys, values = (x.masked_fill(unused[..., i, None], 0) for i, x in enumerate(cache[:2]))
+    return LayerSlots(keys, values, *cache[2:4], cache.exponents.masked_fill(unused, 0))
+
+
+def assert_rounded_alike(actual, expected, dtype):
+    """All but a few keys, whose rotation ended on the other side of the middle between two codes."""
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert same.float().mean() > (0.9999 if dtype == torch.float32 else 0.99)
+    torch.testing.assert_close(actual, expected, rtol=0.13, atol=0.02, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_new_token_is_rounded_as_the_reference_does(kind):
+    """Vectors of every size, on the borders between two codes and two exponents, and not finite: to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 16, generator=generator) * torch.logspace(-6, 4, 24)[:, None]
+    x[10] = torch.arange(16) * 2.0**-10 + 1.0  # ties, in e4m3 below its normal numbers
+    x[11] = (torch.arange(16) + 0.5) * 127 / 15.5
+    x[12, 0], x[13, 0], x[14, 0] = 448.0, 449.0, 448.0 * 2.0**-20
+    x[15], x[16, 3], x[17, 4] = 0.0, float("nan"), float("inf")
+    x[18:22, 1:] *= 2.0**-13  # one number that is far larger
+    x = x.to(DEVICE)
+    rows = len(x)
+    codes, exponents = (
+        torch.zeros(rows, 1, 2, 16, dtype=CODES[kind].dtype),
+        torch.zeros(rows, 1, 2, 2, dtype=torch.int8),
+    )
+    slots = LayerSlots(codes, codes.clone(), torch.zeros(rows, 1, 2, dtype=torch.int32), None, exponents)
+    slots = LayerSlots(*[None if t is None else t.to(DEVICE) for t in slots])
+    zero, live = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, dtype=torch.bool, device=DEVICE)
+    out = decode.store_and_attend(x[:, None], x[:, None], -x[:, None], slots, zero, zero, live, 0.1)
+    expected_codes, expected = quantize(x, kind)
+    finite = expected != -128
+    assert finite.sum() == rows - 2
+    for i, (stored, sign) in enumerate(((slots.keys, 1), (slots.values, -1))):
+        assert torch.equal(slots.exponents[:, 0, 0, i], expected)
+        read = dequantize(stored[:, 0, 0], slots.exponents[:, 0, 0, i], torch.float32)
+        assert torch.equal(read[finite], sign * dequantize(expected_codes, expected, torch.float32)[finite])
+        assert read[~finite].isnan().all()
+    assert torch.equal(out[finite], -dequantize(expected_codes, expected, torch.float32)[finite])  # it sees itself
+    assert out[~finite].isnan().all()
 
 
 def state_of(rows: int, new: int, seed: int = 0) -> RowState:

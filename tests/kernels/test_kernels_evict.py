@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
 from sparse_rl.cache import SlotCache
+from sparse_rl.cache.formats import KINDS
 from sparse_rl.cache.slots import CacheShape
 from sparse_rl.kernels import evict, twins
 
@@ -178,10 +179,12 @@ def random_storage(layers, rows, heads, capacity, dims, dtype, mass, margin, g):
     """A cache's content by name. With a margin there are rows and slots beyond the cache: its tensors are views."""
     lead = (layers, rows + margin, heads, capacity + margin)
     storage = {
-        "keys": torch.randn(*lead, dims[0], generator=g).to(dtype),
-        "values": torch.randn(*lead, dims[1], generator=g).to(dtype),
+        "keys": (5 * torch.randn(*lead, dims[0], generator=g)).abs().to(dtype),
+        "values": (5 * torch.randn(*lead, dims[1], generator=g)).abs().to(dtype),
         "feed": 3 * torch.arange(lead[-1], dtype=torch.int32) + torch.randint(3, lead, generator=g, dtype=torch.int32),
     }
+    if dtype in KINDS:
+        storage["exponents"] = torch.randint(-9, 9, (*lead, 2), generator=g, dtype=torch.int8)
     return storage | ({"mass": torch.rand(lead, generator=g)} if mass else {})
 
 
@@ -190,7 +193,8 @@ def cache_over(storage, margin):
     shape = CacheShape(layers, heads, heads, key_dim, storage["values"].shape[-1], storage["keys"].dtype)
     cache = SlotCache(shape, rows - margin, capacity - margin, storage["keys"].device)
     for name, tensor in storage.items():
-        setattr(cache, name, tensor[:, margin:, :, : capacity - margin])
+        holder = cache if name in ("feed", "mass") else cache.stored[0]
+        setattr(holder, name, tensor[:, margin:, :, : capacity - margin])
     return cache
 
 
@@ -216,6 +220,8 @@ ALL = slice(0, 3)
         (20, 9, 1, (64, 128), FP32, True, 3, slice(0, 3, 2)),
         (8, 1, 1, (24, 24), FP32, False, 0, ALL),
         (1100, 1090, 1000, (8, 16), FP16, True, 0, slice(2, 3)),  # several blocks of the trace, too
+        (150, 140, 70, (64, 64), torch.uint8, True, 0, slice(1, 3)),  # codes, with exponents
+        (600, 590, 550, (24, 24), torch.int8, False, 0, ALL),
     ],
 )
 @pytest.mark.parametrize("wide", [False, True], ids=["int16", "int32"])
@@ -237,12 +243,12 @@ def test_compact(capacity, used, budget, dims, dtype, mass, margin, layers, choi
     trace.scatter_(3, cache.feed[..., :used].transpose(0, 1).long(), never)  # in use, so not evicted yet
     traced = trace.clone().to(DEVICE)
     slots = cache.keys, cache.values, cache.feed, cache.mass
-    twins.compact(*slots, trace, layers, chosen, used, kept, fed, live, never)
+    twins.compact(*slots, trace, layers, chosen, used, kept, fed, live, never, cache.stored[0].exponents)
 
     cache = cache_over(result, margin)
     slots = cache.keys, cache.values, cache.feed, cache.mass
     rest = (x.to(DEVICE) for x in (kept, fed, live))
-    evict.compact(*slots, traced, layers, chosen.to(DEVICE), used, *rest, never)
+    evict.compact(*slots, traced, layers, chosen.to(DEVICE), used, *rest, never, cache.stored[0].exponents)
     for name in storage:
         assert torch.equal(result[name].cpu(), expected[name]), name
     assert torch.equal(traced.cpu(), trace)

@@ -1,0 +1,171 @@
+"""Slots of 8 bits are replayed: the learner rounds keys and values as the sampler's slots did.
+
+In fp64, because rounding is not continuous: where sampler and learner differ by the last bit of fp32, one number in
+100,000 lies so close to the middle of two codes that it is rounded the other way. In fp64 none does.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
+from sparse_rl.beacon import add_beacon
+from sparse_rl.cache import SlotFormat
+from sparse_rl.compressors import make
+from sparse_rl.learn.batch import collate, seen_by
+from sparse_rl.learn.score import batch_logprobs
+from sparse_rl.models import with_lora
+from tests.helpers.compressors import STANDALONE
+from tests.helpers.explicit import explicit_logprobs
+from tests.helpers.formats import stored
+from tests.helpers.hybrids import hybrid
+from tests.helpers.models import MIXTURES, prompts_of, tiny
+from tests.survey import tiny_model
+
+KINDS = ["fp8", "int8"]
+
+
+def double(model):
+    model = copy.deepcopy(model).double()
+    if model.config.model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
+        model.set_experts_implementation("eager")  # torch has no grouped product in fp64
+    return model
+
+
+def rollouts(model, compressor="rkv", slots="fp8", kept=(), lengths=(5, 16, 40), new=30, **options):
+    made = make(compressor, slots=slots, slots_kept=kept, **options)
+    engine = Engine(model, made, budget=12, interval=4, rows=4)
+    trajectories = engine.generate(prompts_of(*lengths, seed=3), 2, Sampling(new, stop_ids=()), seed=1)
+    assert engine.plan(max(lengths), new).cache_bytes == engine.cache.nbytes
+    assert engine.plan(max(lengths), new).scratch_bytes == engine.scratch.nbytes
+    return trajectories
+
+
+def gaps(model, trajectory, trace):
+    with torch.no_grad():
+        found = token_logprobs(model, trajectory.tokens, trace)
+    return (found - trajectory.sampler_logprobs)[trajectory.num_prompt_tokens :].abs()
+
+
+def check(model, trajectories):
+    """The trace with the format of its slots gives the sampler's log-probs; without it, it does not."""
+    off = 0.0
+    for t in trajectories:
+        assert gaps(model, t, t.trace).max() < 1e-4
+        off = max(off, gaps(model, t, type(t.trace)(t.trace.evicted_at, t.trace.routes)).max().item())
+    assert off > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compressor", STANDALONE)
+def test_every_compressor_is_replayed(compressor, kind):
+    model = double(tiny("llama"))
+    trajectories = rollouts(model, compressor, kind, kept=[0] if compressor == "tova" else ())
+    assert trajectories[0].trace.slots == SlotFormat(kind, (0,) if compressor == "tova" else ())
+    check(model, trajectories)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2-sliding", "gemma2", "gpt-oss", "qwen3-moe", "smollm3"])
+def test_every_kind_of_attention_is_replayed(architecture):
+    kind = KINDS[len(architecture) % 2]
+    model = double(tiny(architecture))
+    if architecture in MIXTURES:
+        engine = Engine(model, make("rkv", slots=kind), budget=12, interval=4, rows=4, record_routes=True)
+        check(model, engine.generate(prompts_of(20, seed=3), 2, Sampling(30, stop_ids=()), seed=1))
+    else:
+        check(model, rollouts(model, "rkv", kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_fp32_codes_differ_rarely(kind):
+    """And what a different code does is small: the median token is exact."""
+    model = tiny("qwen3")
+    found = torch.cat([gaps(model, t, t.trace) for t in rollouts(model, "rkv", kind, new=60)])
+    assert found.median() < 1e-5 and found.mean() < 1e-3 and found.max() < 0.05
+
+
+@pytest.mark.parametrize("kept", [(), (0, -1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_eviction_and_rounding_written_out(kind, kept):
+    model = double(tiny("qwen3"))
+    other = copy.deepcopy(model)
+    t = rollouts(model, "snapkv", kind, kept)[-1]
+    assert (t.trace.evicted_at.long() < len(t.tokens)).any()
+    layers = {i % 3 for i in kept}
+    mine = token_logprobs(model, t.tokens, t.trace)[t.num_prompt_tokens :].double()
+    theirs = explicit_logprobs(
+        other, t, [0, 1, 2], stored=lambda x, layer: x if layer in layers else stored(x, kind)
+    )  # fmt: skip
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-5)
+    weights = torch.randn(len(mine), generator=torch.Generator().manual_seed(0)).double()
+    (mine * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for (name, here), there in zip(model.named_parameters(), other.parameters(), strict=True):
+        scale = max(1.0, there.grad.abs().max().item())
+        torch.testing.assert_close(here.grad, there.grad, rtol=1e-5, atol=1e-5 * scale, msg=name)
+    assert any(p.grad.any() for p in model.parameters())
+
+
+def test_checkpointed_layers_round_again():
+    model = double(tiny("llama"))
+    t = rollouts(model, "rkv", "int8", lengths=(20,))[0]
+
+    def gradients():
+        model.zero_grad()
+        token_logprobs(model, t.tokens, t.trace).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    model.train()
+    torch.testing.assert_close(gradients(), plain)
+
+
+def test_packed_rows_that_share_their_prompt_are_rounded_alike():
+    model = double(tiny("llama"))
+    sampled = collate(rollouts(model, "rkv", "fp8", kept=[1], lengths=(9, 10)))
+    rows = torch.arange(4)
+    seen = seen_by(model, sampled, rows, True, True)
+    assert seen.packing is not None and seen.packing.first.any() and seen.slots == SlotFormat("fp8", (1,))
+    with torch.no_grad():
+        found = batch_logprobs(model, sampled.tokens, sampled.mask, 1.0, seen)
+    off = (found - sampled.sampler_logprobs)[sampled.mask]
+    assert off.abs().max() < 1e-4
+
+
+def test_prompts_in_chunks_and_adapters():
+    model = with_lora(double(tiny("llama")), 4, 8)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    check(model, rollouts(model, "rkv", "fp8", prompt_chunk=7))
+
+
+def test_entries_of_beacons_are_stored_and_moved():
+    model = double(add_beacon(copy.deepcopy(tiny("llama")), (4,), "shared", 0))
+    engine = Engine(model, make("beacon:4", slots="int8", slots_kept=[1]), rows=4)
+    check(model, engine.generate(prompts_of(5, 9, seed=3), 2, Sampling(30, stop_ids=()), seed=1))
+
+
+def test_states_of_recurrent_layers_stay_as_they_are():
+    model = double(hybrid("qwen3_5_text"))
+    engine = Engine(model, make("rkv", slots="int8"), budget=12, interval=4, rows=4)
+    check(model, engine.generate(prompts_of(20, 5, seed=3), 2, Sampling(30, stop_ids=()), seed=1))
+    assert engine.plan(20, 30).cache_bytes == engine.cache.nbytes
+
+
+def test_layers_that_read_the_slots_of_another():
+    model = double(tiny_model("gemma3n_text"))
+    check(model, rollouts(model, "rkv", "int8"))
+
+
+def test_latents_are_refused():
+    with pytest.raises(SparseRLError, match="slots are fp8, but those of minicpm3 hold latents"):
+        Engine(tiny_model("minicpm3"), make("rkv", slots="fp8"), budget=12, interval=4)
+
+
+def test_a_layer_that_is_not_there_is_refused():
+    with pytest.raises(SparseRLError, match="slots_kept names layer 3, but 3 layers have slots"):
+        Engine(tiny("llama"), make("rkv", slots="fp8", slots_kept=[3]), budget=12, interval=4)
