@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.formats import as_stored
-from ..cache.segments import Replay
+from ..cache.segments import Observed, Replay
 from ..kernels import ops
 from .slots import check_call, layer_of
 
@@ -45,6 +45,8 @@ def shadow_attention(
     query, key, value = (as_autocast(x) for x in (query, key, value))
     if replay.slots is not None and (kind := replay.slots.of_layer(layer)) is not None:
         key, value = as_stored(key, kind), as_stored(value, kind)
+    if replay.observe is not None:
+        replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux))
     return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None
 
 

@@ -155,7 +155,8 @@ def _store_and_attend(
     """The query heads of one KV head over one part of a row's slots. Softmax to base 2, with a running maximum.
 
     One part also sees the new token, from registers, and writes it down. CODES: 0, or keys and values are codes; then
-    their scales, which are powers of two, are multiplied with logits and probabilities, which is exact.
+    their scales, which are powers of two, are multiplied with logits and probabilities, which is exact. e4m3 becomes
+    fp16 in one instruction, and bf16 in three; so queries of bf16 are scaled and become fp16, too, which loses nothing.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
@@ -180,6 +181,14 @@ def _store_and_attend(
     else:
         c, s, key_there = new_value, new_value, new_key  # not read
         q = _norm_and_rotate(q, q, d, query_weight, c, s, eps, DIM, NORM, ROPE)
+    DOT: tl.constexpr = tl.float16 if CODES == 1 and q.dtype == tl.bfloat16 else q.dtype  # pyright: ignore
+    asked, row_scale = q, scale
+    if CODES > 0:
+        largest: tl.tensor = tl.max(tl.abs(q.to(tl.float32)), 1)  # [G] # pyright: ignore
+        size = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
+        if DOT != q.dtype:
+            asked = (q.to(tl.float32) * _power(-size)[:, None]).to(DOT)
+            row_scale = scale * _power(size)[:, None]
     first = (row * HEADS + head) * CAPACITY  # slot 0 of this row and head
     top = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
@@ -196,11 +205,11 @@ def _store_and_attend(
         if CODES > 0:
             both = exponents + (first + slot) * 2
             key_scale = _power(tl.load(both, mask=slot < stop, other=0))  # [S]
-            value_scale = _power(tl.load(both + 1, mask=slot < stop, other=0))
-            k, v = _read(k, CODES, q.dtype), _read(v, CODES, q.dtype)
-            if q.dtype == tl.float16:  # in which a scaled probability might vanish
-                v = (v.to(tl.float32) * value_scale[:, None]).to(q.dtype)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [G, S]
+            exponent = tl.load(both + 1, mask=slot < stop, other=-100).to(tl.int32)
+            most = tl.max(exponent, 0)  # so that no scaled probability exceeds 1, nor vanishes beside others
+            least = tl.where(exponent == -128, -128, tl.maximum(exponent - most, -126))
+            k, v = _read(k, CODES, DOT), _read(v, CODES, DOT)
+        logits = tl.dot(asked, tl.trans(k), input_precision=PRECISION) * row_scale  # [G, S]
         if CODES > 0:
             logits = logits * key_scale[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
         if SOFTCAP:
@@ -215,9 +224,12 @@ def _store_and_attend(
         shrink = tl.exp2(top - safe)
         probs = tl.exp2(logits - safe[:, None])
         total = total * shrink + tl.sum(probs, 1)
-        if CODES > 0 and q.dtype != tl.float16:
-            probs = probs * value_scale[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
-        acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        if CODES > 0:
+            probs = probs * _power(least)[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
+            read = tl.dot(probs.to(v.dtype), v, input_precision=PRECISION) * _power(most)  # pyright: ignore
+        else:
+            read = tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * shrink[:, None] + read
         top = higher
     if split == 0:  # last, so that the loads of the slots begin as early as possible
         new_key = _norm_and_rotate(new_key, key_there, d, key_weight, c, s, eps, DIM, NORM, ROPE)

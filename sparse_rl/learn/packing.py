@@ -141,7 +141,7 @@ def packed_replay(
         return None
     moved = Packing(packing.place.to(device), packing.first.to(device), packing.size)
     slots = None if traces is None else common_format(trace.slots for trace in traces)
-    replay = Replay(evicted_at.to(device), lengths.to(device), moved, slots)
+    replay = Replay(evicted_at.to(device), lengths.to(device), moved, slots=slots)
     return replay if device.type == "cpu" or replay.segments.are_few else None
 
 

@@ -128,14 +128,18 @@ def test_store_and_attend(heads, group, dim, ring, capacity, rope, norms, splits
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype, splits", [(torch.float32, None), (torch.float32, 3), (HALF, 1)])
+@pytest.mark.parametrize("dtype, splits", [(torch.float32, None), (torch.float32, 3), (HALF, 1), (torch.bfloat16, 1)])
 @pytest.mark.parametrize(
     "heads, group, dim, ring, capacity", [(2, 6, 128, 8, 65), (3, 1, 24, 1, 100), (1, 7, 64, 0, 33)]
 )
 def test_store_and_attend_over_codes(heads, group, dim, ring, capacity, splits, dtype, kind):
     """Of 8 bits, with a scale per slot and KV head. Unused slots hold NaN here, too."""
+    if (kind, dtype, DEVICE) == ("int8", torch.bfloat16, "cpu"):
+        pytest.skip("the interpreter multiplies no bf16 matrices; e4m3 is multiplied in fp16")
     turn, weights = tuple(draw(7, dim, dtype=dtype, seed=s) for s in (1, 2)), None
-    if group == 6:
+    if (dtype, DEVICE) == (torch.bfloat16, "cpu"):
+        turn = None  # the interpreter cuts bf16 off where it should round
+    elif group == 6:
         weights = draw(dim, dtype=dtype, seed=3), draw(dim, dtype=dtype, seed=4), 1e-6
     token, plain, row = token_and_cache(heads * group, heads, dim, ring, capacity, dtype)
     token[1][1] *= 1e-3  # of other sizes
