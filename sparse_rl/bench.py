@@ -16,6 +16,7 @@ from torch import nn
 
 from .attention import use_attention
 from .beacon import add_beacon, beacon_of
+from .cache.formats import PLAIN
 from .compressors import let_choose, make
 from .errors import SparseRLError, require_int
 from .models import evaluating, load_model, recurrent_kernels
@@ -39,6 +40,7 @@ class Setting:
     repeats: int = 3
     peer: str | None = None
     peer_new: int = 128  # new tokens of the peer; its time per token grows with this number
+    slots: str = PLAIN  # how keys and values are stored
 
     def __post_init__(self):
         require_int(rows=self.rows, prompt=self.prompt, new=self.new, repeats=self.repeats, peer_new=self.peer_new)
@@ -58,13 +60,11 @@ def bench_rollout(setting: Setting, model: nn.Module) -> dict:
     If the compressor needs a beacon and the model has none, the model gets one.
     """
     device = next(model.parameters()).device
-    compressor = make(setting.compressor)
+    compressor = make(setting.compressor, slots=setting.slots)
     if compressor.folds and beacon_of(model) is None:
         add_beacon(model)
     let_choose(model, compressor)
-    engine = Engine(
-        model, compressor=setting.compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows
-    )
+    engine = Engine(model, compressor, budget=setting.budget, interval=setting.interval, rows=setting.rows)
     engine.reserve(setting.prompt, setting.new)  # so that the timed runs reuse what the warm-up captures
     assert engine.cache is not None
     sampling = Sampling(max_new_tokens=setting.new, stop_ids=())
@@ -128,7 +128,8 @@ def summary(result: dict) -> str:
     timed = f"({result['seconds']:.2f} s, median of {result['repeats']})"
     lines = [
         f"{result['model_shape']} (random weights) on {result['machine']}, torch {result['torch']}: "
-        f"{result['rows']} rows, prompts of {result['prompt']}, {result['new']} new tokens, {result['compressor']}",
+        f"{result['rows']} rows, prompts of {result['prompt']}, {result['new']} new tokens, {result['compressor']}"
+        + ("" if result["slots"] == PLAIN else f", {result['slots']} slots"),
         f"  tokens/s, end to end    {result['tokens_per_s']:,.0f}  {timed}",
         f"  time per decode step    {result['ms_per_step']:.2f} ms over {result['steps']} steps",
         f"  where the time went     {share}",
@@ -151,7 +152,7 @@ def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
     cache, state = engine.cache, engine.state
     assert cache is not None and state is not None
     weight_bytes = sum(p.nbytes for p in engine.model.parameters())
-    slot_bytes = cache.rows * cache.capacity * cache.shape.kv_bytes_per_token
+    slot_bytes = cache.rows * cache.capacity * cache.shape.stored_bytes
     bandwidth = copy_bandwidth(engine.device)
     floor = 1000 * (weight_bytes + slot_bytes) / bandwidth
     with torch.no_grad(), evaluating(engine.model), use_attention(engine.model, "slots"):

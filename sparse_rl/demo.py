@@ -172,7 +172,7 @@ def measure_reference(out: Path, measured: str) -> None:
     shutil.rmtree(out, ignore_errors=True)
     trainer, rollout = train(recipe("dense"), out), recipe("naive").rollout
     assert trainer.held_out is not None
-    compressor = make(rollout.compressor, **rollout.compressor_options)
+    compressor = make(rollout.compressor, **rollout.cache_options)
     engine = Engine(trainer.model, compressor, rollout.max_budget, rollout.interval, rollout.rows)
     prompts = trainer.held_out.sample(0, trainer.recipe.eval.prompts)
     found = accuracy(engine, trainer.tokenizer, trainer.held_out, prompts, 2, trainer.sampler.sampling, seed=0)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "planning": "cache compressors models",
     "learn": "attention beacon cache kernels models records",
     "rollout": "attention beacon cache compressors kernels models planning records",
-    "config": "learn models",
+    "config": "cache learn models",
     "export": "models",
     "evaluation": "compressors learn models planning records rollout tasks",
     "integrations": "cache compressors config learn models records rollout",

@@ -50,10 +50,14 @@ class CacheShape:
     @property
     def slot_bytes(self) -> int:
         """Key, value, feed index (int32) and mass of one token, over all layers and KV heads."""
+        return self.stored_bytes + self.layers * self.heads * (4 + (4 if self.mass else 0))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Key and value of one token alone, as they are stored, over all layers and KV heads."""
         quantized = sum(self.kind_of(layer) is not None for layer in range(self.layers))
         numbers, plain = self.key_dim + self.value_dim, self.layers - quantized
-        stored = quantized * (numbers + 2) + plain * numbers * self.dtype.itemsize  # 2: exponents of key and value
-        return self.heads * (stored + self.layers * (4 + (4 if self.mass else 0)))
+        return self.heads * (quantized * (numbers + 2) + plain * numbers * self.dtype.itemsize)  # 2: exponents
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -32,6 +32,7 @@ def bench_rollout(
         str | None, typer.Option(help="`transformers`: also time model.generate on the same prompts.")
     ] = None,
     peer_new: Annotated[int, typer.Option(help="New tokens per sequence of the peer.")] = 128,
+    slots: Annotated[str, typer.Option(help="How slots store keys and values: model, fp8 or int8.")] = "model",
     dtype: Dtype = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers, for programs.")] = False,
@@ -39,6 +40,6 @@ def bench_rollout(
     """Time whole rollouts of a model with random weights: tokens/s, milliseconds per step, memory, shares of time."""
     from ..bench import Setting, measure, summary
 
-    setting = Setting(model_shape, compressor, budget, interval, rows, prompt, new, repeats, peer, peer_new)
+    setting = Setting(model_shape, compressor, budget, interval, rows, prompt, new, repeats, peer, peer_new, slots)
     result = measure(setting, dtype, device)
     typer.echo(json.dumps(result) if as_json else summary(result))

@@ -49,7 +49,8 @@ def cache_of(
     """The cache that a model runs on, and what of it is inherited.
 
     given: compressor, budget and interval of the command line, None where it does not say; own: the compressor's
-    options there. Another compressor than that of training inherits the slots, and of the options only protect_prompt.
+    options there. Another compressor than that of training inherits budget and interval, and of the options only
+    protect_prompt and how slots are stored; a dense cache is what it is compared with, and inherits nothing.
     """
     record = trained.record
     if given["compressor"] is None and record.compressor is not None:
@@ -74,7 +75,8 @@ def options_for(compressor: str, record: Record) -> dict[str, Any]:
 
     kind, _ = find(compressor)
     protects = "protect_prompt" in record.options and kind.evicts_response and "protect_prompt" in parameters_of(kind)
-    return {"protect_prompt": record.options["protect_prompt"]} if protects else {}
+    inherits = [*(["protect_prompt"] if protects else []), *(["slots", "slots_kept"] if compressor != "dense" else [])]
+    return {name: record.options[name] for name in inherits if name in record.options}
 
 
 def caches_of(

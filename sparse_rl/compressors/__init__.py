@@ -14,11 +14,23 @@ from . import (  # noqa: F401
     vase,
     window,
 )
-from .base import COMPRESSORS, CacheView, Compressor, ScoreCompressor, describe, find, make, parameters_of, register
+from .base import (
+    COMPRESSORS,
+    STORING,
+    CacheView,
+    Compressor,
+    ScoreCompressor,
+    describe,
+    find,
+    make,
+    parameters_of,
+    register,
+)
 from .beacon import default_compressor, let_choose
 
 __all__ = [
     "COMPRESSORS",
+    "STORING",
     "CacheView",
     "Compressor",
     "ScoreCompressor",

@@ -318,6 +318,9 @@ def find(written: str) -> tuple[type[Compressor], str | None]:
     return COMPRESSORS[name], argument if colon else None
 
 
+STORING = ("slots", "slots_kept")  # options that `make` takes for every compressor
+
+
 def make(
     compressor: str | Compressor | type[Compressor], /, slots: str = PLAIN, slots_kept: Sequence[int] = (), **options
 ) -> Compressor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cache.formats import PLAIN, slot_format
 from ..errors import SparseRLError, check_count, require_int
 from ..files import tasks_in
 from ..keys import key
@@ -85,6 +86,13 @@ class RolloutSettings:
     )
     interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
+    slots: str = key(
+        "how slots store keys and values: model (in the model's dtype), fp8 or int8; the learner replays the rounding",
+        PLAIN,
+    )
+    slots_kept: list[int] = key(
+        "under fp8 and int8, layers that store the model's dtype all the same, such as [0, -1]", []
+    )
     start_chunk: float = key(
         "under beacon:LEAST-MOST, the mean tokens of a chunk at first, where the model has not learned to choose yet; "
         "0: halfway between the two",
@@ -114,6 +122,9 @@ class RolloutSettings:
             }
         )
         check_count("completions of a step", self.prompts * self.group_size)
+        slot_format(self.slots, self.slots_kept)
+        if lost := [name for name in ("slots", "slots_kept") if name in self.compressor_options]:
+            raise SparseRLError(f"{lost[0]} is among rollout.compressor_options; write rollout.{lost[0]} instead.")
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
         if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
@@ -133,6 +144,14 @@ class RolloutSettings:
     def truncates(self) -> bool:
         """Whether only some tokens can be drawn."""
         return bool(self.top_k) or self.top_p < 1
+
+    @property
+    def cache_options(self) -> dict:
+        """The compressor's own parameters, and how slots are stored where it is not as the model."""
+        if self.slots == PLAIN:
+            return self.compressor_options
+        kept = {"slots_kept": self.slots_kept} if self.slots_kept else {}
+        return {**self.compressor_options, "slots": self.slots, **kept}
 
     @property
     def max_budget(self) -> int:

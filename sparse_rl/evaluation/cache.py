@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..compressors import Compressor, make, parameters_of
+from ..compressors import STORING, Compressor, make, parameters_of
 from ..errors import SparseRLError
 from ..files import names_python_file
 
@@ -79,7 +79,7 @@ def caches(
     if "dense" not in compressors:
         raise SparseRLError(f"--compressors {','.join(compressors)} has no dense cache to compare with; add dense.")
     ordered = sorted(dict.fromkeys(compressors), key=lambda name: name != "dense")
-    taken = {name: parameters_of(type(make(name))) if make(name).evicts else [] for name in ordered}
+    taken = {name: [*parameters_of(type(make(name))), *STORING] if make(name).evicts else [] for name in ordered}
     for key in options:
         if not any(key in names for names in taken.values()):
             raise SparseRLError(

@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from ..errors import SparseRLError
+
 _H200 = 227 * 1024  # where no GPU is asked: Triton's interpreter has no limit
 
 
@@ -15,6 +17,16 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return _H200
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def check_slots(device: torch.device, kind: str) -> None:
+    """Refuse slots of numbers that a GPU does not know."""
+    if kind == "fp8" and device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise SparseRLError(
+            f"slots are fp8, but {name} has compute capability {found[0]}.{found[1]}, and e4m3 begins with 8.9; use "
+            "int8, which rounds less and takes as much."
+        )
 
 
 @functools.cache

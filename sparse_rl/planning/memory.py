@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache import CacheShape
+from ..cache.formats import PLAIN
 from ..cache.slots import chunk_bytes
 from ..cache.trace import trace_dtype
 from ..compressors import Compressor
@@ -61,6 +62,7 @@ class Plan:
     attention_token_bytes: int  # estimate: a prompt token's attention weights, if the compressor needs them
     scoring_bytes: int  # estimate: scores of an eviction, whatever the number of rows
     first_row_bytes: int  # estimate: sampling a first token in torch, for at most 64 rows at a time
+    slots: str  # how keys and values are stored, in words; "model": in its dtype
 
     @property
     def cache_bytes(self) -> int:
@@ -146,7 +148,9 @@ class Plan:
             ("weights", size(self.weight_bytes)),
             (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
             (
-                f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots)",
+                f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots"
+                + ("" if self.slots == PLAIN else f" of {self.slots}")
+                + ")",
                 f"{size(self.row_bytes)} ({against})",
             ),
             *([("of it states of recurrent layers", size(self.state_bytes))] if self.state_bytes else []),
@@ -219,6 +223,8 @@ def make_plan(
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # fp32 logits, softmax and cumulative sum of a row
     activations = 6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim
     evicts, folds = compressor.has_budget, compressor.folds
+    layer_slot = cache.kv_bytes_per_token // cache.layers  # in the model's dtype
+    read = 0 if cache.slots is None else layer_slot  # codes of a layer are read into a copy
     beside = compressor.interval if compressor.evicts_response or folds else new_tokens
     return Plan(
         compressor=compressor.name,
@@ -250,12 +256,13 @@ def make_plan(
             activations * shape.dtype.itemsize + (8 * shape.intermediate if adapters else 0),
             scan_token_bytes(shape),
         ),
-        eviction_slot_bytes=(2 if on_gpu else 3) * cache.kv_bytes_per_token // cache.layers if evicts else 0,
-        eviction_bytes=int(compressor.copies * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
+        eviction_slot_bytes=((2 if on_gpu else 3) * layer_slot if evicts else 0) + read,
+        eviction_bytes=int((compressor.copies + bool(read)) * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
         prompt_logits_bytes=logits if on_gpu else 0,
         attention_token_bytes=8 * shape.query_heads * scratch if compressor.uses_mass else 0,
-        scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
+        scoring_bytes=(3 * 4 * BLOCK_ELEMENTS if evicts else 0) + min(rows, prefill_rows) * scratch * read,
         first_row_bytes=sampled if on_gpu else 0,
+        slots=PLAIN if cache.slots is None else str(cache.slots),
     )
 
 

@@ -22,9 +22,10 @@ from ..cache import SlotCache
 from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_count, require_int
 from ..kernels import ops
+from ..kernels.device import check_slots
 from ..models import ModelShape, check_model, evaluating
 from ..models.routing import RouteRecorder, routing_of, why_not_replayed
-from ..planning.memory import Plan, default_prefill_chunk, is_out_of_memory
+from ..planning.memory import Plan, cache_shape, default_prefill_chunk, is_out_of_memory
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState
@@ -84,6 +85,8 @@ class Engine:
                 f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
                 "a prompt only whole; leave it out."
             )
+        if (stored := cache_shape(self.shape, self.largest).slots) is not None:
+            check_slots(self.device, stored.kind)
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.recorder = self._recorder() if record_routes else None

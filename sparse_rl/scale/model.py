@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -139,7 +139,8 @@ class Work:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one slot in all layers."""
-        return self.shape.cache_shape().kv_bytes_per_token
+        cache, slots = self.shape.cache_shape(), self.compressor.slots
+        return replace(cache, slots=None if slots is None else slots.for_layers(cache.layers)).stored_bytes
 
     @property
     def query_width(self) -> int:

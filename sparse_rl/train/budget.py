@@ -63,7 +63,7 @@ def _clamp(value: float, low: float, high: float) -> float:
 
 def compressor_of(settings: RolloutSettings) -> Compressor:
     """The recipe's compressor, bound to its budget. If the budget adapts, check the smallest and bind the largest."""
-    compressor = make(settings.compressor, **settings.compressor_options)
+    compressor = make(settings.compressor, **settings.cache_options)
     if isinstance(settings.budget, Adaptive):
         if not compressor.has_budget:
             raise SparseRLError(

@@ -69,7 +69,7 @@ def make_rollout_record(
         view=recipe.learn.resolve_method().view,
         step=step,
         compressor=found_anywhere(recipe.rollout.compressor),
-        options=recipe.rollout.compressor_options,
+        options=recipe.rollout.cache_options,
         budget=compressor.budget if compressor.has_budget else None,
         interval=compressor.interval if compressor.evicts_response else None,
     )
