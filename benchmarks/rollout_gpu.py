@@ -2,6 +2,7 @@
 
     python benchmarks/rollout_gpu.py --out runs/bench             # everything, about ten minutes on one H200
     python benchmarks/rollout_gpu.py --out runs/bench --only noise,steps
+    python benchmarks/rollout_gpu.py --out runs/slots --only slots,slots-kernel   # slots of 8 bits beside bf16
     python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture of the measurements so far
 
 Every measurement becomes a line of results.jsonl at once, and is not repeated.
@@ -16,6 +17,8 @@ import torch
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.bench import Setting, bench_rollout, bench_step
+from sparse_rl.cache.formats import PLAIN, slot_format
+from sparse_rl.compressors import make
 from sparse_rl.models import load_model
 
 BASE = Setting()  # Qwen2.5-1.5B, R-KV 512 + 128, 256 rows, prompts of 256, 3,840 new tokens
@@ -40,6 +43,15 @@ PARTS = {
     },
     "0.5b": {"rollouts": [of("0.5b", new=512)], "steps": [of("0.5b")]},
     "3b": {"rollouts": [of("3b", new=512)], "steps": [of("3b")]},
+    "slots": {  # slots of 8 bits beside bf16, one after the other; `ratios` compares them
+        part: [
+            of(name, rows=rows, slots=slots, **more)
+            for name in ("1.5b", "7b")
+            for rows in (256, 1024)
+            for slots in ("model", "fp8", "int8")
+        ]
+        for part, more in (("steps", {}), ("rollouts", {"new": 1024}))
+    },
     "7b": {"rollouts": [of("7b", new=512), of("7b", rows=1024)], "steps": [of("7b"), of("7b", rows=1024)]},
 }
 
@@ -63,7 +75,7 @@ def step(setting: Setting, model) -> dict:
     dense = setting.compressor == "dense"
     engine = Engine(
         model,
-        setting.compressor,
+        make(setting.compressor, slots=setting.slots),
         setting.budget,
         setting.interval,
         setting.rows,
@@ -71,18 +83,26 @@ def step(setting: Setting, model) -> dict:
     )
     sampling = Sampling(max_new_tokens=4, stop_ids=())
     engine.generate([[1] * 8] * setting.rows, sampling=sampling)
-    for tensor in (engine.cache.keys, engine.cache.values):
-        tensor.normal_()
-    return {**asdict(setting), "slots": engine.cache.capacity, **bench_step(engine, sampling)}
+    for tensor in (tensor for stored in engine.cache.stored for tensor in (stored.keys, stored.values)):
+        tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 120)
+    return {**asdict(setting), "capacity": engine.cache.capacity, **bench_step(engine, sampling)}
 
 
 def noise(model, new: int = 512) -> dict:
-    """Mean |gap| of dense rollouts against a dense forward, and of sparse rollouts against both views."""
+    """Mean |gap| of dense rollouts against a dense forward, and of sparse rollouts against both views; under replay
+    also with slots of 8 bits.
+    """
     found = {}
-    for name, compressor, shadow in (("dense", "dense", False), ("shadow", "rkv", True), ("uncorrected", "rkv", False)):
+    ways = [("dense", "dense", PLAIN, False), ("shadow", "rkv", PLAIN, True), ("uncorrected", "rkv", PLAIN, False)]
+    for name, compressor, slots, shadow in [
+        *ways,
+        ("shadow fp8", "rkv", "fp8", True),
+        ("shadow int8", "rkv", "int8", True),
+    ]:
         engine = Engine(
-            model, compressor, budget=128, interval=64, rows=16, max_tokens=256 + new if compressor == "dense" else None
-        )
+            model, make(compressor, slots=slots), budget=128, interval=64, rows=16,
+            max_tokens=256 + new if compressor == "dense" else None,
+        )  # fmt: skip
         prompts = torch.randint(1, 150000, (16, 128), generator=torch.Generator().manual_seed(1)).tolist()
         gaps = []
         for t in engine.generate(prompts, sampling=Sampling(new, stop_ids=())):
@@ -90,6 +110,37 @@ def noise(model, new: int = 512) -> dict:
                 gap = token_logprobs(model, t.tokens, t.trace if shadow else None).cpu() - t.sampler_logprobs
             gaps.append(gap[t.num_prompt_tokens :].abs())
         found[name] = torch.cat(gaps).mean().item()
+    return found | {f"{kind} / bf16": found[f"shadow {kind}"] / found["shadow"] for kind in ("fp8", "int8")}
+
+
+# How a program of the decode kernel may walk the slots: (slots at a time, warps, tiles read ahead + 1)
+TILES = [(32, 2, 3), (32, 2, 5), (64, 2, 3), (64, 4, 3), (64, 4, 4), (128, 4, 3)]
+
+
+def kernel(heads: int, group: int, rows: int, capacity: int = 640, dim: int = 128, device: str = "cuda") -> dict:
+    """Microseconds of the decode kernel alone in one layer of full rows, for each kind of slots and each way to walk
+    them, and the bytes per second that it reads.
+    """
+    from triton.testing import do_bench
+
+    from sparse_rl.cache import CacheShape, SlotCache
+    from sparse_rl.kernels.decode import store_and_attend
+
+    found: dict[str, float] = {}
+    query = torch.randn(rows, heads * group, dim, device=device, dtype=torch.bfloat16)
+    key = torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16)
+    used, live = torch.full((rows,), capacity - 1, device=device), torch.ones(rows, dtype=torch.bool, device=device)
+    for slots in ("model", "fp8", "int8"):
+        shape = CacheShape(1, heads, heads * group, dim, dim, torch.bfloat16, slots=slot_format(slots))
+        cache = SlotCache(shape, rows, capacity, device)
+        for block, warps, stages in TILES:
+            microseconds = 1000 * do_bench(
+                lambda c=cache, b=block, w=warps, s=stages: store_and_attend(
+                    query, key, key, c.layer(0), used, used, live, 0.1, block=b, num_warps=w, num_stages=s
+                )
+            )
+            found[f"{slots} {block} {warps} {stages} us"] = microseconds
+            found[f"{slots} {block} {warps} {stages} TB/s"] = rows * capacity * shape.stored_bytes / microseconds / 1e6
     return found
 
 
@@ -118,6 +169,11 @@ def run(out: Path, only: list[str]) -> None:
         if part == "noise":
             record("noise qwen2.5-1.5b", lambda: noise(models(BASE.model_shape)))
             continue
+        if part == "slots-kernel":
+            for shape, heads, group in (("1.5b", 2, 6), ("7b", 4, 7)):
+                for rows in (256, 1024):
+                    record(f"kernel {shape} rows {rows}", lambda h=heads, g=group, r=rows: kernel(h, g, r))
+            continue
         for setting in PARTS[part].get("steps", []):
             record(f"step {name(setting)}", lambda s=setting: step(s, models(s.model_shape)))
         for setting in PARTS[part].get("rollouts", []):
@@ -127,7 +183,8 @@ def run(out: Path, only: list[str]) -> None:
 
 
 def name(setting: Setting) -> str:
-    return f"{setting.model_shape} {setting.compressor} {setting.budget}+{setting.interval} rows {setting.rows}"
+    stored = "" if setting.slots == PLAIN else f" {setting.slots}"
+    return f"{setting.model_shape} {setting.compressor} {setting.budget}+{setting.interval} rows {setting.rows}{stored}"
 
 
 def read(path: Path) -> list[dict]:
@@ -141,7 +198,7 @@ def tables(lines: list[dict]) -> str:
     ]
     for r in (r for r in lines if r["key"].startswith("rollout")):
         share = {k: f"{100 * v:.1f} %" for k, v in r["share"].items()}
-        what = f"{r['model_shape']}, {r['rows']} rows, {r['new']:,} new"
+        what = f"{r['model_shape']}, {r['rows']} rows, {r['new']:,} new{stored(r)}"
         peak = f"{r['peak_bytes'] / 2**30:.1f} / {r['planned_bytes'] / 2**30:.1f} GiB"
         parts = " | ".join(share.get(k, "0") for k in ("prefill", "decode", "evict", "trace", "host"))
         kv = f"{r['kv_bytes'] / 2**30:.2f} GiB"
@@ -149,12 +206,47 @@ def tables(lines: list[dict]) -> str:
         text.append(f"| {what} | {speed} | {parts} | {kv} | {peak} |")
     text += ["", "| one step | slots | ms | floor, ms | of the floor | tokens/s |", "|" + "---|" * 6]
     for r in (r for r in lines if r["key"].startswith("step")):
-        what = f"{r['model_shape']}, {r['compressor']}, {r['rows']} rows"
+        what = f"{r['model_shape']}, {r['compressor']}, {r['rows']} rows{stored(r)}"
         times = f"{r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%}"
-        text.append(f"| {what} | {r['slots']:,} | {times} | {r['rows'] / r['full_step_ms'] * 1000:,.0f} |")
+        text.append(f"| {what} | {capacity(r):,} | {times} | {r['rows'] / r['full_step_ms'] * 1000:,.0f} |")
+    text += ratios(lines)
     text += [f"noise: {r}" for r in lines if r["key"].startswith("noise")]
+    text += [f"{r['key']}: {kind} {best(r, kind)}" for r in lines if r["key"].startswith("kernel")
+             for kind in ("model", "fp8", "int8")]  # fmt: skip
     text += [f"transformers: {r['peer_tokens_per_s']:,.0f} tokens/s" for r in lines if "peer_tokens_per_s" in r]
     return "\n".join(text)
+
+
+def stored(line: dict) -> str:
+    return f", {line['slots']} slots" if line.get("slots") in ("fp8", "int8") else ""
+
+
+def capacity(line: dict) -> int:
+    return line["capacity"] if "capacity" in line else line["slots"]  # measurements of earlier versions
+
+
+def best(line: dict, kind: str) -> str:
+    """The fastest way to walk slots of a kind."""
+    times = {key: value for key, value in line.items() if key.startswith(f"{kind} ") and key.endswith(" us")}
+    fastest = min(times, key=times.__getitem__)
+    way = fastest.removeprefix(f"{kind} ").removesuffix(" us")
+    return f"{times[fastest]:.1f} us, {line[f'{kind} {way} TB/s']:.2f} TB/s (block, warps, stages {way})"
+
+
+def ratios(lines: list[dict]) -> list[str]:
+    """Slots of 8 bits against those of the model's dtype, where both were measured."""
+    known, text = {line["key"]: line for line in lines}, []
+    for r in lines:
+        plain = known.get(r["key"].replace(f" {r.get('slots')}", "")) if stored(r) else None
+        if plain is None:
+            continue
+        if r["key"].startswith("step"):
+            ratio, what = plain["full_step_ms"] / r["full_step_ms"], "one step"
+        else:
+            ratio, what = r["tokens_per_s"] / plain["tokens_per_s"], f"{r['new']:,} new tokens"
+        text.append(f"| {r['model_shape']}, {r['rows']} rows, {what} | {r['slots']} | {ratio:.2f}x |")
+    head = ["", "| against slots of the model's dtype | slots | speed |", "|---|---|---|"]
+    return [*head, *text, ""] if text else []
 
 
 def plot(lines: list[dict], path: Path) -> None:
@@ -169,7 +261,8 @@ def plot(lines: list[dict], path: Path) -> None:
     steps = [
         r
         for r in lines
-        if r["key"].startswith("step") and r["model_shape"] == BASE.model_shape and r["compressor"] == "rkv"
+        if r["key"].startswith("step")
+        and (r["model_shape"], r["compressor"], stored(r)) == (BASE.model_shape, "rkv", "")
     ]
     by_rows = sorted(
         (r["rows"], r["rows"] / r["full_step_ms"], r["rows"] / r["floor_ms"])
@@ -180,7 +273,7 @@ def plot(lines: list[dict], path: Path) -> None:
     left.plot([r for r, *_ in by_rows], [f for *_, f in by_rows], ":", color="grey", label="at the memory's speed")
     left.set(xscale="log", yscale="log", xlabel="rows", ylabel="thousand tokens/s", title="one step, 512 + 128 slots")
     left.legend(frameon=False)
-    by_slots = sorted((r["slots"], r["full_step_ms"], r["floor_ms"]) for r in steps if r["rows"] == BASE.rows)
+    by_slots = sorted((capacity(r), r["full_step_ms"], r["floor_ms"]) for r in steps if r["rows"] == BASE.rows)
     middle.plot([s for s, *_ in by_slots], [m for _, m, _ in by_slots], "o-", label="measured")
     middle.plot([s for s, *_ in by_slots], [f for *_, f in by_slots], ":", color="grey", label="at the memory's speed")
     middle.set(xlabel="slots of a row", ylabel="ms per step", title="256 rows", ylim=(0, None))
@@ -188,7 +281,8 @@ def plot(lines: list[dict], path: Path) -> None:
     rollouts = [
         r
         for r in lines
-        if r["key"].startswith("rollout") and r["model_shape"] == BASE.model_shape and r["rows"] == BASE.rows
+        if r["key"].startswith("rollout")
+        and (r["model_shape"], r["rows"], stored(r)) == (BASE.model_shape, BASE.rows, "")
     ]
     by_length = sorted((r["new"], r["tokens_per_s"] / 1000) for r in rollouts)
     right.plot(*zip(*by_length, strict=True), "o-", label="R-KV 512 + 128")
@@ -202,7 +296,7 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parts = ["noise", *PARTS]
+    parts = ["noise", *PARTS, "slots-kernel"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")

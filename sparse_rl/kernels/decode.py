@@ -186,7 +186,7 @@ def _store_and_attend(
     if CODES > 0:
         largest: tl.tensor = tl.max(tl.abs(q.to(tl.float32)), 1)  # [G] # pyright: ignore
         size = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
-        if DOT != q.dtype:
+        if q.dtype != DOT:
             asked = (q.to(tl.float32) * _power(-size)[:, None]).to(DOT)
             row_scale = scale * _power(size)[:, None]
     first = (row * HEADS + head) * CAPACITY  # slot 0 of this row and head

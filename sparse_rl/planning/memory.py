@@ -257,7 +257,9 @@ def make_plan(
             scan_token_bytes(shape),
         ),
         eviction_slot_bytes=((2 if on_gpu else 3) * layer_slot if evicts else 0) + read,
-        eviction_bytes=int((compressor.copies + bool(read)) * chunk_bytes("cuda" if on_gpu else "cpu")) if evicts else 0,
+        eviction_bytes=int((compressor.copies + bool(read)) * chunk_bytes("cuda" if on_gpu else "cpu"))
+        if evicts
+        else 0,
         prompt_logits_bytes=logits if on_gpu else 0,
         attention_token_bytes=8 * shape.query_heads * scratch if compressor.uses_mass else 0,
         scoring_bytes=(3 * 4 * BLOCK_ELEMENTS if evicts else 0) + min(rows, prefill_rows) * scratch * read,

@@ -102,9 +102,7 @@ def eviction(dtype: torch.dtype, dim: int) -> None:
     for mass in (None, feed.float()):
         evict.compact(layers, layers, feed, mass, trace, slice(0, 3), rows, CAPACITY, kept, rows, live, 32767)
     codes, exponents = layers.to(torch.int8), torch.zeros(*layers.shape[:-1], 2, dtype=torch.int8)
-    evict.compact(
-        codes, codes, feed, None, trace, slice(0, 3), rows, CAPACITY, kept, rows, live, 32767, exponents
-    )
+    evict.compact(codes, codes, feed, None, trace, slice(0, 3), rows, CAPACITY, kept, rows, live, 32767, exponents)
 
 
 def learning(dtype: torch.dtype, dim: int, *, softcap: float | None = None, window: int | None = None) -> None:

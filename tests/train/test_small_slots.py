@@ -1,4 +1,4 @@
-"""`rollout.slots` through the commands: training, resuming, checkpoints and what later commands inherit, plans, benches."""
+"""`rollout.slots` through the commands: training, resuming, what later commands inherit, plans, benches."""
 
 import json
 
@@ -43,9 +43,11 @@ def test_commands_inherit_it(folder):
     trained = inherit.Trained.of(name)
     asked = {"compressor": None, "budget": None, "interval": None}
     cache, taken = inherit.cache_of(trained, asked, {}, "rkv", False)
-    assert cache.options == {"protect_prompt": True, "slots": "fp8", "slots_kept": [-1]} == {
-        key: taken[key] for key in ("protect_prompt", "slots", "slots_kept")
-    }
+    assert (
+        cache.options
+        == {"protect_prompt": True, "slots": "fp8", "slots_kept": [-1]}
+        == {key: taken[key] for key in ("protect_prompt", "slots", "slots_kept")}
+    )
     other, _ = inherit.cache_of(trained, {**asked, "compressor": "snapkv"}, {"slots": "int8"}, "rkv", False)
     assert other.options == {"protect_prompt": True, "slots": "int8", "slots_kept": [-1]}
     assert inherit.options_for("dense", trained.record) == {}
@@ -68,13 +70,17 @@ def test_rollouts_and_plans_take_it_as_an_option_of_the_compressor(tmp_path):
     (trajectory,) = read_trajectories(tmp_path / "out")
     assert trajectory.trace.slots.kind == "int8"
     plans = [json.loads(run("plan", "--model", "qwen2.5-1.5b", "--json", *more).stdout)
-             for more in ([], ["--compressor.slots", "fp8"], ["--compressor.slots", "fp8", "--compressor.slots_kept", "[0]"])]  # fmt: skip
+             for more in ([], ["--compressor.slots", "fp8"],
+                          ["--compressor.slots", "fp8", "--compressor.slots_kept", "[0]"])]  # fmt: skip
     plain, small, kept = (p["slot_bytes"] for p in plans)
     assert (plain, small, kept) == (28 * 2 * 516, 28 * 2 * 262, 27 * 2 * 262 + 2 * 516)
-    assert plans[1]["kv_bytes_per_token"] == plans[0]["kv_bytes_per_token"]  # of a dense cache, which it is held against
+    assert (
+        plans[1]["kv_bytes_per_token"] == plans[0]["kv_bytes_per_token"]
+    )  # of a dense cache, which it is held against
     assert "640 slots of fp8)" in run("plan", "--model", "qwen2.5-1.5b", "--compressor.slots", "fp8").stdout
     result = json.loads(run("bench", "rollout", "--model-shape", "tiny", "--rows", 2, "--budget", 16, "--interval", 8,
-                            "--prompt", 8, "--new", 20, "--repeats", 1, "--slots", "int8", "--json").stdout)  # fmt: skip
+                            "--prompt", 8, "--new", 20, "--repeats", 1, "--slots", "int8",
+                            "--json").stdout)  # fmt: skip
     assert result["slots"] == "int8" and result["kv_bytes"] == result["kv_bytes_planned"]
 
 
