@@ -93,6 +93,7 @@ class Sampler:
             support=recipe.records_support,
         )
         self.rewards = AddedRewards(recipe)
+        self.rewards.check(task)
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
 
@@ -219,7 +220,7 @@ class Sampler:
         """
         tokens, view = self.recipe.micro_batch_tokens, self.method.view
         packing = packs(self.model, self.recipe.learn.packing)
-        reference_view = "dense" if self.recipe.dpo.reference == "dense" else None
+        reference_view = "dense" if self.recipe.has_dense_reference else None
 
         def rows(wanted: Iterable[int]) -> Tensor:
             return torch.tensor([row for row, p in enumerate(positions) if p in {*wanted}], dtype=torch.int64)
