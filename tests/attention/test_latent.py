@@ -45,6 +45,15 @@ def test_the_learner_sees_what_the_sampler_saw(compressor, model):
             assert gap.abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("compressor", ["rkv", "h2o", "prompt-only:snapkv"])
+def test_prompts_of_different_lengths_are_read_together(compressor, model):
+    engine = Engine(model, compressor, budget=16, interval=6, rows=4, prefill_rows=3)
+    for t in engine.generate(prompts_of(5, 22, 40), 2, Sampling(12, stop_ids=()), seed=1):
+        with torch.no_grad():
+            gap = (token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs)[t.num_prompt_tokens :]
+        assert gap.abs().max() < 1e-4
+
+
 def test_logprobs_and_gradients_are_those_of_an_explicit_mask(model):
     _, (t, *_) = rollouts(model, "rkv")
     assert (t.trace.evicted_at.long() < len(t.tokens)).any()
