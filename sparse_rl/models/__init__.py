@@ -1,7 +1,7 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
 from .adapters import base_of, is_adapter, record_base, set_base
-from .decoder import causal_lm_of, decoder_of, decoder_place
+from .decoder import causal_lm_of, decoder_of, decoder_place, taken_by
 from .folder import no_progress_bar, reading
 from .load import (
     encode,
@@ -65,6 +65,7 @@ __all__ = [
     "set_record",
     "shape_config",
     "stop_ids",
+    "taken_by",
     "tiny_tokenizer",
     "unknown_to_tiny",
     "weight_bytes",
