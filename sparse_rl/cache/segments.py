@@ -63,7 +63,7 @@ class Observed:
 
 @dataclass
 class Replay:
-    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument.
+    """The traces of a micro-batch, on the model's device.
 
     With a packing the model is fed the one packed row; traces and lengths stay those of the B trajectories.
     """

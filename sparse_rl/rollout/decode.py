@@ -8,18 +8,18 @@ are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import Feed
+from ..attention import Feed, Given, giving
 from ..cache import SlotCache, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
 from ..kernels.twins_sample import Kept
-from ..models import decoder_of
+from ..models import decoder_of, taken_by
 from ..models.routing import RouteRecorder, Routing, on_device
 from .fold import Chunks
 
@@ -225,12 +225,17 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
     states = _states(feed, padding)
-    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed, **states}
-    if feed.ends is None:
-        logits = model(**inputs, logits_to_keep=1).logits
-    else:
-        last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
-        logits = _logits_at(model, last, **inputs)
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **states}
+    taken = taken_by(model)
+    if "position_ids" in taken:
+        inputs["position_ids"] = position
+    with giving(Given(position, feed=feed)):
+        if feed.ends is None:
+            keep = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+            logits = model(**inputs, **keep).logits
+        else:
+            last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
+            logits = _logits_at(model, last, **inputs)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
     for fed in states.values():
         missed |= set(fed.end())

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ..attention import use_attention
+from ..attention import has_alibi, use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_count, require_int
@@ -84,6 +84,8 @@ class Engine:
                 f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
                 "a prompt only whole; leave it out."
             )
+        if self.largest.folds and has_alibi(model):
+            raise SparseRLError(f"{self.shape.architecture} has no positions that a beacon could take: it cannot fold.")
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.recorder = self._recorder() if record_routes else None

@@ -75,6 +75,6 @@ def _check_prompt(i: int, prompt: list[int], new: int, room: int, shape: ModelSh
     if limit is not None and len(prompt) + room > limit:
         raise SparseRLError(
             f"prompt {i} has {len(prompt)} tokens and {room} new ones may follow, but this model cannot go beyond "
-            f"{limit} positions (its position table ends there, or its RoPE rescales and would falsify keys already "
-            f"cached); set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
+            f"{limit} positions (its position table ends there, its attention changes there, or its RoPE rescales and "
+            f"would falsify keys already cached); set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
         )
