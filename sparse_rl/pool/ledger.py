@@ -150,7 +150,9 @@ class Ledger:
 
     def _return(self, member: Member) -> None:
         for place in member.holding:
-            if not self._is_done(place) and not any(place in m.holding for m in self.members.values() if m is not member):
+            if not self._is_done(place) and not any(
+                place in m.holding for m in self.members.values() if m is not member
+            ):
                 self.requests[place[0]].waiting.append(place[1])
         member.holding.clear()
 

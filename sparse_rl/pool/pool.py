@@ -21,6 +21,7 @@ from .worker import About, Answer
 
 MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
 MOST_STARTS = 3  # members in a row that failed before they had joined
+JOINING = 600.0  # seconds that may pass until somebody has joined: models are loaded meanwhile
 TURN = 0.5  # seconds that the driver waits for news
 _ROOM_EVERY = 5.0  # seconds between two looks at how many members the cluster has room for
 
@@ -122,8 +123,8 @@ class Pool:
         keep: int = 2,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`wanted`: members; 0: as many as there is room for. `patience`: seconds in which a member must give a sign of
-        life, and in which the first must join. `keep`: versions of the weights that may be asked for.
+        """`wanted`: members; 0: as many as there is room for. `patience`: seconds in which a member must get on.
+        `keep`: versions of the weights that may be asked for.
         """
         self.transport, self.wanted, self.patience, self.keep, self.say = transport, wanted, patience, keep, say
         self.ledger = Ledger(wanted, over_ask)
@@ -311,8 +312,8 @@ class Pool:
             self.alone_since = None
         elif self.alone_since is None:
             self.alone_since = now
-        elif now - self.alone_since > self.patience:
+        elif now - self.alone_since > JOINING:
             raise SparseRLError(
-                f"no sampler has been there for {self.patience:g} s; {len(self.samplers)} are asked for, and the "
+                f"no sampler has been there for {JOINING:g} s; {len(self.samplers)} are asked for, and the "
                 f"cluster has room for {self.transport.room()}; start more nodes, or set rollout.samplers lower."
             )

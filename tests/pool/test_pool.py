@@ -167,8 +167,9 @@ def test_members_that_cannot_start_end_the_run():
     pool.close()
 
 
-def test_nobody_comes():
-    pool, transport = made(patience=0.2)
+def test_nobody_comes(monkeypatch):
+    monkeypatch.setattr(pool_module, "JOINING", 0.2)
+    pool, transport = made()
     transport.start = lambda member: None
     with pytest.raises(SparseRLError, match=r"no sampler has been there for 0.2 s; 2 are asked for"):
         pool.complete(request())
