@@ -13,6 +13,7 @@ Shapes: B rows, L layers, H KV heads, T tokens, S segments (of the row that has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 # Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
 _MOST_KEPT = 64
+WIDEST_HEAD = 256  # numbers of a key, and of a value, up to which kernels go by segments; else there is a mask
 _SHARED = 16  # times as many where all layers and heads share one list
 
 
@@ -45,6 +47,20 @@ class Packing:
     size: int  # tokens in the row
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What one layer attends with."""
+
+    layer: int  # the number of the slots that it reads
+    queries: Tensor  # [B, H * G, T, D] after RoPE
+    keys: Tensor  # [B, H, T, D] after RoPE
+    values: Tensor  # [B, H, T, Dv]
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [H * G]: logits that take a share of every query's attention
+
+
 @dataclass
 class Replay:
     """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument.
@@ -56,14 +72,15 @@ class Replay:
     lengths: Tensor  # int64 [B]: tokens without padding
     packing: Packing | None = None
     layouts: dict[Any, Any] = field(default_factory=dict)  # of kernels, by what they depend on
+    observe: Callable[[Observed], None] | None = None  # is shown what layers attend with
 
     @cached_property
     def segments(self) -> Segments:
         return find_segments(self.evicted_at, self.lengths, None if self.packing is None else self.packing.first)
 
-    def of_layer(self, layer: int, heads: int) -> Tensor:
-        """int32 [B, H, T]"""
-        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0].expand(-1, heads, -1)
+    def of_layer(self, layer: int) -> Tensor:
+        """int32 [B, H, T]; H = 1 where all heads share it"""
+        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0]
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = None) -> Segments:

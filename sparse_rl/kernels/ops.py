@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cache import LayerSlots
-from ..cache.segments import Replay
+from ..cache.segments import WIDEST_HEAD, Replay
 from .twins_sample import Rows
 
 # ------------------------------------------------------------------------------------------------- what computes what
@@ -58,7 +58,7 @@ def few_queries_see_all_slots(queries: Tensor, unreachable: Tensor | None) -> bo
 
 def fits_tiles(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether attention under a trace can be computed tile by tile."""
-    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= 256
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD
     return alike and query.dtype in (torch.bfloat16, torch.float16, torch.float32) and dropout == 0
 
 

@@ -219,9 +219,10 @@ def trace_attention(
 ) -> Tensor:
     """Attention of every query to the tokens that the sampler's cache still held for it. -> [B, T, H * G, D]
 
-    query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists.
+    query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists; where
+    all heads share a trace (latents), it is one mask.
     """
-    mask = layer_mask(replay.of_layer(layer, key.shape[1]), sliding_window)
+    mask = layer_mask(replay.of_layer(layer), sliding_window)
     if replay.packing is not None:
         mask = packed_mask(mask, replay.lengths, replay.packing)
     return attend(query, key, value, mask, scaling, softcap, dropout, sinks)

@@ -25,7 +25,7 @@ class Piece:
     version: int  # optimizer steps behind the weights to sample with
     budget: int | None = None  # slots kept at an eviction, where the budget moves
     expected: float = 1.0  # tokens of each completion
-    diagnose: tuple[int, ...] = ()  # members whose overlap with the dense distribution is wanted
+    diagnose: tuple[int, ...] = ()  # members that are looked at more closely
 
 
 def cut(

@@ -224,10 +224,10 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     position = feed.index if feed.position is None else feed.position
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
-    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed}
     states = _states(feed, padding)
+    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed, **states}
     if feed.ends is None:
-        logits = model(**inputs, logits_to_keep=1, **states).logits
+        logits = model(**inputs, logits_to_keep=1).logits
     else:
         last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
         logits = _logits_at(model, last, **inputs)

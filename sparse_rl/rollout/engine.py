@@ -78,6 +78,7 @@ class Engine:
         self.largest = make(compressor).bind(budget, interval)  # what rows are made for
         self.compressor = self.largest  # what evicts now
         self.compressor.check_model(model)
+        self.compressor.attach(model)
         if self.largest.prompt_chunk and not all(state.continues for state in self.shape.states):
             raise SparseRLError(
                 f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
@@ -177,7 +178,7 @@ class Engine:
 
         `allocated`: by so many engines like this one; None: by this one
         """
-        longest = max(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
+        longest = max(t.num_text_tokens for t in trajectories)
         shape = cache_shape(self.shape, self.largest)
         allocated = self.cache.nbytes + self.scratch.nbytes if allocated is None else allocated
         return 1 - allocated / (engines * self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))

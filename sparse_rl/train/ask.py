@@ -21,6 +21,8 @@ from ..pool.pool import Pool
 from ..records import Trajectory
 from .complete import Completer
 
+Diagnosis = tuple[Tensor, Tensor | None]  # of a trajectory: `Completer.diagnose`
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -31,7 +33,7 @@ class Asked:
     seed: int
     version: int  # of the weights to sample with
     expected: Sequence[float]  # tokens of a completion, by prompt
-    diagnose: Sequence[tuple[int, int]] = ()  # (prompt, member) whose alpha is wanted, if this is the place to find it
+    diagnose: Sequence[tuple[int, int]] = ()  # (prompt, member) to look at, where this is the place to do it
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Done:
 
     trajectories: list[Trajectory]
     scored: Scored | None = None  # None: to be scored by the learner
-    alpha: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (prompt, member) -> overlaps
+    diagnosed: dict[tuple[int, int], Diagnosis] = field(default_factory=dict)  # by (prompt, member)
 
 
 exchanged(Done)
@@ -84,8 +86,8 @@ class FromPool:
         ], "a piece was lost"
         assert all(t.version == asked.version for t in trajectories), "sampled with other weights"
         parts = [done.scored for done in found if done.scored is not None]
-        alpha = {place: values for done in found for place, values in done.alpha.items()}
-        return Done(trajectories, self._joined(parts) if self.scores else None, alpha)
+        diagnosed = {place: values for done in found for place, values in done.diagnosed.items()}
+        return Done(trajectories, self._joined(parts) if self.scores else None, diagnosed)
 
     def _joined(self, parts: Sequence[Scored]) -> Scored:
         whole = join(*parts)

@@ -18,6 +18,7 @@ from ..learn.batch import Sampled, Scored, minibatch_rows, score
 from ..learn.critic import Critic
 from ..learn.overlap import overlap
 from ..learn.packing import packs
+from ..learn.regret import Watch, summary
 from ..models import evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
@@ -77,7 +78,7 @@ class Completer:
         """
         tokens, view = self.recipe.micro_batch_tokens, self.method.view
         packing = packs(self.model, self.recipe.learn.packing)
-        reference_view = "dense" if self.recipe.dpo.reference == "dense" else None
+        reference_view = "dense" if self.recipe.has_dense_reference else None
 
         def rows(wanted: Iterable[int]) -> Tensor:
             return torch.tensor([row for row, p in enumerate(positions) if p in {*wanted}], dtype=torch.int64)
@@ -127,10 +128,12 @@ class Completer:
         """Of a step, over all processes."""
         return self.recipe.rollout.prompts * self.recipe.rollout.group_size
 
-    def alpha(self, trajectory: Trajectory) -> Tensor:
-        """The overlap of the dense and the sampler's distributions, by token. fp64"""
+    def diagnose(self, trajectory: Trajectory) -> tuple[Tensor, Tensor | None]:
+        """The overlap of the dense and the sampler's distributions, by token, and what evictions cost. fp64"""
+        watch = Watch(trajectory.trace) if self.engine.compressor.has_budget else None
         with evaluating(self.model):
-            return overlap(self.model, trajectory, self.sampling.temperature).double().cpu()
+            alpha = overlap(self.model, trajectory, self.sampling.temperature, watch).double().cpu()
+        return alpha, None if watch is None else summary(watch.regret())
 
     def _stop_ids(self) -> tuple[int, ...]:
         """The tokens that the recipe names, besides the model's own."""

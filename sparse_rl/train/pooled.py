@@ -55,9 +55,6 @@ class RunPool:
         }
         return {name: float(value) for name, value in found.items()}
 
-    def close(self) -> None:
-        self.pool.close()
-
 
 def share_of(address: str, samplers: int, world: World) -> int:
     """How many of the samplers are this process's; 0: as many as there is room for."""
@@ -78,6 +75,11 @@ def share_of(address: str, samplers: int, world: World) -> int:
 def start_pool(recipe: Recipe, sampler: Sampler, world: World, say: Callable[[str], None]) -> RunPool | None:
     """Samplers in processes of their own, where the recipe asks for them."""
     return None if recipe.rollout.pool is None else RunPool(recipe, sampler, world, say)
+
+
+def end_pool(pool: RunPool | None) -> None:
+    if pool is not None:
+        pool.pool.close()
 
 
 def sampler_timing(engine: Engine, trajectories: Sequence[Trajectory], pool: RunPool | None) -> dict[str, float]:

@@ -102,12 +102,12 @@ class RecipeHands:
         self.scored += 1
         places = list(completions(piece))
         scored = self.completer.score(collate(trajectories), 0, list(range(len(places))))
-        alpha = {
-            place: self.completer.alpha(t)
+        diagnosed = {
+            place: self.completer.diagnose(t)
             for place, t in zip(sorted(places), trajectories, strict=True)
             if place[1] in piece.diagnose
         }
-        return Done(trajectories, scored, alpha)
+        return Done(trajectories, scored, diagnosed)
 
     def stop(self) -> None:
         self.completer.engine.stopped = True

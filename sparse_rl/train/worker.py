@@ -8,7 +8,7 @@ not depend on the other processes: a completion's random numbers belong to its p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from ..records import Trajectory
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
 from ..tasks import FAR, Grade, Prompt, Task
-from .ask import Asked, Asks, Here
+from .ask import Asked, Asks, Diagnosis, Here
 from .budget import BudgetControl
 from .complete import Completer
 from .deal import LengthsSeen, deal
@@ -74,6 +74,7 @@ class Sampler(Completer):
             )
         super().__init__(recipe, model, tokenizer, critic)
         self.rewards = AddedRewards(recipe)
+        self.rewards.check(task)
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
         self.asks: Asks = Here(self)
@@ -101,11 +102,11 @@ class Sampler(Completer):
             rollout = self._refill(rollout, planned, clock)
         if self.recipe.learn.dynamic:
             rollout = self._replace_flat_groups(rollout, planned, clock)
-        alpha = rollout.alpha
         if not self.asks.scores:
             with clock.stage("diagnose"):
-                alpha = {p: self.alpha(rollout.trajectories[row]) for row, p in self._diagnosed(own_positions)}
-        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
+                found = {p: self.diagnose(rollout.trajectories[row]) for row, p in self._diagnosed(own_positions)}
+            rollout = with_diagnosis(rollout, found)
+        return replace(rollout, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
 
     def check_prompts_of_files(self, steps_done: int) -> None:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
@@ -195,11 +196,11 @@ class Sampler(Completer):
                 scored = self.score(collate(trajectories, self.rank), planned.number, positions)
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
-        alpha = {i * group + j: values for (i, j), values in done.alpha.items()}
-        return StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, alpha=alpha, trace_bytes=size)
+        rollout = StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
+        return with_diagnosis(rollout, {i * group + j: values for (i, j), values in done.diagnosed.items()})
 
     def _diagnosed(self, own_positions: list[int]) -> list[tuple[int, int]]:
-        """(row, position) of the `run.diagnose` positions of a step whose alpha is found, as far as they are its own.
+        """(row, position) of the `run.diagnose` positions of a step that are looked at, as far as they are its own.
 
         Row i of a process's part was sampled for the i-th of its own positions; replacements come later.
         """
@@ -231,3 +232,9 @@ class Sampler(Completer):
         ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
         self.budget.check_prompts(ids)
         return ids
+
+
+def with_diagnosis(rollout: StepRollout, found: Mapping[int, Diagnosis]) -> StepRollout:
+    """found: by position"""
+    regret = {position: values for position, (_, values) in found.items() if values is not None}
+    return replace(rollout, alpha={position: values for position, (values, _) in found.items()}, regret=regret)
