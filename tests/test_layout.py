@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "compressors": "beacon cache kernels models",
     "models": "beacon cache",
     "planning": "cache compressors models",
+    "pool": "",
     "learn": "attention beacon cache kernels models records",
     "rollout": "attention beacon cache compressors kernels models planning records",
     "config": "learn models",
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "evaluation": "compressors learn models planning records rollout tasks",
     "integrations": "cache compressors config learn models records rollout",
     "report": "cache config planning",
-    "train": "attention beacon cache compressors config learn models planning records rollout tasks",
+    "train": "attention beacon cache compressors config learn models planning pool records rollout tasks",
     "scale": "compressors config learn models rollout train",
 }
 

@@ -24,7 +24,7 @@ from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_c
 from ..kernels import ops
 from ..models import ModelShape, check_model, evaluating
 from ..models.routing import RouteRecorder, routing_of, why_not_replayed
-from ..planning.memory import Plan, default_prefill_chunk, is_out_of_memory
+from ..planning.memory import Plan, cache_shape, default_prefill_chunk, is_out_of_memory
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState
@@ -95,6 +95,7 @@ class Engine:
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
         self.waited = 0  # steps that full rows waited for the end of a round, summed over rows
+        self.rounds = 0  # of the loop so far, in all calls: it changes as long as a call gets on
         self.calls = 0  # so far; the next call cuts off a stream
         self.stopped = False  # set from another thread, it ends the running call as Ctrl-C would
         self.keeps_state = rules.captures  # captured steps hold the addresses of what rows write down
@@ -172,11 +173,17 @@ class Engine:
         """Bytes of the rows; 0 before they are allocated."""
         return self.storage.cache.nbytes if self.storage.cache else 0
 
-    def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
-        """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
+    def kv_bytes_saved(
+        self, trajectories: Sequence[Trajectory], allocated: int | None = None, engines: int = 1
+    ) -> float:
+        """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take.
+
+        `allocated`: by so many engines like this one; None: by this one
+        """
         longest = max(t.num_text_tokens for t in trajectories)
-        allocated, shape = self.cache.nbytes + self.scratch.nbytes, self.cache.shape
-        return 1 - allocated / (self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
+        shape = cache_shape(self.shape, self.largest)
+        allocated = self.cache.nbytes + self.scratch.nbytes if allocated is None else allocated
+        return 1 - allocated / (engines * self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
 
     def generate(
         self,

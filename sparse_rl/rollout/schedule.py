@@ -84,6 +84,7 @@ class GenerateCall:
         """Hand every trajectory to `deliver` the moment it is known to be finished; pause after every round."""
         self.state.begin(self.sampling.max_new_tokens, self.capacity)
         while self.waiting or self.ready or self.running:
+            self.engine.rounds += 1
             if self.engine.stopped:
                 raise KeyboardInterrupt
             if self.admit():

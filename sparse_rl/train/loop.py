@@ -54,7 +54,8 @@ from .parts import (
     make_students,
     make_tasks,
 )
-from .prefetch import PrefetchSource, SyncSource
+from .pooled import RunPool, end_pool, sampler_timing, start_pool
+from .prefetch import make_source
 from .progress import Progress, Versions, is_due
 from .samples import positions_to_write, samples_due, write_samples
 from .saving import out_of_memory, save, save_after, save_if_best
@@ -85,16 +86,14 @@ class Trainer:
         self.recipe = recipe = settle(recipe, self.task, self.tokenizer)
         checkpoint_gradients(recipe, self.model)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
+        own_weights = divided or (ahead and not recipe.rollout.pool)
         # The sampler's weights are whole, and do not change while the learner's do.
-        sampler_model = copied(self.model) if divided or ahead else self.model
+        sampler_model = copied(self.model) if own_weights else self.model
         critic = make_critic(recipe, self.model)
-        sampler_critic = copied(critic) if critic is not None and (divided or ahead) else critic
+        sampler_critic = copied(critic) if critic is not None and own_weights else critic
         self.sampler = Sampler(recipe, sampler_model, self.tokenizer, self.task, world.rank, world.size, sampler_critic)
-        self.source = (
-            PrefetchSource(self.sampler.step, self.publish_weights, self.sampler.engine, recipe.run.steps)
-            if ahead
-            else SyncSource(self.sampler.step, self.publish_weights)
-        )
+        self.pool: RunPool | None = None  # `run` starts it
+        self.source = make_source(recipe, self.sampler, self.publish_weights)
         sharded = shard(self.model, world.size) if divided else None
         self.learner = make_learner(recipe, self.loss, self.model, world, sharded, critic)
         self.students = make_students(recipe, sampler_model, world)
@@ -124,6 +123,8 @@ class Trainer:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:
+                self.pool = start_pool(recipe, self.sampler, self.world, self.terminal.say)
+                self.publish_weights()
                 self.sampler.check_prompts_of_files(progress.steps)
                 while True:
                     if self._due(recipe.eval.every) and progress.evaluated != progress.steps:
@@ -141,6 +142,7 @@ class Trainer:
                     raise PeerFailed(PEER_LOST) from error
                 raise
             finally:
+                end_pool(self.pool)
                 self.source.close()
                 self.log.close()
                 self.task.close()
@@ -271,14 +273,14 @@ class Trainer:
             if self.learner.critic is not None and self.sampler.critic is not None:
                 copy_weights(self.learner.critic, self.sampler.critic)
         self.sampler.engine.version = self.learner.version
+        if self.pool is not None:
+            self.pool.publish(self.learner.version)
 
     def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:
-        engine, timing = self.sampler.engine, clock.timing()
+        timing = clock.timing()
         timing["rollout/tokens_per_s"] = sum(len(t.response_tokens) for t in rollout.trajectories) / rollout.seconds
-        timing["cache/bytes/allocated"] = float(engine.cache.nbytes + engine.scratch.nbytes)
         timing["trace/bytes/total"] = float(rollout.trace_bytes)
-        timing["cache/bytes_saved/frac"] = engine.kv_bytes_saved(rollout.trajectories)
-        timing |= rollout.timing
+        timing |= sampler_timing(self.sampler.engine, rollout.trajectories, self.pool) | rollout.timing
         if torch.cuda.is_available():
             timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())
         self.log.write(self.progress.steps, metrics, timing)

@@ -264,6 +264,7 @@ def lora_parameters(config, rank: int) -> int:
 
 FREE_TO_CHANGE = {
     *("run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"),
+    *("rollout.pool", "rollout.samplers", "rollout.over_ask", "rollout.patience"),  # they change no completion
     *("warmup.steps", "warmup.checkpoint_every", "warmup.eval_every", "warmup.workers"),
 }
 CHANGEABLE_ON_RESUME = {
