@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..attention import use_attention
 from ..cache import SlotCache
@@ -31,7 +31,7 @@ from .decode import RowState
 from .progress import ProgressBar
 from .requests import check_prompts, sample_numbers, token_list
 from .sampling import Sampling
-from .schedule import GenerateCall, OnTokens
+from .schedule import GenerateCall, OnTokens, stop_ids_of
 from .storage import Storage
 
 _DECODERS = 4  # kept with their graphs, one for each way of sampling
@@ -258,17 +258,24 @@ class Engine:
                     yield pieces
             self._note(call)
 
-    def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
-        """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved."""
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records, tuple(stop_ids.tolist()))
+    def decoder(self, sampling: Sampling | None) -> Decoder:
+        """What runs decode steps for these settings (None: every row has its own): kept from earlier calls, with its
+        graphs, if nothing has moved.
+        """
+        settings, stop_ids = ("by row",), torch.empty(0, dtype=torch.int64, device=self.device)
+        if sampling is not None:
+            stop_ids = stop_ids_of(self.model, sampling)
+            ways = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records)
+            settings = (*ways, tuple(stop_ids.tolist()))
         now = addresses(self.model) if self.decoders else None
         if any(known.addresses != now for known in self.decoders.values()):
             self.decoders.clear()  # they hold what has moved or changed since
         if settings not in self.decoders:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
+            waits = self.poll[1] > 1 or sampling is None
             self.decoders[settings] = Decoder(
-                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, self.poll[1] > 1, self.recorder
+                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, waits, self.recorder
             )
         return self.decoders[settings]
 
