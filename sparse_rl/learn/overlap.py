@@ -21,12 +21,13 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     from a support alone, both are renormalised over it. -> fp32 [response]
     """
     device = next(model.parameters()).device
-    whole = torch.cat([trajectory.prompt_tokens, trajectory.response_tokens]).to(device)[None]  # without beacons
+    said = trajectory.tokens != trajectory.beacon_id if trajectory.beacon_id is not None else slice(None)
+    sampled = trajectory.response_mask.to(device)[None]
+    whole, target_mask = trajectory.tokens.to(device)[None, said], sampled[:, said]  # without beacons
     dense = hidden_states(model, whole)
     seen, routes = replay_of(model, [(trajectory.tokens, trajectory.trace)]), routes_of(model, trajectory.trace)
     shadow = hidden_states(model, trajectory.tokens.to(device)[None], seen, routes)
-    target_mask = torch.arange(whole.shape[1], device=device)[None] >= trajectory.num_prompt_tokens
-    views = ((dense, target_mask), (shadow, trajectory.response_mask.to(device)[None]))
+    views = ((dense, target_mask), (shadow, sampled))
     pairs = (
         states.last_hidden_state[:, :-1][target_mask[:, 1:]].split(chunk_of(model)) for states, target_mask in views
     )

@@ -171,7 +171,7 @@ class Engine:
 
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
-        longest = max(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
+        longest = max(t.num_text_tokens for t in trajectories)
         allocated, shape = self.cache.nbytes + self.scratch.nbytes, self.cache.shape
         return 1 - allocated / (self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
 

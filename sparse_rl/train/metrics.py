@@ -83,7 +83,9 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     chosen = sum(
         int((b & t.choices).sum()) for b, t in zip(beacons, trajectories, strict=True) if t.choices is not None
     )
-    folded = sum(int(t.response_mask[: int(b.nonzero().max())].sum()) for b, t in zip(beacons, trajectories) if b.any())
+    folded = sum(
+        int((~b)[t.num_prompt_tokens : int(b.nonzero().max())].sum()) for b, t in zip(beacons, trajectories) if b.any()
+    )
     folds = sum(int(b.sum()) for b in beacons)
     return {
         "fold/entries/mean": sum(map(mean_entries, trajectories)) / len(trajectories),
