@@ -174,7 +174,7 @@ class RowState:
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """Copies on the CPU (rows are reused) of as many tokens as each trajectory has."""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
-        return [_as_trace(copied[i, :, :, :n]) for i, n in enumerate(tokens)]
+        return [as_trace(copied[i, :, :, :n]) for i, n in enumerate(tokens)]
 
     def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
         """Likewise the routes of all tokens, prompts (their routes [P, M, k]) included. [T, M, k] each; None: none are
@@ -202,7 +202,7 @@ def never_in(trace: Tensor) -> int:
     return -1 if trace.dtype == torch.int16 else never(trace.dtype)
 
 
-def _as_trace(evicted_at: Tensor) -> Trace:
+def as_trace(evicted_at: Tensor) -> Trace:
     """[L, H, T], uint16 as int16 bits or int32"""
     dtype = trace_dtype(evicted_at.shape[-1])
     evicted_at = evicted_at.clone()

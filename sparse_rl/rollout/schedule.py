@@ -66,6 +66,7 @@ class Loop:
         self.ready_trace: Tensor | None  # [N, L, H, P] of prompts, if some of them were compressed
         self.running: dict[int, Row] = {}
         self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last sync
+        self.used: list[int] = []  # slots in use at the last sync, of all rows
         self.num_tokens = self.num_steps = 0  # tokens sampled; decode steps run
         self.num_waits = 0  # steps in which a row was full, summed over rows
 
@@ -95,6 +96,9 @@ class Loop:
 
     def begin_rows(self, rows: list[int]) -> None:
         """Rows that were just started, before their first tokens are drawn."""
+
+    def moved(self, row: int, to: int) -> None:
+        """A running row was moved."""
 
     def draw(self, rows: list[int], which: Tensor, logits: Tensor) -> None:
         """The first tokens of sequences or of turns. which: `rows` as a tensor [n]; logits [n, V]"""
@@ -229,8 +233,8 @@ class Loop:
         """(done, tokens sampled) of all rows, after making sure that all went well."""
         last = (self.state.count - 1).clamp(min=0)[:, None]
         finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
-        done, count, finite, fine = torch.stack(
-            [self.state.done, self.state.count, finite, self.fine.expand(len(finite))]
+        done, count, finite, fine, self.used = torch.stack(
+            [self.state.done, self.state.count, finite, self.fine.expand(len(finite)), self.state.used]
         ).tolist()
         check_fine(all(fine), self.capacity, self.compressor)
         if self.compressor.folds:
@@ -278,6 +282,7 @@ class Loop:
         self.state.move(source, to)
         for row, low in zip(high, free, strict=True):
             self.running[low] = self.running.pop(row)
+            self.moved(row, low)
 
 
 class GenerateCall(Loop):
