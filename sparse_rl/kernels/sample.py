@@ -68,8 +68,10 @@ def _inverse(temperature, row, BY_ROW: tl.constexpr):
     """1 / temperature, fp32. temperature: the inverse itself; BY_ROW: fp64 of all rows, 0: greedy"""
     if BY_ROW:
         own = tl.load(temperature + row)
-        return (1.0 / tl.where(own == 0.0, 1.0, own)).to(tl.float32)  # pyright: ignore[reportOperatorIssue]
-    return temperature
+        inverse = (1.0 / tl.where(own == 0.0, 1.0, own)).to(tl.float32)  # pyright: ignore[reportOperatorIssue]
+    else:
+        inverse = temperature
+    return inverse
 
 
 @jit
