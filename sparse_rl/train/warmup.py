@@ -38,8 +38,7 @@ from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, set_record, unknown_to_tiny
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
-from ..tasks import Task
-from ..tasks.base import Prompt
+from ..tasks import Prompt, Task
 from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, restoring, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
@@ -223,8 +222,8 @@ class Warmup:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest held-out solution."""
-        return max(len(solution) for _, solution in self.held_out_pairs)
+        """Tokens that the model says in the longest held-out solution."""
+        return max(len(pair.answer) - sum(pair.given or ()) for pair in self.held_out_pairs)
 
     @property
     def new_tokens(self) -> int:

@@ -1,0 +1,3 @@
+from .render import Chat, Chats, first_messages
+
+__all__ = ["Chat", "Chats", "first_messages"]
