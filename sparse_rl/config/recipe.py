@@ -109,12 +109,8 @@ class RolloutSettings:
 
     def __post_init__(self):
         require_int(**{"rollout.budget": self.max_budget})
-        require_int(
-            **{
-                f"rollout.{n}": getattr(self, n)
-                for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens", "max_turns", "max_given_tokens")
-            }
-        )
+        counts = ("interval", "rows", "prompts", "group_size", "max_new_tokens", "max_turns", "max_given_tokens")
+        require_int(**{f"rollout.{n}": getattr(self, n) for n in counts})
         check_count("completions of a step", self.prompts * self.group_size)
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")

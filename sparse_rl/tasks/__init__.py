@@ -20,6 +20,7 @@ from .base import (
     describe,
     final_answer,
     make,
+    may_converse,
     register,
 )
 from .mixture import by_task, mean_parts
@@ -40,6 +41,7 @@ __all__ = [
     "final_answer",
     "first_texts",
     "make",
+    "may_converse",
     "mean_parts",
     "notices",
     "register",

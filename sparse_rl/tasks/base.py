@@ -326,6 +326,15 @@ def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
     }
 
 
+def may_converse(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a built-in task, or one of a mixture, replies."""
+    entries = options.get("tasks")
+    if isinstance(entries, (list, tuple)):
+        named = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+        return any(isinstance(e, Mapping) and may_converse(str(e.get("name")), e) for e in named)
+    return name in TASKS and (bool(TASKS[name].tools) or TASKS[name].reply is not Task.reply)
+
+
 def takes_option(name: str, option: str) -> bool:
     """Whether a task has this option."""
     return option in _parameters(_find(name)[1])

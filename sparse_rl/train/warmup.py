@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
+from ..chat import Turns
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
 from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
@@ -249,8 +250,9 @@ class Warmup:
         rows = min(recipe.rollout.rows, len(asked.prompts) * recipe.eval.samples)
         engine = Engine(self.model, compressor="dense", rows=rows)
         sampling = Sampling(self.new_tokens, recipe.eval.temperature, stop_ids=self.ends.stops())
+        turns = Turns(recipe.rollout.max_turns, recipe.rollout.max_given_tokens)
         found = {"loss": loss} | accuracy(
-            engine, self.tokenizer, asked.task, asked.prompts, recipe.eval.samples, sampling, recipe.run.seed
+            engine, self.tokenizer, asked.task, asked.prompts, recipe.eval.samples, sampling, recipe.run.seed, turns
         )
         with uninterrupted():
             self.log.write(self.done, {f"eval/dense/{name}": value for name, value in found.items()}, clock.timing())
