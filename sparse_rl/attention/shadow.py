@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache.segments import Replay
+from ..cache.segments import Observed, Replay
 from ..kernels import ops
 from .slots import check_call, layer_of
 
@@ -40,6 +40,8 @@ def shadow_attention(
     replay = check_call(module, attention_mask, kwargs, replay, "replay")
     layer, scale = layer_of(module), scaling or query.shape[-1] ** -0.5
     query, key, value = (as_autocast(x) for x in (query, key, value))
+    if replay.observe is not None:
+        replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux))
     return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None
 
 

@@ -80,6 +80,7 @@ class Engine:
         self.largest = make(compressor).bind(budget, interval)  # what rows are made for
         self.compressor = self.largest  # what evicts now
         self.compressor.check_model(model)
+        self.compressor.attach(model)
         if self.largest.prompt_chunk and not all(state.continues for state in self.shape.states):
             raise SparseRLError(
                 f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
