@@ -105,7 +105,9 @@ class RolloutSettings:
     patience: float = key("seconds after which a sampler of a pool that does not get on is replaced", 600.0)
     prompts: int = key("prompts per step, over all processes", 128)
     group_size: int = key("completions per prompt", 8)
-    max_new_tokens: int = key("tokens of the longest response", 4096)
+    max_new_tokens: int = key("tokens of the longest response; of a conversation, in all of its turns", 4096)
+    max_turns: int = key("of a task that replies: turns of the model in a conversation at most", 8)
+    max_given_tokens: int = key("of a task that replies: tokens of a reply at most; longer ones are cut", 512)
     temperature: float = key("the sampler's temperature, which every log-prob uses", 1.0)
     top_k: int = key(
         f"draw from the likeliest tokens alone, at most {MOST}; all log-probs are then renormalised over them; 0: off",
@@ -118,12 +120,8 @@ class RolloutSettings:
 
     def __post_init__(self):
         require_int(**{"rollout.budget": self.max_budget})
-        require_int(
-            **{
-                f"rollout.{n}": getattr(self, n)
-                for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")
-            }
-        )
+        counts = ("interval", "rows", "prompts", "group_size", "max_new_tokens", "max_turns", "max_given_tokens")
+        require_int(**{f"rollout.{n}": getattr(self, n) for n in counts})
         check_count("completions of a step", self.prompts * self.group_size)
         check_pool(self.pool, self.ahead, self.samplers, self.over_ask, self.patience)
         if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):

@@ -22,6 +22,11 @@ class RunPool:
     def __init__(self, recipe: Recipe, sampler: Sampler, world: World, say: Callable[[str], None]):
         settings, self.sampler = recipe.rollout, sampler
         assert settings.pool is not None
+        if sampler.chats is not None:
+            raise SparseRLError(
+                f"rollout.pool is {settings.pool!r}, but the task {recipe.task.name} holds conversations, which are "
+                "sampled in the learner's process; leave out rollout.pool."
+            )
         scores, keep = bool(settings.ahead), settings.ahead + 2
         own = share_of(settings.pool, settings.samplers, world)
         transport = RayTransport(

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..chat import Talk, Turns, with_faults
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.advantage import without_variance
 from ..learn.batch import accepted_rows, collate
 from ..learn.critic import Critic
-from ..models import encode
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
 from ..tasks import FAR, Grade, Prompt, Task
-from .ask import Asked, Asks, Diagnosis, Here
+from .ask import Asked, Asks, Diagnosis, Done, Here
 from .budget import BudgetControl
 from .complete import Completer
 from .deal import LengthsSeen, deal
-from .held_out import complete
+from .held_out import chats_of, complete, sampled, starts
 from .log import Clock
 from .merge import append, first_head_trace
 from .rewards import AddedRewards
@@ -73,6 +73,8 @@ class Sampler(Completer):
                 "use at least as many prompts as processes."
             )
         super().__init__(recipe, model, tokenizer, critic)
+        self.chats = chats_of(model, tokenizer, task)
+        self.turns = Turns(rollout.max_turns, rollout.max_given_tokens)
         self.rewards = AddedRewards(recipe)
         self.rewards.check(task)
         self.budget = BudgetControl(rollout.budget, self.engine)
@@ -183,21 +185,44 @@ class Sampler(Completer):
         with clock.stage("rollout"):
             self.task.start_grading(len(positions))
             seed = stream_key(self.recipe.run.seed, [planned.number, turn])
-            done = self.asks.complete(Asked(planned.ids, members, seed, planned.version, planned.expected, diagnose))
+            asks = Asked(planned.ids, members, seed, planned.version, planned.expected, diagnose)
+            done, texts, talks = self._sampled(asks, prompts)
             trajectories = done.trajectories
         with clock.stage("grade"), self.one_at_a_time:
             asked = [prompts[t.prompt_index] for t in trajectories]
-            responses = [t.response_tokens.tolist() for t in trajectories]
-            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             grades = self.rewards.grade(self.task, asked, trajectories, texts)
+            if talks:
+                grades = with_faults(self.task, grades, talks)
+                whole = [t.tokens[t.num_prompt_tokens :] for t in trajectories]  # for readers: with what was given
+                texts = self.tokenizer.batch_decode(whole, skip_special_tokens=True)
         scored = done.scored
         if scored is None:
             with clock.stage("score"):
                 scored = self.score(collate(trajectories, self.rank), planned.number, positions)
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
-        rollout = StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
+        rollout = StepRollout(asked, trajectories, texts, grades, scored, rows, trace_bytes=size, talks=talks)
         return with_diagnosis(rollout, {i * group + j: values for (i, j), values in done.diagnosed.items()})
+
+    def _sampled(self, asks: Asked, prompts: list[Prompt]) -> tuple[Done, list[str], list[Talk]]:
+        """Completions, wherever they are sampled, or conversations, which are held here; and what of them is graded."""
+        if self.chats is None:
+            done = self.asks.complete(asks)
+            responses = [t.response_tokens.tolist() for t in done.trajectories]
+            return done, self.tokenizer.batch_decode(responses, skip_special_tokens=True), []
+        trajectories, texts, talks = sampled(
+            self.engine,
+            self.tokenizer,
+            self.task,
+            self.chats,
+            prompts,
+            asks.ids,
+            asks.members,
+            self.sampling,
+            asks.seed,
+            self.turns,
+        )
+        return Done(trajectories), texts, talks
 
     def _diagnosed(self, own_positions: list[int]) -> list[tuple[int, int]]:
         """(row, position) of the `run.diagnose` positions of a step that are looked at, as far as they are its own.
@@ -212,16 +237,17 @@ class Sampler(Completer):
 
     def complete_held_out(
         self, engine: Engine, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling
-    ) -> list[tuple[Trajectory, Grade]]:
+    ) -> list[tuple[Trajectory, Grade, Talk | None]]:
         """This process's share of held-out completions; with several processes, one head of each trace."""
         members = [list(range(samples)) if i % self.processes == self.rank else [] for i in range(len(prompts))]
         seed = stream_key(self.recipe.run.seed, [-2])
-        trajectories, grades = complete(
-            engine, self.tokenizer, task, prompts, samples, sampling, seed, members, self.rewards
+        trajectories, grades, talks = complete(
+            engine, self.tokenizer, task, prompts, samples, sampling, seed, members, self.rewards, self.turns
         )
         if self.processes > 1:
             trajectories = [replace(t, trace=first_head_trace(t.trace)) for t in trajectories]
-        return list(zip(trajectories, grades, strict=True))
+        told = [replace(talk, messages=[]) for talk in talks] or [None] * len(trajectories)
+        return list(zip(trajectories, grades, told, strict=True))
 
     @property
     def grading_error(self) -> str | None:
@@ -229,7 +255,7 @@ class Sampler(Completer):
         return self.task.last_error or self.rewards.last_error
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+        ids = starts(self.tokenizer, self.chats, prompts)
         self.budget.check_prompts(ids)
         return ids
 
