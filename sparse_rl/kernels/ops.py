@@ -116,6 +116,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and 
     "silu_mul": (Kernel("decode"),),
     "store_and_attend": (Kernel("decode"),),
     "sample_and_record": (Kernel("sample"),),
+    "sample_by_row": (Kernel("sample"),),
     "redundancy": (Kernel("evict"),),
     "observed_logits": (Kernel("evict", few_queries_see_all_slots),),
     "compact": (Kernel("evict", alike),),
@@ -183,6 +184,10 @@ def sample_and_record(
     records: bool = False,
 ) -> None:
     _function("sample_and_record", logits)(logits, state, temperature, stop_ids, top_k, top_p, records)
+
+
+def sample_by_row(logits: Tensor, state: Rows) -> None:
+    _function("sample_by_row", logits)(logits, state)
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:

@@ -206,7 +206,7 @@ def _pick(
         tl.store(index + row, tl.load(index + row) + 1)
         tl.store(used + row, taken + 1)
         tl.store(count + row, drawn + 1)
-        ended = drawn + 1 >= tl.load(limit)
+        ended = drawn + 1 >= tl.load(limit + row)
         if STOPS > 0:
             s = tl.arange(0, STOPS_BLOCK)
             stops = tl.load(stop_ids + s, mask=s < STOPS, other=-1)

@@ -15,7 +15,7 @@ from ..cache import LayerSlots
 from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
 from .twins_learner import add_and_norm, logit_gradients, rotate, silu_gate, token_statistics  # noqa: F401
-from .twins_sample import sample_and_record  # noqa: F401
+from .twins_sample import sample_and_record, sample_by_row  # noqa: F401
 
 BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
 

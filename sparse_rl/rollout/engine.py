@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..attention import use_attention
 from ..cache import SlotCache
@@ -28,13 +28,15 @@ from ..planning.memory import Plan, default_prefill_chunk, is_out_of_memory
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState
+from .live import LiveEngine
 from .progress import ProgressBar
-from .requests import check_prompts, sample_numbers, token_list
+from .requests import check_conversations, check_prompts, sample_numbers, token_list
 from .sampling import Sampling
-from .schedule import GenerateCall, OnTokens
+from .schedule import GenerateCall, OnTokens, stop_ids_of
 from .storage import Storage
 
 _DECODERS = 4  # kept with their graphs, one for each way of sampling
+_STOPS = 16  # ids that may end a turn of an open engine, at most
 
 
 class Engine:
@@ -259,29 +261,81 @@ class Engine:
                     yield pieces
             self._note(call)
 
-    def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
-        """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved."""
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records, tuple(stop_ids.tolist()))
+    def open(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        waiting: int = 1024,
+        conversations: int | None = None,
+        hold: int | None = None,
+        hold_seconds: float | None = None,
+        park: int | None = None,
+        tokenizer=None,
+    ) -> LiveEngine:
+        """Open the engine for conversations (live.py): prompts of up to `prompt_tokens`, `max_tokens` in all.
+
+        `sampling`: only what is recorded of the tokens that could be drawn counts; every turn brings its own settings.
+        `waiting` conversations may wait for a row, `conversations` may be open (by default four times as many as there
+        are rows, and those that wait). `hold`: rows of conversations that stopped are held at most (all), for
+        `hold_seconds` (until others need the row); then they are parked in host memory, at most `park` of them (as many
+        as there are rows); then only their traces are kept. `tokenizer`: for stop strings.
+        """
+        require_int(prompt_tokens=prompt_tokens, waiting=waiting)
+        require_int(at_least=prompt_tokens + 1, max_tokens=max_tokens)
+        hold, park = (self.rows if value is None else value for value in (hold, park))
+        require_int(at_least=0, hold=hold, park=park)
+        conversations = 4 * self.rows + waiting if conversations is None else conversations
+        require_int(conversations=conversations)
+        check_conversations(max_tokens, self.shape, self.compressor)
+        self.check([], Sampling())
+        call = self._call(prompt_tokens, sampling or Sampling(), [], max_tokens)
+        return LiveEngine(
+            self, call, prompt_tokens, max_tokens, waiting, conversations, hold, hold_seconds, park, tokenizer
+        )
+
+    def decoder(self, sampling: Sampling | None) -> Decoder:
+        """What runs decode steps for these settings (None: every row has its own): kept from earlier calls, with its
+        graphs, if nothing has moved.
+        """
+        settings, stop_ids = ("by row",), torch.empty(0, dtype=torch.int64, device=self.device)
+        if sampling is not None:
+            stop_ids = stop_ids_of(self.model, sampling)
+            ways = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records)
+            settings = (*ways, tuple(stop_ids.tolist()))
         now = addresses(self.model) if self.decoders else None
         if any(known.addresses != now for known in self.decoders.values()):
             self.decoders.clear()  # they hold what has moved or changed since
         if settings not in self.decoders:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
+            waits = self.poll[1] > 1 or sampling is None
             self.decoders[settings] = Decoder(
-                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, self.poll[1] > 1, self.recorder
+                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, waits, self.recorder
             )
         return self.decoders[settings]
 
     @contextmanager
-    def _call(self, prompt_tokens: int, sampling: Sampling, finished: list[Trajectory]) -> Iterator[int]:
-        """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished."""
+    def _call(
+        self, prompt_tokens: int, sampling: Sampling, finished: list[Trajectory], max_tokens: int | None = None
+    ) -> Iterator[int]:
+        """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished.
+
+        max_tokens: of the conversations of an open engine
+        """
         self.calls += 1
-        new_tokens = sampling.max_new_tokens
-        number, plan = self.calls, self.plan(prompt_tokens, new_tokens, sampling)
+        number, new_tokens = self.calls, sampling.max_new_tokens
+        if max_tokens is None:
+            plan = self.plan(prompt_tokens, new_tokens, sampling)
+        else:
+            plan = self.storage.live_plan(prompt_tokens, max_tokens, self._room(sampling))
         try:
             try:
-                self.reserve(prompt_tokens, new_tokens, sampling)
+                if max_tokens is None:
+                    self.reserve(prompt_tokens, new_tokens, sampling)
+                else:
+                    self.storage.reserve_live(prompt_tokens, max_tokens, _STOPS, self._room(sampling))
                 yield number
             except BaseException:
                 if self.calls == number:

@@ -146,7 +146,8 @@ def state_of(rows: int, new: int, seed: int = 0) -> RowState:
     return RowState(
         *[f.to(DEVICE) for f in fields],
         torch.zeros(1, device=DEVICE),
-        *torch.tensor([[new - 1], [CAPACITY]], device=DEVICE),
+        torch.full((rows,), new - 1, device=DEVICE),
+        torch.tensor([CAPACITY], device=DEVICE),
     )
 
 
