@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "report": "cache config planning",
     "train": "attention beacon cache compressors config learn models planning records rollout tasks",
     "scale": "compressors config learn models rollout train",
+    "serve": "cache compressors learn models records rollout tasks",
 }
 
 

@@ -354,13 +354,15 @@ async def streaming(reader: Reader, chunks: AsyncIterator[dict[str, Any]]) -> St
     """Server-sent events. An error after the first event is one, too."""
 
     async def lines() -> AsyncIterator[str]:
+        chunk: dict[str, Any] = {}
         try:
             async for chunk in chunks:
                 yield f"data: {json.dumps(chunk)}\n\n"
             options = reader.asked.stream_options
             if options is not None and options.include_usage:
                 total = sum(len(p) for p in {id(a.prompt): a.prompt for a in reader.answers}.values())
-                yield f"data: {json.dumps({'object': 'usage', 'choices': [], 'usage': usage(reader.answers, total)})}\n\n"
+                last = {**chunk, "choices": [], "usage": usage(reader.answers, total)}
+                yield f"data: {json.dumps(last)}\n\n"
         except Refusal as error:
             yield f"data: {json.dumps(error.body)}\n\n"
         finally:

@@ -95,6 +95,7 @@ class Desk:
         self._ready.result()
 
     def stop(self) -> None:
+        """End all answers, and the thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
