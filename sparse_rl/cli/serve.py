@@ -28,14 +28,18 @@ def serve(
     budget: InheritedBudget = None,
     interval: InheritedInterval = None,
     rows: Annotated[int, typer.Option(help="Answers sampled at a time.")] = 64,
-    dense_rows: Annotated[
-        int, typer.Option(help="Rows of a second, dense cache, served as NAME:dense; 0: none.")
-    ] = 1,
-    prompt_tokens: Annotated[int | None, typer.Option(help="The longest prompt. Default: half of --max-tokens.")] = None,
+    dense_rows: Annotated[int, typer.Option(help="Rows of a second, dense cache, served as NAME:dense; 0: none.")] = 1,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="The longest prompt. Default: half of --max-tokens.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="The longest prompt with its answer.")] = 8192,
     waiting: Annotated[int, typer.Option(help="Answers that may wait for a row; more are refused (429).")] = 256,
-    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: the last part of MODEL.")] = None,
-    host: Annotated[str, typer.Option(help="The address to listen on; other than loopback needs --api-key.")] = "127.0.0.1",
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: the last part of MODEL.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; other than loopback needs --api-key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0: any free one.")] = 8000,
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that clients must send; repeatable. Also SPARSE_RL_API_KEY.")

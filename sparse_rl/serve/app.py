@@ -1,9 +1,9 @@
 """The routes: OpenAI's, those that RL clients need, and the page.
 
-    /v1/chat/completions   /v1/completions   /v1/models   /inference/v1/generate   /tokenize   /detokenize
-    /v1/traces/ID          what was evicted when, of an answer that was asked for with `trace: true`
-    /health  /liveness  /metrics  /
-    with the admin key: /pause  /resume  /update_weights
+/v1/chat/completions   /v1/completions   /v1/models   /inference/v1/generate   /tokenize   /detokenize
+/v1/traces/ID          what was evicted when, of an answer that was asked for with `trace: true`
+/health  /liveness  /metrics  /
+with the admin key: /pause  /resume  /update_weights
 """
 
 from __future__ import annotations
@@ -261,9 +261,7 @@ def make_app(service: Service) -> FastAPI:
 class Reader:
     """The answers to one request."""
 
-    def __init__(
-        self, service: Service, asked: Asked, name: str, prompts: list[list[int]], owner: str | None
-    ):
+    def __init__(self, service: Service, asked: Asked, name: str, prompts: list[list[int]], owner: str | None):
         self.service, self.asked, self.name, self.owner = service, asked, name, owner or ""
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         self.sampling: list[Sampling] = []
@@ -342,7 +340,7 @@ class Reader:
         """The same for a chunk."""
         found: dict[str, Any] = {"token_ids": event.tokens} if ids else {}
         if event.seen is not None:
-            found["seen"] = event.seen
+            found["seen"] = event.seen.json
         return found | (self.own(answer, False) if event.finish_reason is not None else {})
 
     def version(self, answers: list[Answer]) -> dict[str, Any]:

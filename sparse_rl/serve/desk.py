@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,8 +20,10 @@ from ..rollout import Engine, Sampling
 from ..rollout.conversation import Conversation
 from ..rollout.live import LiveEngine, QueueFull
 from .protocol import Refusal
+from .seen import Seen, seen_by
 
 Result = TypeVar("Result")
+_LOOK = 0.2  # seconds between two looks at what an answer still sees
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Event:
     matched: str | None = None  # the stop string that ended it
     trajectory: Trajectory | None = None  # of an answer that ended
     version: int = 0  # optimizer steps behind the weights
-    seen: list[list[int]] | None = None  # see `LiveEngine.seen`
+    seen: Seen | None = None  # what every head still sees, of an answer that is watched
     error: Refusal | None = None
 
 
@@ -56,6 +59,7 @@ class Ticket:
     loop: asyncio.AbstractEventLoop
     told: int  # tokens of the conversation that its events have had
     watch: bool  # whether events say what is seen
+    looked: float = 0.0  # when they last said it
 
     def tell(self, event: Event) -> None:
         try:
@@ -245,8 +249,7 @@ class Desk:
         self.counts.generated_tokens += len(tokens)
         version = live.engine.version
         if conversation.status != "stopped":
-            seen = live.seen(conversation) if ticket.watch else None
-            ticket.tell(Event(tokens, logprobs, version=version, seen=seen))
+            ticket.tell(Event(tokens, logprobs, version=version, seen=self._look(live, ticket)))
             return
         reason = conversation.finish_reason or "stop"
         trajectory = live.release(conversation)
@@ -254,6 +257,14 @@ class Desk:
             self._tickets.pop((ticket.place, conversation.number), None)
             self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
         ticket.tell(Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version))
+
+    def _look(self, live: LiveEngine, ticket: Ticket) -> Seen | None:
+        """What the answer still sees, for somebody who watches, a few times a second."""
+        now = time.monotonic()
+        if not ticket.watch or now - ticket.looked < _LOOK:
+            return None
+        ticket.looked = now
+        return seen_by(live, ticket.conversation)
 
     def _fail(self, name: str, place: Place, error: Exception) -> None:
         """An engine that failed has lost its conversations; it is opened again."""
@@ -282,4 +293,3 @@ class Desk:
             if place.live is not None:
                 place.live.close()
                 place.live = None
-

@@ -1,8 +1,10 @@
 """`sparse-rl serve`, asked by OpenAI's own client."""
 
+import base64
 import json
 import threading
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -157,6 +159,27 @@ def test_token_ids_in_token_ids_out(client, service):
     found = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
     torch.testing.assert_close(found, done.sampler_logprobs[len(ids) :], atol=1e-6, rtol=0)
     assert got["weight_version"] == 0
+
+
+def test_the_map_of_what_is_seen_is_that_of_the_trace(client, monkeypatch):
+    monkeypatch.setattr("sparse_rl.serve.desk._LOOK", 0.0)
+    stream = client.completions.create(
+        model="sums", prompt=PROMPT, max_tokens=60, stream=True, extra_body={"map": True, "trace": True}, **SAMPLED
+    )
+    looks, last = [], None
+    for chunk in stream:
+        last = chunk.choices[0].model_extra
+        looks += [last["seen"]] if "seen" in last else []
+    content = client.get(f"/traces/{last['trace_id']}", cast_to=openai.HttpxBinaryResponseContent)
+    evicted_at = Trace.from_bytes(content.read()).evicted_at.long().flatten(0, 1)  # [L * H, T]
+    assert len(looks) > 10 and any(not look_of(look).all() for look in looks)
+    for look in looks:
+        assert look_of(look).equal(evicted_at[:, : look["tokens"]] >= look["tokens"])
+
+
+def look_of(look):
+    packed = np.frombuffer(base64.b64decode(look["bits"]), np.uint8).reshape(look["heads"], -1)
+    return torch.from_numpy(np.unpackbits(packed, axis=1)[:, : look["tokens"]].astype(bool))
 
 
 @pytest.mark.parametrize(
