@@ -96,7 +96,7 @@ def chat_logprobs(tokenizer, tokens: list[int], logprobs: list[float], top: Top 
     content = []
     for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         others = [] if top is None else zip(top.ids[i], top.logprobs[i], strict=True)
-        content.append({**entry(token, logprob), "top_logprobs": [entry(*other) for other in others]})
+        content.append({**entry(token, logprob), "top_logprobs": [entry(other, value) for other, value in others]})
     return {"content": content, "refusal": None}
 
 

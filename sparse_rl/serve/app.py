@@ -22,7 +22,7 @@ from ..errors import SparseRLError
 from ..rollout import Sampling
 from . import weights
 from .answer import Answer, Teller, chat_logprobs, completion_logprobs, head, usage
-from .desk import Desk, Event, Ticket
+from .desk import Event, Ticket
 from .guard import Guard
 from .metrics import metrics
 from .page import page

@@ -11,6 +11,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -62,10 +63,8 @@ class Ticket:
     looked: float = 0.0  # when they last said it
 
     def tell(self, event: Event) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
-        except RuntimeError:  # the loop has ended, and with it whoever waited
-            pass
 
 
 @dataclass

@@ -20,7 +20,7 @@ def page(service: Service) -> str:
         "heads": next(iter(service.desk.places.values())).engine.shape.heads,
         "chat": getattr(service.tokenizer, "chat_template", None) is not None,
     }
-    text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    text = files(__name__.rpartition(".")[0]).joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(about).replace("<", "\\u003c")
     title = html.escape(next(iter(service.desk.places)))
     return text.replace("__TITLE__", title).replace("__ABOUT__", data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from jinja2 import TemplateError
@@ -69,10 +70,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     assert isinstance(function, dict)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):  # a template may show it as the text that it is
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # a template may show it as the text that it is
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -1,7 +1,7 @@
 """What clients may ask, in the words of OpenAI's protocol, and how they are refused.
 
-Where vLLM has a field that OpenAI lacks (top_k, return_token_ids, stop_token_ids, ...), it has vLLM's name. A field that
-would change the answer and is not supported is refused; others are ignored, as clients send many.
+Where vLLM has a field that OpenAI lacks (top_k, return_token_ids, stop_token_ids, ...), it has vLLM's name. A field
+that would change the answer and is not supported is refused; others are ignored, as clients send many.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Service:
         }
 
     def sampling(self, asked: Asked, prompt: int) -> Sampling:
-        """How an answer to a prompt of so many tokens is drawn: as asked, then as the model's generation config says."""
+        """How an answer to a prompt of so many tokens is drawn: as asked, else as the model's config says."""
         room = self.settings.max_tokens - prompt
         if prompt < 1 or room < 1 or prompt > self.settings.prompt_tokens:
             most = min(self.settings.prompt_tokens, self.settings.max_tokens - 1)

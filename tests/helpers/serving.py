@@ -15,7 +15,8 @@ from sparse_rl.serve.app import make_app
 from sparse_rl.serve.run import Placed, service_of
 from sparse_rl.serve.service import Service, Settings
 
-CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+ASK = "{% if add_generation_prompt %}a:{% endif %}"
+CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}" + ASK
 TOKENS = 200  # of a prompt and its answer
 
 

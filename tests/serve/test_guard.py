@@ -54,12 +54,14 @@ def test_others_do_not_see_a_trace(client):
 def test_a_paused_server_waits(client, guarded):
     assert client.post("/pause", headers=ADMIN).json() == {"paused": True}
     service = guarded[1]
-    with httpx.Client(base_url=client.base_url, headers=KEY, timeout=60) as other:
-        with other.stream("POST", "/v1/completions", json=ASKED | {"stream": True}) as stream:
-            assert until(lambda: service.desk.counts.requests and service.desk.waiting + service.desk.running == 1)
-            assert client.get("/health").json()["paused"]
-            client.post("/resume", headers=ADMIN)
-            assert stream.read().endswith(b"data: [DONE]\n\n")
+    with (
+        httpx.Client(base_url=client.base_url, headers=KEY, timeout=60) as other,
+        other.stream("POST", "/v1/completions", json=ASKED | {"stream": True}) as stream,
+    ):
+        assert until(lambda: service.desk.waiting + service.desk.running == 1)
+        assert client.get("/health").json()["paused"]
+        client.post("/resume", headers=ADMIN)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
 
 
 def test_new_weights_have_a_version_and_change_the_answer(client, guarded):
@@ -128,8 +130,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = ("model prompt messages n stop seed stream logprobs top_logprobs tools max_tokens temperature top_p top_k echo "
-          "stop_token_ids logit_bias token_ids sampling_params tokens stream_options chat_template_kwargs").split()  # fmt: skip
+FIELDS = ["model", "prompt", "messages", "n", "stop", "seed", "stream", "logprobs", "top_logprobs", "tools", "echo"]
+FIELDS += ["max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "logit_bias", "token_ids", "tokens"]
+FIELDS += ["sampling_params", "stream_options", "chat_template_kwargs"]
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize",
          "/update_weights", "/v1/traces/x", "/pause/x")  # fmt: skip
 BASES = ({"prompt": "1+", "max_tokens": 2}, {"messages": [{"role": "user", "content": "1+"}], "max_tokens": 2},
