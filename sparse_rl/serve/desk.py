@@ -21,7 +21,7 @@ from ..rollout import Engine, Sampling
 from ..rollout.conversation import Conversation
 from ..rollout.live import LiveEngine, QueueFull
 from .protocol import Refusal
-from .seen import Seen, seen_by
+from .seen import Seen, seen_at_end, seen_by
 
 Result = TypeVar("Result")
 _LOOK = 0.2  # seconds between two looks at what an answer still sees
@@ -255,7 +255,8 @@ class Desk:
         with self._wake:
             self._tickets.pop((ticket.place, conversation.number), None)
             self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
-        ticket.tell(Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version))
+        seen = seen_at_end(trajectory) if ticket.watch and trajectory.beacon_id is None else None
+        ticket.tell(Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version, seen))
 
     def _look(self, live: LiveEngine, ticket: Ticket) -> Seen | None:
         """What the answer still sees, for somebody who watches, a few times a second."""

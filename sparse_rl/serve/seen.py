@@ -6,7 +6,9 @@ import base64
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
+from ..records import Trajectory
 from ..rollout.conversation import Conversation
 from ..rollout.live import LiveEngine
 
@@ -30,7 +32,17 @@ def seen_by(live: LiveEngine, conversation: Conversation) -> Seen | None:
     if row is None or sequence is None or live.engine.compressor.folds:
         return None
     fed = sequence.fed
-    evicted_at = live.engine.state.trace[row, :, :, :fed].cpu()  # [L, H, T]; uint16 as int16 bits, or int32
-    unsigned = evicted_at.numpy().view(np.uint16) if evicted_at.element_size() == 2 else evicted_at.numpy()
-    visible = (unsigned >= fed).reshape(-1, fed)
+    return _seen(live.engine.state.trace[row, :, :, :fed].cpu(), fed)
+
+
+def seen_at_end(trajectory: Trajectory) -> Seen:
+    """The same of an answer that has ended; its last token was not fed."""
+    fed = len(trajectory.tokens) - 1
+    return _seen(trajectory.trace.evicted_at[..., :fed], fed)
+
+
+def _seen(evicted_at: Tensor, fed: int) -> Seen:
+    """[L, H, T]; uint16, also as int16 bits, or int32"""
+    found = evicted_at.contiguous().numpy()
+    visible = ((found.view(np.uint16) if found.itemsize == 2 else found) >= fed).reshape(-1, fed)
     return Seen(fed, len(visible), np.packbits(visible, axis=1).tobytes())
