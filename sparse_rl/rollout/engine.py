@@ -279,12 +279,13 @@ class Engine:
         `sampling`: only what is recorded of the tokens that could be drawn counts; every turn brings its own settings.
         `waiting` conversations may wait for a row, `conversations` may be open (by default four times as many as there
         are rows, and those that wait). `hold`: rows of conversations that stopped are held at most (all), for
-        `hold_seconds` (until others need the row); then they are parked in host memory, at most `park` of them (as many
-        as there are rows); then only their traces are kept. `tokenizer`: for stop strings.
+        `hold_seconds` (until others need the row); then they are parked in host memory, at most `park` of them (four
+        times as many as there are rows), and go on to the bit; then only their traces are kept, and they go on up to
+        rounding. `tokenizer`: for stop strings.
         """
         require_int(prompt_tokens=prompt_tokens, waiting=waiting)
         require_int(at_least=prompt_tokens + 1, max_tokens=max_tokens)
-        hold, park = (self.rows if value is None else value for value in (hold, park))
+        hold, park = self.rows if hold is None else hold, 4 * self.rows if park is None else park
         require_int(at_least=0, hold=hold, park=park)
         conversations = 4 * self.rows + waiting if conversations is None else conversations
         require_int(conversations=conversations)

@@ -83,6 +83,7 @@ class LiveEngine:
         """Begin a conversation. Its first turn is the completion that `generate([prompt], ..., seed=seed)` has as its
         `sample`-th. More conversations than may wait are refused (`QueueFull`).
         """
+        self._check_open()
         prompt, sampling = token_list(prompt), sampling or Sampling()
         self._check_tokens(prompt, "the prompt")
         if len(prompt) > self.prompt_tokens:
@@ -122,6 +123,7 @@ class LiveEngine:
         """Go on with a conversation that stopped: feed it `tokens` after what it said last, then sample. Without
         tokens it goes on as if it had not stopped.
         """
+        self._check_open()
         given, sampling = token_list(tokens), sampling or conversation.sampling
         if given:
             self._check_tokens(given, "what is given")
@@ -291,7 +293,7 @@ class LiveEngine:
         room = sampling.room(self.engine.shape.vocabulary)
         if not state.has_room(room):
             raise SparseRLError(
-                f"this engine was not opened to record support={sampling.support!r}; open it with a sampling that has it."
+                f"this engine was not opened to record support={sampling.support!r}; open it with such a sampling."
             )
         if isinstance(stop_strings, str) or not all(isinstance(text, str) and text for text in stop_strings):
             raise SparseRLError(f"stop_strings is {stop_strings!r:.60}; give a list of texts, none of them empty.")

@@ -15,9 +15,9 @@ from ..cache import SlotCache
 from ..compressors import Compressor
 from ..errors import OutOfMemory, SparseRLError
 from ..kernels import ops
+from ..kernels.twins_sample import RowSettings
 from ..models import ModelShape
 from ..models.routing import Routing
-from ..kernels.twins_sample import RowSettings
 from ..planning.memory import Plan, available_memory, cache_shape, default_prefill_rows, make_plan, size
 from .capture import Decoder
 from .decode import RowState, empty_trace
@@ -83,8 +83,8 @@ class Storage:
         self._allocate_state(plan, cache, room)
 
     def live_plan(self, prompt_tokens: int, max_tokens: int, room: int | None = None) -> Plan:
-        """What an open engine takes whose conversations have up to `max_tokens`: all of them may be sampled, and scratch
-        rows also hold the rows that are fed.
+        """What an open engine takes whose conversations have up to `max_tokens`: all may be sampled, and scratch rows
+        also hold the rows that are fed.
         """
         plan = self.plan(1, max_tokens - 1, room)
         shape = cache_shape(self.shape, self.compressor)

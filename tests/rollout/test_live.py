@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -72,21 +73,30 @@ def assert_same_bits(a, b):
     assert (a.given is None) == (b.given is None) and (a.given is None or a.given.equal(b.given))
 
 
+def some(*usual):
+    """Pairs of architecture and compressor: the usual ones, the others in a campaign."""
+    every = [(a, c) for a in ("llama", "gemma3", "qwen3_5_text") for c in STANDALONE]
+    return [*usual, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in every if pair not in usual)]
+
+
+def model_of(architecture):
+    return hybrid(architecture) if architecture == "qwen3_5_text" else tiny(architecture)
+
+
 # every compressor with one architecture; sliding windows, recurrent states, experts and all others with some
-PAIRS = [
+PAIRS = some(
     *(("llama", compressor) for compressor in STANDALONE),
-    *(("gemma3", compressor) for compressor in ("rkv", "h2o", "dense")),
-    *(("qwen3_5_text", compressor) for compressor in ("rkv", "snapkv", "h2o")),
+    *(("gemma3", compressor) for compressor in ("rkv", "h2o")),
+    *(("qwen3_5_text", compressor) for compressor in ("rkv", "h2o")),
     ("gpt-oss", "tova"),
-    ("smollm3", "random"),
-]
+)
 
 
 @pytest.mark.parametrize("architecture, compressor", PAIRS)
 def test_conversations_replay_under_one_trace(architecture, compressor):
-    model = hybrid(architecture) if architecture == "qwen3_5_text" else tiny(architecture)
-    plans = [plan_of(seed, temperature=1.0) for seed in range(4)]
-    with opened(model, compressor, rows=3) as live:
+    model = model_of(architecture)
+    plans = [plan_of(seed, temperature=1.0) for seed in range(3)]
+    with opened(model, compressor, rows=2) as live:
         chats = held(live, plans)
         trajectories = [live.release(chat) for chat in chats]
         assert live.rows_in_use == 0
@@ -117,20 +127,21 @@ def test_the_first_turn_is_what_generate_gives(compressor, llama):
                 assert found.tokens.equal(wanted.tokens) and found.trace.evicted_at.equal(wanted.trace.evicted_at)
 
 
-@pytest.mark.parametrize("compressor", ["rkv", "h2o", "dense"])
-@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3_5_text"])
-def test_arrival_and_company_do_not_matter(model, compressor):
+@pytest.mark.parametrize(
+    "architecture, compressor", some(("llama", "rkv"), ("llama", "dense"), ("gemma3", "h2o"), ("qwen3_5_text", "rkv"))
+)
+def test_arrival_and_company_do_not_matter(architecture, compressor):
     """Alone, all together, or at random moments among strangers with fewer rows, parked and brought back: the same
     bits.
     """
-    model, plans = hybrid(model) if model == "qwen3_5_text" else tiny(model), [plan_of(seed, 4) for seed in range(3)]
+    model, plans = model_of(architecture), [plan_of(seed, 3) for seed in range(3)]
     with opened(model, compressor, rows=8) as live:
         alone = [live.release(held(live, [plan])[0]) for plan in plans]
     with opened(model, compressor, rows=8) as live:
         together = [live.release(chat) for chat in held(live, plans)]
     rng, trajectories = random.Random(5), {}
-    strangers = [plan_of(seed, 2) for seed in range(10, 16)]
-    with opened(model, compressor, rows=2, hold_seconds=0.0) as live:
+    strangers = [plan_of(seed, 2) for seed in range(10, 14)]
+    with opened(model, compressor, rows=2, hold_seconds=0.0, park=9) as live:
         chats, turns = {}, {}
         everyone = plans + strangers
         while len(trajectories) < len(everyone):
@@ -200,12 +211,12 @@ def test_a_turn_that_is_cut_goes_on_to_the_bit(compressor, llama):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_5_text"])
 def test_without_evictions_a_conversation_is_one_prompt(architecture):
     """Cut and extended anywhere: a fresh prefill of everything gives the same next tokens and log-probs."""
-    model = hybrid(architecture) if architecture == "qwen3_5_text" else tiny(architecture)
+    model = model_of(architecture)
     greedy = Sampling(6, 0.0)
     with opened(model, "dense", rows=3) as live:
         chat = live.submit(prompts_of(9)[0], greedy)
         live.run()
-        for i, n in enumerate((1, 3, 4, 25)):
+        for i, n in enumerate((1, 3, 4, 12)):
             live.extend(chat, prompts_of(n, seed=i)[0], greedy)
             text = [*chat.tokens, *prompts_of(n, seed=i)[0]]
             fresh = live.submit(text, greedy)
@@ -219,47 +230,40 @@ def test_without_evictions_a_conversation_is_one_prompt(architecture):
 # --------------------------------------------------------------------------------------------- rows that come and go
 
 
-@pytest.mark.parametrize("compressor", ["rkv", "h2o", "snapkv", "prompt-only", "dense"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "architecture, compressor",
+    some(("llama", "rkv"), ("llama", "prompt-only"), ("gemma3", "h2o"), ("qwen3_5_text", "h2o")),
+)
 def test_a_conversation_read_again_under_its_trace_goes_on(architecture, compressor):
-    """Nothing is parked, so only tokens and trace are left: slots, recent queries and attention received come back up to
-    rounding, the conversation goes on, and replays.
+    """Nothing is parked, so only tokens and trace are left: slots, recent queries, states and attention received come
+    back up to rounding, the conversation goes on, and replays.
     """
-    model = hybrid(architecture) if architecture == "qwen3_5_text" else tiny(architecture)
+    model = model_of(architecture)
     plan = plan_of(1, 4, temperature=1.0)
 
     def run(**options):
         with opened(model, compressor, rows=2, **options) as live:
             chat = held(live, [plan])[0]
+            lost = chat.row is None and chat.parked is None and chat.trace is not None
+            live._loop.hold = 2
             live.extend(chat, prompts_of(3)[0], Sampling(1))
             live.run()
-            (row,) = live._loop.held
-            cache = live.engine.cache
-            return live.trajectory(chat), cache.take(row, chat.sequence.used)
+            ((row, sequence),) = live._loop.held.items()
+            return live.trajectory(chat), live.engine.cache.take(row, sequence.used), lost
 
-    (kept, slots), (recalled, again) = run(), run(hold=0, park=0) if False else run_recalled(model, compressor, plan)
+    (kept, slots, _), (recalled, again, lost) = run(), run(hold=0, park=0)
+    assert lost
     assert recalled.tokens.equal(kept.tokens) and recalled.trace.evicted_at.equal(kept.trace.evicted_at)
     assert_replayed(model, recalled)
     for mine, theirs in zip(slots, again, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
 
 
-def run_recalled(model, compressor, plan):
-    """The same conversation, read again before every turn."""
-    with opened(model, compressor, rows=2, hold=0, park=0) as live:
-        chat = held(live, [plan])[0]
-        assert chat.row is None and chat.parked is None and chat.trace is not None
-        live._loop.hold = 2
-        live.extend(chat, prompts_of(3)[0], Sampling(1))
-        live.run()
-        return live.trajectory(chat), live.engine.cache.take(chat.row, chat.sequence.used)
-
-
-def test_ten_thousand_operations_leave_every_row_free(llama):
+def test_ten_thousand_operations_leave_every_row_free():
     """Submit, extend, cancel, release and rounds in any order; refusals are sentences, and what ends well replays."""
     rng, alive, seen, finished = random.Random(0), [], {"full": 0, "cancelled": 0, "extended": 0}, []
-    prompts = prompts_of(*range(3, 33))
-    engine = Engine(llama, "knorm", budget=12, interval=4, rows=3)
+    prompts, model = prompts_of(*range(3, 33)), tiny("llama", num_hidden_layers=1)
+    engine = Engine(model, "knorm", budget=12, interval=4, rows=3)
     with engine.open(40, 90, waiting=3, conversations=9, hold=2, park=1) as live:
         for _ in range(10_000):
             do = rng.random()
@@ -285,7 +289,7 @@ def test_ten_thousand_operations_leave_every_row_free(llama):
                 if stopped := [chat for chat in alive if chat.status == "stopped"]:
                     alive.remove(stopped[0])
                     finished.append(live.release(stopped[0]))
-            elif do < 0.95:
+            elif do < 0.92:
                 live.step()
             assert live.rows_in_use <= 3 and len(live._loop.parked) <= 1
         for chat in alive:
@@ -299,7 +303,7 @@ def test_ten_thousand_operations_leave_every_row_free(llama):
     assert len(long[-1].turns) > 2
     for trajectory in long:
         with torch.no_grad():
-            found = token_logprobs(llama, trajectory.tokens, trajectory.trace)
+            found = token_logprobs(model, trajectory.tokens, trajectory.trace)
         assert (found - trajectory.sampler_logprobs)[trajectory.response_mask].abs().max() < 1e-4
 
 
@@ -350,7 +354,9 @@ def test_an_interrupt_waits_for_the_end_of_the_round(llama, monkeypatch):
     with opened(llama) as live:
         loop, interrupts = live._loop, []
         for name in ("decode", "evict", "feed"):
-            def interrupted(*args, original=getattr(loop, name)):
+            original = getattr(loop, name)
+
+            def interrupted(*args, original=original):
                 signal.raise_signal(signal.SIGINT)
                 return original(*args)
 
@@ -396,10 +402,10 @@ def test_threads_may_submit_extend_and_cancel(llama):
             live.cancel(live.submit(plan.prompt, plan.sampling[0], 1000 + i))
             for turn in range(1, 3):
                 while chat.status != "stopped":
-                    pass
+                    time.sleep(0.002)
                 live.extend(chat, plan.given[turn], plan.sampling[turn])
             while chat.status != "stopped":
-                pass
+                time.sleep(0.002)
             ready[i].set()
 
         threads = [threading.Thread(target=talk, args=(i, plan)) for i, plan in enumerate(plans)]
@@ -448,7 +454,7 @@ def test_tokens_are_read_as_they_come(llama):
             news = live.step()
             assert news == [chat]
             pieces.append(chat.read())
-        assert all(pieces) and len(pieces) > 5 and sum(pieces, []) == chat.tokens[9:]
+        assert all(pieces) and len(pieces) > 5 and [token for piece in pieces for token in piece] == chat.tokens[9:]
         live.extend(chat, [1, 2, 3])
         live.run()
         assert chat.read() == chat.tokens[-12:] and chat.read() == []
@@ -484,7 +490,7 @@ def test_what_makes_no_sense_is_refused(llama):
             (lambda: live.submit([]), "the prompt is empty"),
             (lambda: live.submit([61]), "token id 61, outside the vocabulary"),
             (lambda: live.submit(prompts_of(65)[0]), "open with prompt_tokens=65"),
-            (lambda: live.submit([1], Sampling(stop_ids=range(17))), "17 stop ids"),
+            (lambda: live.submit([1], Sampling(stop_ids=tuple(range(17)))), "17 stop ids"),
             (lambda: live.submit([1], Sampling(top_k=3, support="ids")), "not opened to record"),
             (lambda: live.submit([1], stop_strings=["x"]), "need a tokenizer"),
             (lambda: live.submit([1], stop_strings="x"), "give a list of texts"),
@@ -531,11 +537,11 @@ def test_another_call_cuts_it_off(llama):
     live.close()
 
 
-def test_an_error_in_a_round_closes_the_engine_and_leaves_it_usable(llama):
+def test_an_error_in_a_round_closes_the_engine_and_leaves_it_usable(llama, monkeypatch):
     with opened(llama) as live:
         chat = live.submit([1, 2])
         live.step()
-        live._loop.decode = lambda: 1 / 0
+        monkeypatch.setattr(live._loop, "decode", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             live.step()
         assert live.closed and chat.status == "ended"
