@@ -94,7 +94,9 @@ class RolloutSettings:
     ahead: int = key("steps that the sampler is ahead of the learner: 0, or 1 (asynchronous; copies the weights)", 0)
     prompts: int = key("prompts per step, over all processes", 128)
     group_size: int = key("completions per prompt", 8)
-    max_new_tokens: int = key("tokens of the longest response", 4096)
+    max_new_tokens: int = key("tokens of the longest response; of a conversation, in all of its turns", 4096)
+    max_turns: int = key("of a task that replies: turns of the model in a conversation at most", 8)
+    max_given_tokens: int = key("of a task that replies: tokens of a reply at most; longer ones are cut", 512)
     temperature: float = key("the sampler's temperature, which every log-prob uses", 1.0)
     top_k: int = key(
         f"draw from the likeliest tokens alone, at most {MOST}; all log-probs are then renormalised over them; 0: off",
@@ -107,12 +109,8 @@ class RolloutSettings:
 
     def __post_init__(self):
         require_int(**{"rollout.budget": self.max_budget})
-        require_int(
-            **{
-                f"rollout.{n}": getattr(self, n)
-                for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")
-            }
-        )
+        counts = ("interval", "rows", "prompts", "group_size", "max_new_tokens", "max_turns", "max_given_tokens")
+        require_int(**{f"rollout.{n}": getattr(self, n) for n in counts})
         check_count("completions of a step", self.prompts * self.group_size)
         if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
             raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, check_count, shown
-from .base import Grade, Prompt, Task, make, register, takes_option
+from .base import Task, make, register, takes_option
+from .problem import Grade, Message, Prompt
 
 BLOCK = 1000  # positions of which each task has exactly its share
 _MOST = 100  # tasks of a mixture
@@ -92,8 +93,15 @@ class Mixture(Task):
     def judge(self, prompt: Prompt, text: str) -> Grade:
         return self.of(prompt).judge(prompt, text)
 
-    def solution(self, prompt: Prompt) -> str:
+    def solution(self, prompt: Prompt) -> str | list[Message]:
         return self.of(prompt).solution(prompt)
+
+    def reply(self, prompt: Prompt, messages: list[Message]) -> Any:
+        return self.of(prompt).reply(prompt, messages)
+
+    @property
+    def converses(self) -> bool:
+        return any(task.converses for task in self.tasks)
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
         """Each task grades its own completions, in its own processes if it has some."""

@@ -320,12 +320,13 @@ class Trainer:
         settings, task, sampler, clock = self.recipe.eval, self.held_out, self.sampler, Clock(self.terminal.show_stage)
         prompts = task.sample(0, min(settings.prompts, task.num_prompts or settings.prompts))
         new_tokens = self.recipe.rollout.max_new_tokens
+        room = new_tokens + (sampler.turns.room if task.converses else 0)
         sampling = Sampling(new_tokens, settings.temperature, stop_ids=sampler.sampling.stop_ids)
         metrics = sampler.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
             self.source.wait_idle()
             self.publish_weights()
-            engines = engines_for(sampler.engine, self.students.members, sampler.encode(prompts), new_tokens)
+            engines = engines_for(sampler.engine, self.students.members, sampler.encode(prompts), room)
             for name, make_engine in engines.items():
                 parts = self.world.run_on_all(
                     lambda make=make_engine: sampler.complete_held_out(
@@ -334,8 +335,8 @@ class Trainer:
                 )
                 pairs = [pair for part in parts for pair in part]
                 pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-                grades = [grade for _, grade in pairs]
-                found = described([t for t, _ in pairs], grades, prompts)
+                grades, talks = [grade for _, grade, _ in pairs], [talk for *_, talk in pairs if talk is not None]
+                found = described([t for t, *_ in pairs], grades, prompts, talks)
                 self._show_what_is_missing(held_out_answers(found, grades, new_tokens))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._show_grading_error(task.last_error)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..chat import Talk, Turns, with_faults
 from ..config import Recipe
 from ..errors import SparseRLError
 from ..learn.advantage import without_variance
@@ -24,14 +25,14 @@ from ..learn.batch import Sampled, Scored, accepted_rows, collate, minibatch_row
 from ..learn.critic import Critic
 from ..learn.overlap import overlap
 from ..learn.packing import packs
-from ..models import encode, evaluating, stop_ids
+from ..models import evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
 from ..tasks import FAR, Grade, Prompt, Task
 from .budget import BudgetControl, compressor_of
 from .deal import LengthsSeen, deal
-from .held_out import complete
+from .held_out import chats_of, complete, sampled, starts
 from .log import Clock
 from .merge import append, first_head_trace
 from .parts import replayed_routing
@@ -92,6 +93,8 @@ class Sampler:
             for_correction=True,
             support=recipe.records_support,
         )
+        self.chats = chats_of(model, tokenizer, task)
+        self.turns = Turns(rollout.max_turns, rollout.max_given_tokens)
         self.rewards = AddedRewards(recipe)
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
@@ -199,17 +202,30 @@ class Sampler:
         with clock.stage("rollout"):
             self.task.start_grading(len(positions))
             seed = stream_key(self.recipe.run.seed, [number, turn])
-            trajectories = self.engine.generate(ids, group, self.sampling, seed, samples=members)
+            trajectories, texts, talks = sampled(
+                self.engine,
+                self.tokenizer,
+                self.task,
+                self.chats,
+                prompts,
+                ids,
+                members,
+                self.sampling,
+                seed,
+                self.turns,
+            )
         with clock.stage("grade"):
             asked = [prompts[t.prompt_index] for t in trajectories]
-            responses = [t.response_tokens.tolist() for t in trajectories]
-            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             grades = self.rewards.grade(self.task, asked, trajectories, texts)
+            if talks:
+                grades = with_faults(self.task, grades, talks)
+                whole = [t.tokens[t.num_prompt_tokens :] for t in trajectories]  # for readers: with what was given
+                texts = self.tokenizer.batch_decode(whole, skip_special_tokens=True)
         with clock.stage("score"):
             scored = self._score(collate(trajectories, self.rank), number, positions)
         size = sum(t.trace.nbytes for t in trajectories)
         rows = torch.arange(len(trajectories))
-        return StepRollout(asked, trajectories, texts, grades, scored, chosen_rows=rows, trace_bytes=size)
+        return StepRollout(asked, trajectories, texts, grades, scored, rows, trace_bytes=size, talks=talks)
 
     def _score(self, sampled: Sampled, number: int, positions: list[int]) -> Scored:
         """Old log-probs, those of the reference, entropies and ranks of the rows of some positions.
@@ -287,16 +303,17 @@ class Sampler:
 
     def complete_held_out(
         self, engine: Engine, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling
-    ) -> list[tuple[Trajectory, Grade]]:
+    ) -> list[tuple[Trajectory, Grade, Talk | None]]:
         """This process's share of held-out completions; with several processes, one head of each trace."""
         members = [list(range(samples)) if i % self.processes == self.rank else [] for i in range(len(prompts))]
         seed = stream_key(self.recipe.run.seed, [-2])
-        trajectories, grades = complete(
-            engine, self.tokenizer, task, prompts, samples, sampling, seed, members, self.rewards
+        trajectories, grades, talks = complete(
+            engine, self.tokenizer, task, prompts, samples, sampling, seed, members, self.rewards, self.turns
         )
         if self.processes > 1:
             trajectories = [replace(t, trace=first_head_trace(t.trace)) for t in trajectories]
-        return list(zip(trajectories, grades, strict=True))
+        told = [replace(talk, messages=[]) for talk in talks] or [None] * len(trajectories)
+        return list(zip(trajectories, grades, told, strict=True))
 
     @property
     def grading_error(self) -> str | None:
@@ -304,7 +321,7 @@ class Sampler:
         return self.task.last_error or self.rewards.last_error
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        ids = [encode(self.tokenizer, prompt.text) for prompt in prompts]
+        ids = starts(self.tokenizer, self.chats, prompts)
         self.budget.check_prompts(ids)
         return ids
 
