@@ -9,26 +9,22 @@ with the admin key: /pause  /resume  /update_weights
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ..errors import SparseRLError
-from ..rollout import Sampling
 from . import weights
-from .answer import Answer, Teller, chat_logprobs, completion_logprobs, head, usage
-from .desk import Event, Ticket
+from .answer import Answer, chat_logprobs, completion_logprobs, head, usage
 from .guard import Guard
 from .metrics import metrics
 from .page import page
 from .prompts import chat_prompt, text_prompt
 from .protocol import (
-    Asked,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -36,11 +32,9 @@ from .protocol import (
     parse_json,
     parsed,
 )
-from .scoring import score
+from .reader import Reader, go_on, streaming
 from .service import Service
 from .tools import calls_in
-
-Result = TypeVar("Result")
 
 
 def make_app(service: Service) -> FastAPI:
@@ -74,8 +68,11 @@ def make_app(service: Service) -> FastAPI:
         asked = parsed(ChatRequest, parse_json(await request.body()))
         asked.check()
         name = service.name_of(asked.model)
-        prompt = chat_prompt(tokenizer, service.template, asked)
-        reader = Reader(service, asked, name, [prompt], request.state.owner)
+        reader = go_on(service, asked, name, request.state.owner)
+        if reader is None:
+            prompts = [chat_prompt(tokenizer, service.template, asked)]
+            reader = Reader(service, asked, name, prompts, request.state.owner, keep=asked.conversation is not None)
+        prompt = reader.answers[0].prompt
         identity = f"chatcmpl-{secrets.token_hex(12)}"
         if asked.stream:
             return await streaming(reader, chat_chunks(reader, asked, identity))
@@ -93,7 +90,10 @@ def make_app(service: Service) -> FastAPI:
             reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
             choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
             choices.append(choice | reader.own(answer, asked.return_token_ids))
-        more = {"prompt_token_ids": prompt} if asked.return_token_ids else {}
+            reader.keep(message)
+        more: dict[str, Any] = {"prompt_token_ids": prompt} if asked.return_token_ids else {}
+        if asked.conversation is not None:
+            more["conversation"] = reader.how
         return JSONResponse(
             head("chat.completion", name, identity)
             | {"choices": choices, "usage": usage(answers, len(prompt)), **more, **reader.version(answers)}
@@ -142,17 +142,22 @@ def make_app(service: Service) -> FastAPI:
         held: dict[int, str] = {}  # with tools, a text may be a call: it is told when it is whole
         async for answer, event, piece in reader.events():
             delta: dict[str, Any] = {} if asked.tools else {"content": piece}
+            told: dict[str, Any] = {"content": answer.text}
             reason = event.finish_reason
             if asked.tools:
                 held[answer.index] = held.get(answer.index, "") + piece
                 if reason is not None:
                     content, calls = calls_in(tokenizer, held[answer.index])
                     delta = {"content": content} if content else {}
+                    told = {"content": content, "tool_calls": calls}
                     if calls:
                         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
                         reason = "tool_calls" if reason == "stop" else reason
             logprobs = chat_logprobs(tokenizer, event.tokens, event.logprobs) if asked.logprobs else None
             choice = {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            if event.finish_reason is not None:
+                reader.keep({"role": "assistant", **told})
+                choice |= {} if asked.conversation is None else {"conversation": reader.how}
             yield first | {"choices": [choice | reader.news(answer, event, asked.return_token_ids)]}
 
     async def completion_chunks(
@@ -256,134 +261,3 @@ def make_app(service: Service) -> FastAPI:
         return HTMLResponse(page(service))
 
     return app
-
-
-class Reader:
-    """The answers to one request."""
-
-    def __init__(self, service: Service, asked: Asked, name: str, prompts: list[list[int]], owner: str | None):
-        self.service, self.asked, self.name, self.owner = service, asked, name, owner or ""
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        self.sampling: list[Sampling] = []
-        self.tickets: list[Ticket] = []
-        self.answers: list[Answer] = []
-        try:
-            for prompt in prompts:
-                sampling = service.sampling(asked, len(prompt))
-                for sample in range(asked.n):
-                    ticket = service.desk.submit(name, prompt, sampling, seed, sample, asked.stops, asked.map)
-                    self.tickets.append(ticket)
-                    self.sampling.append(sampling)
-                    self.answers.append(Answer(len(self.answers), prompt))
-        except BaseException:
-            self.cancel()
-            raise
-        self.tellers = [Teller(service.tokenizer, asked.stops) for _ in self.tickets]
-
-    def cancel(self) -> None:
-        for ticket in self.tickets:
-            self.service.desk.cancel(ticket)
-
-    async def events(self) -> AsyncIterator[tuple[Answer, Event, str]]:
-        """News of all answers as they come, with the text that is new."""
-        together: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
-
-        async def follow(i: int, ticket: Ticket) -> None:
-            try:
-                async for event in self.service.desk.events(ticket):
-                    together.put_nowait((i, event))
-            except Refusal as error:
-                together.put_nowait((i, error))
-
-        tasks = [asyncio.create_task(follow(i, ticket)) for i, ticket in enumerate(self.tickets)]
-        left = len(tasks)
-        try:
-            while left:
-                i, event = await together.get()
-                if isinstance(event, BaseException):
-                    raise event
-                piece = self.answers[i].add(event, self.tellers[i])
-                left -= event.finish_reason is not None
-                yield self.answers[i], event, piece
-        finally:
-            for task in tasks:
-                task.cancel()
-            self.cancel()
-
-    async def whole(self, request: Request) -> list[Answer]:
-        """All answers, complete; a client that hangs up cancels them."""
-
-        async def read() -> None:
-            async for _ in self.events():
-                pass
-
-        await unless_gone(request, read())
-        return self.answers
-
-    async def scored(self, answer: Answer, top: int, first: int | None = None):
-        """See scoring.py."""
-        assert answer.trajectory is not None
-        trajectory, sampling = answer.trajectory, self.sampling[answer.index]
-        model, start = self.service.model, len(answer.prompt) if first is None else first
-        return await self.service.desk.work(lambda: score(model, trajectory, sampling, top, start))
-
-    def own(self, answer: Answer, ids: bool) -> dict[str, Any]:
-        """Fields of an ended choice that OpenAI lacks."""
-        found: dict[str, Any] = {"stop_reason": answer.stop_reason}
-        if ids:
-            found["token_ids"] = answer.tokens
-        if self.asked.trace and answer.trajectory is not None:
-            found["trace_id"] = self.service.traces.put(answer.trajectory, self.owner)
-        return found
-
-    def news(self, answer: Answer, event: Event, ids: bool) -> dict[str, Any]:
-        """The same for a chunk."""
-        found: dict[str, Any] = {"token_ids": event.tokens} if ids else {}
-        if event.seen is not None:
-            found["seen"] = event.seen.json
-        return found | (self.own(answer, False) if event.finish_reason is not None else {})
-
-    def version(self, answers: list[Answer]) -> dict[str, Any]:
-        """How many optimizer steps were behind the oldest weights that sampled."""
-        return {"weight_version": min(answer.version for answer in answers)}
-
-
-async def streaming(reader: Reader, chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Server-sent events. An error after the first event is one, too."""
-
-    async def lines() -> AsyncIterator[str]:
-        chunk: dict[str, Any] = {}
-        try:
-            async for chunk in chunks:
-                yield f"data: {json.dumps(chunk)}\n\n"
-            options = reader.asked.stream_options
-            if options is not None and options.include_usage:
-                total = sum(len(p) for p in {id(a.prompt): a.prompt for a in reader.answers}.values())
-                last = {**chunk, "choices": [], "usage": usage(reader.answers, total)}
-                yield f"data: {json.dumps(last)}\n\n"
-        except Refusal as error:
-            yield f"data: {json.dumps(error.body)}\n\n"
-        finally:
-            reader.cancel()
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, unless the client hangs up first."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_gone(request.receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            raise Refusal(499, "the client has hung up.")
-        return await task
-    finally:
-        watch.cancel()
-
-
-async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

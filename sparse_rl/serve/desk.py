@@ -60,6 +60,7 @@ class Ticket:
     loop: asyncio.AbstractEventLoop
     told: int  # tokens of the conversation that its events have had
     watch: bool  # whether events say what is seen
+    keep: bool = False  # whether the conversation may go on when the answer has ended
     looked: float = 0.0  # when they last said it
 
     def tell(self, event: Event) -> None:
@@ -131,8 +132,9 @@ class Desk:
         sample: int,
         stop_strings: list[str],
         watch: bool = False,
+        keep: bool = False,
     ) -> Ticket:
-        """Ask for an answer; `events` has its news."""
+        """Ask for an answer; `events` has its news. keep: `extend` may follow"""
         live = self.places[place].live
         if live is None or self._stopping:
             raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
@@ -143,14 +145,42 @@ class Desk:
                 raise Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
             except SparseRLError as error:
                 raise Refusal(400, str(error)) from error
-            ticket = Ticket(
-                place, conversation, asyncio.Queue(), asyncio.get_running_loop(), len(conversation.tokens), watch
-            )
-            self._tickets[place, conversation.number] = ticket
-            self.counts.requests += 1
-            self.counts.prompt_tokens += len(prompt)
-            self._wake.notify()
+            return self._ticket(place, conversation, len(prompt), watch, keep)
+
+    def extend(
+        self, old: Ticket, given: list[int], sampling: Sampling, stop_strings: list[str], watch: bool = False
+    ) -> tuple[Ticket, str]:
+        """Go on with a conversation that was kept, in its row (`extended`), or in one that is made from its trace
+        (`restored`).
+        """
+        live, conversation = self.places[old.place].live, old.conversation
+        if live is None or self._stopping:
+            raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
+        with self._wake:
+            how = "restored" if conversation.row is None and conversation.parked is None else "extended"
+            try:
+                live.extend(conversation, given, sampling, stop_strings=stop_strings)
+            except SparseRLError as error:
+                raise Refusal(400, str(error)) from error
+            return self._ticket(old.place, conversation, len(given), watch, True), how
+
+    def _ticket(self, place: str, conversation: Conversation, read: int, watch: bool, keep: bool) -> Ticket:
+        """read: tokens that are fed before the answer"""
+        queue, loop = asyncio.Queue(), asyncio.get_running_loop()
+        ticket = Ticket(place, conversation, queue, loop, len(conversation.tokens), watch, keep)
+        self._tickets[place, conversation.number] = ticket
+        self.counts.requests += 1
+        self.counts.prompt_tokens += read
+        self._wake.notify()
         return ticket
+
+    def forget(self, ticket: Ticket) -> None:
+        """End a conversation that was kept."""
+        with self._wake:
+            live = self.places[ticket.place].live
+            if live is not None and not live.closed and ticket.conversation.status != "ended":
+                live.cancel(ticket.conversation)
+            self._wake.notify()
 
     async def events(self, ticket: Ticket) -> AsyncIterator[Event]:
         """The news of an answer until it ends; whoever stops reading cancels it."""
@@ -243,15 +273,16 @@ class Desk:
 
     def _tell(self, live: LiveEngine, ticket: Ticket) -> None:
         conversation, first = ticket.conversation, ticket.told
-        tokens, logprobs = conversation.tokens[first:], conversation.logprobs[first:]
-        ticket.told += len(tokens)
+        sampled = [i for i in range(first, len(conversation.tokens)) if not conversation.given[i]]
+        tokens, logprobs = [conversation.tokens[i] for i in sampled], [conversation.logprobs[i] for i in sampled]
+        ticket.told = len(conversation.tokens)
         self.counts.generated_tokens += len(tokens)
         version = live.engine.version
         if conversation.status != "stopped":
             ticket.tell(Event(tokens, logprobs, version=version, seen=self._look(live, ticket)))
             return
         reason = conversation.finish_reason or "stop"
-        trajectory = live.release(conversation)
+        trajectory = live.trajectory(conversation) if ticket.keep else live.release(conversation)
         with self._wake:
             self._tickets.pop((ticket.place, conversation.number), None)
             self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1

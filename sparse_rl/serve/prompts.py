@@ -19,17 +19,53 @@ def chat_prompt(tokenizer, template: str | None, asked: ChatRequest) -> list[int
     messages = [_message(message, i) for i, message in enumerate(asked.messages)]
     if getattr(tokenizer, "chat_template", None) is None:
         return _question(tokenizer, template, messages, asked)
+    text = _rendered(tokenizer, asked, messages, asked.add_generation_prompt)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _rendered(tokenizer, asked: ChatRequest, messages: list[dict[str, Any]], ask: bool) -> str:
+    """ask: with what makes the model speak"""
     tools = asked.tools if asked.tools and asked.tool_choice != "none" else None
     reserved = {"tokenize", "tools", "add_generation_prompt", "return_dict", "return_tensors"}
     more = {name: value for name, value in asked.chat_template_kwargs.items() if name not in reserved}
     try:
-        return list(
-            tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=asked.add_generation_prompt, return_dict=False, **more
-            )
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=ask, tokenize=False, **more)
     except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise Refusal(400, f"the model's chat template refuses these messages ({str(error)[:200]}).") from error
+
+
+def continuation(tokenizer, end: int, asked: ChatRequest, known: int) -> list[int]:
+    """The tokens that follow a conversation in its row: all of the template's text after the end of the last turn.
+
+    known: how many messages it has, the model's last one included; end: the token that ends a turn
+    """
+    messages = [_message(message, i) for i, message in enumerate(asked.messages)]
+    before, after = (
+        _rendered(tokenizer, asked, part, ask) for part, ask in ((messages[:known], False), (messages, True))
+    )
+    ending = tokenizer.convert_ids_to_tokens(end)
+    _, found, rest = before.rpartition(ending)
+    if not after.startswith(before) or not found:
+        raise Refusal(
+            400,
+            "the model's chat template writes earlier turns otherwise once a message follows them, so a conversation "
+            "cannot go on in its row; leave out `conversation`.",
+            param="conversation",
+        )
+    return tokenizer.encode(rest + after[len(before) :], add_special_tokens=False)
+
+
+def essence(message: dict[str, Any]) -> dict[str, Any]:
+    """What of a message the model reads, however a client wrote it down."""
+    calls = message.get("tool_calls") or []
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    called = [(f.get("name"), _as_text(f.get("arguments"))) for f in functions if isinstance(f, dict)]
+    names = {key: message[key] for key in ("name", "tool_call_id") if message.get("role") == "tool" and key in message}
+    return {"role": message.get("role"), "content": message.get("content") or "", "calls": called, **names}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def text_prompt(tokenizer, prompt: str | list[int]) -> list[int]:

@@ -99,6 +99,7 @@ class ChatRequest(Asked):
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    conversation: str | None = Field(None, min_length=1, max_length=200)  # ours: go on with it in its row
 
     @property
     def limit(self) -> int | None:
@@ -112,6 +113,8 @@ class ChatRequest(Asked):
         super().check()
         if self.top and not self.logprobs:
             raise Refusal(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
+        if self.conversation is not None and (self.n > 1 or not self.add_generation_prompt):
+            raise Refusal(400, "a conversation has one answer (n: 1), which is asked for.", param="conversation")
         _check_top(self.top, self.stream, "top_logprobs")
 
 

@@ -36,7 +36,7 @@ def service_of(placed: Placed, settings: Settings) -> Service:
 
     def opened(engine: Engine):
         tokens, longest = settings.prompt_tokens, settings.max_tokens
-        return engine.open(tokens, longest, waiting=placed.waiting, hold=0, park=0, tokenizer=placed.tokenizer)
+        return engine.open(tokens, longest, waiting=placed.waiting, tokenizer=placed.tokenizer)
 
     desk = Desk({name: Place(engine, opened) for name, engine in placed.engines.items()})
     desk.start()

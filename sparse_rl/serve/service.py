@@ -12,14 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from ..models import stop_ids
+from ..models import end_token, stop_ids
 from ..records import Trajectory
 from ..rollout import Sampling
+from .conversations import Conversations
 from .desk import Desk
 from .protocol import Asked, ChatRequest, CompletionRequest, Refusal
 
 _TRACES = 256 * 2**20  # bytes of traces that are kept
 _TRACE_SECONDS = 600
+_HELD_SECONDS = 600  # that a conversation is kept after its last answer
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Service:
 
     def __post_init__(self):
         self.stop_ids = stop_ids(self.model, self.tokenizer)
+        self.end = end_token(self.model, self.tokenizer)  # of a turn
+        rows = next(iter(self.desk.places.values())).engine.rows
+        self.conversations = Conversations(self.desk, 4 * rows, _HELD_SECONDS)
         config = getattr(self.model, "generation_config", None)
         sampled = config if config is not None and getattr(config, "do_sample", False) else None
         self.defaults = {
@@ -117,11 +122,14 @@ class Service:
             "sparse_rl": cache,
         }
 
-    def sampling(self, asked: Asked, prompt: int) -> Sampling:
-        """How an answer to a prompt of so many tokens is drawn: as asked, else as the model's config says."""
+    def sampling(self, asked: Asked, prompt: int, goes_on: bool = False) -> Sampling:
+        """How an answer to a prompt of so many tokens is drawn: as asked, else as the model's config says.
+
+        goes_on: the prompt is a conversation that goes on in its row
+        """
         room = self.settings.max_tokens - prompt
-        if prompt < 1 or room < 1 or prompt > self.settings.prompt_tokens:
-            most = min(self.settings.prompt_tokens, self.settings.max_tokens - 1)
+        if prompt < 1 or room < 1 or not (goes_on or prompt <= self.settings.prompt_tokens):
+            most = self.settings.max_tokens - 1 if goes_on else self.settings.prompt_tokens
             raise Refusal(
                 400,
                 f"the prompt has {prompt} tokens, but may have 1 to {most} (of {self.settings.max_tokens} with the "

@@ -16,7 +16,7 @@ from sparse_rl.serve.run import Placed, service_of
 from sparse_rl.serve.service import Service, Settings
 
 ASK = "{% if add_generation_prompt %}a:{% endif %}"
-CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}" + ASK
+CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}" + ASK
 TOKENS = 200  # of a prompt and its answer
 
 

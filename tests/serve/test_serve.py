@@ -57,7 +57,7 @@ def test_a_stream_has_the_same_text_and_says_why_it_ended(client, service):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     whole = client.chat.completions.create(model="sums", messages=CHAT, max_tokens=60, **SAMPLED)
-    expected, done = own_text(service, f"u:{PROMPT};a:", 5)
+    expected, done = own_text(service, f"u:{PROMPT}<eos>a:", 5)
     assert text == whole.choices[0].message.content == expected
     ended = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1]
     assert ended == whole.choices[0].finish_reason == done.finish_reason
