@@ -24,6 +24,7 @@ from .list import list_
 from .plan import plan
 from .report import report
 from .rollout import rollout
+from .serve import serve
 from .train import train
 from .warmup import warmup
 
@@ -61,6 +62,7 @@ app.command()(export)
 app.command()(calibrate)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
+app.command(context_settings=WITH_OVERRIDES)(serve)
 app.command()(report)
 app.command()(demo)
 
