@@ -102,11 +102,13 @@ def run_case(folder: Path, number: int, samplers: int, ahead: int, steps: int, e
 
     Trainer.run = run
     pool = {"pool": f"ray://{cluster.address}", "samplers": samplers, "ahead": ahead, "patience": PATIENCE}
-    train(settings(steps, **pool, over_ask=0.2), folder, show=False)
-    assert not every or happened, "the storm did not begin"
-    print("happened", json.dumps(happened), flush=True)
-    ray.shutdown()
-    cluster.shutdown()
+    try:
+        train(settings(steps, **pool, over_ask=0.2), folder, show=False)
+        assert not every or happened, "the storm did not begin"
+        print("happened", json.dumps(happened), flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def child(*arguments: object) -> subprocess.CompletedProcess:
