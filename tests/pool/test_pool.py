@@ -1,12 +1,14 @@
 """The pool with members that are lost, late, slow, hung, out of memory or wrong: made-up work, without Ray."""
 
 import random
+import sys
 import threading
 
 import pytest
 
 from sparse_rl.errors import NonFiniteLogits, OutOfMemory, SparseRLError
 from sparse_rl.pool import pool as pool_module
+from sparse_rl.pool.cluster import connect
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
 from tests.helpers.pools import Threads
@@ -226,3 +228,10 @@ def test_closing_ends_requests_under_way():
     pool.close()
     thread.join()
     assert len(errors) == 1
+
+
+def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with pytest.raises(SparseRLError, match=r"pip install 'sparse-rl\[ray\]'"):
+        connect("ray://auto", 0)
