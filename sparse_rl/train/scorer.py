@@ -58,8 +58,9 @@ class Collector(Watch):
         super().__call__(seen)
         worth = self.received[seen.layer].flip(-1).cumsum(-1).flip(-1)  # [H, T, S]
         for segment, begin in enumerate(self.begins.tolist()):
-            view = slots_at(seen, self.evicted_at[seen.layer], begin, self.compressor, self.num_prompt_tokens)
-            if segment and view is not None:
+            gone = self.evicted_at[seen.layer]
+            view = slots_at(seen, gone, begin, self.compressor, self.num_prompt_tokens)
+            if view is not None and (gone == begin).any():
                 of_slots = worth[..., segment].gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
                 if (drawn := self._draw(view, of_slots)) is not None:
                     self.found.setdefault(seen.layer, []).append(drawn)
@@ -87,12 +88,12 @@ def slots_at(
     seen: Observed, evicted_at: Tensor, begin: int, compressor: ScoreCompressor, num_prompt_tokens: int
 ) -> CacheView | None:
     """What a row held when it was evicted before query `begin`; None where heads held different numbers of slots, or
-    nothing was evicted. evicted_at [H, T]
+    little more than the window. evicted_at [H, T]
     """
     tokens = torch.arange(evicted_at.shape[1])
     present = (tokens < begin) & (evicted_at >= begin)  # [H, T]
     counts = present.sum(1)
-    if begin == 0 or counts.min() != counts.max() or not (evicted_at == begin).any():
+    if counts.min() != counts.max():
         return None
     feed = present.nonzero()[:, 1].view(len(present), -1).to(seen.keys.device)  # [H, S]
     if feed.shape[1] <= compressor.window + 1:
