@@ -23,6 +23,7 @@ from torch import Tensor
 
 # Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
 _MOST_KEPT = 64
+WIDEST_HEAD = 256  # numbers of a key, and of a value, up to which kernels go by segments; else there is a mask
 _SHARED = 16  # times as many where all layers and heads share one list
 
 
@@ -62,7 +63,7 @@ class Observed:
 
 @dataclass
 class Replay:
-    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument.
+    """The traces of a micro-batch, on the model's device.
 
     With a packing the model is fed the one packed row; traces and lengths stay those of the B trajectories.
     """
@@ -77,9 +78,9 @@ class Replay:
     def segments(self) -> Segments:
         return find_segments(self.evicted_at, self.lengths, None if self.packing is None else self.packing.first)
 
-    def of_layer(self, layer: int, heads: int) -> Tensor:
-        """int32 [B, H, T]"""
-        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0].expand(-1, heads, -1)
+    def of_layer(self, layer: int) -> Tensor:
+        """int32 [B, H, T]; H = 1 where all heads share it"""
+        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0]
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = None) -> Segments:

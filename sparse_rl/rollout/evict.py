@@ -98,3 +98,21 @@ def _check_kept(kept: object, shape: tuple[int, int, int], used: int, compressor
         given = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
         raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {given}.")
     return (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()
+
+
+def evict_as(cache: SlotCache, used: int, evicted_at: Tensor, fed: int) -> int:
+    """Evict from the first row what is gone after `fed` tokens. evicted_at int64 [L, H, T] -> slots left"""
+    feed = cache.feed[:, 0, :, :used].long()  # [L, H, S]
+    stays = evicted_at.gather(2, feed) > fed
+    left = int(stays[0, 0].sum())
+    kept = stays.nonzero()[:, 2].view(*stays.shape[:2], left)  # as many in every layer and head
+    row, live = (
+        torch.zeros(1, dtype=torch.int64, device=feed.device),
+        torch.ones(1, dtype=torch.bool, device=feed.device),
+    )
+    trace = torch.empty(1, *evicted_at.shape, dtype=torch.int32, device=feed.device)  # it is known
+    ops.compact(
+        cache.keys, cache.values, cache.feed, cache.mass, trace, slice(0, cache.shape.layers), row, used,
+        kept[:, None], row + fed, live, never_in(trace),
+    )  # fmt: skip
+    return left

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..chat import talk_metrics
 from ..config.recipe import LearnSettings, RolloutSettings
 from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
@@ -48,6 +49,8 @@ def step_metrics(
         "old/entropy/mean": scored.entropies[seen][seen_mask].double().mean().item(),
         "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
     }
+    if rollout.talks:
+        metrics |= talk_metrics(rollout.talks, trajectories)
     if any(t.choices is not None for t in trajectories):
         metrics |= fold_metrics(trajectories)
     for label, part in by_task(rollout.prompts, rollout.grades).items():
