@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     h2o,
     knorm,
     kvpress,
+    learned,
     prompt_only,
     random,
     rkv,
