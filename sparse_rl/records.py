@@ -1,4 +1,4 @@
-"""The record of one sampled completion (`Trajectory`), and how trajectories are written to disk and read back.
+"""The record of one sampled completion or conversation (`Trajectory`), and how trajectories are written and read back.
 
 Shapes: T tokens of a trajectory (prompt + response), L layers, H KV heads. All tensors live on the CPU.
 """
@@ -21,11 +21,15 @@ from .files import writing
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One completion with the evidence of how it was sampled."""
+    """One completion with the evidence of how it was sampled.
+
+    In a conversation tokens that the policy sampled and tokens that it was given (a tool's output, a user's next turn)
+    follow one another after the prompt, under one trace. A run of sampled tokens is a turn.
+    """
 
     tokens: Tensor  # int64 [T]: prompt, then response (its stop token included)
     num_prompt_tokens: int
-    sampler_logprobs: Tensor  # fp32 [T]: under the distribution that was sampled from; 0 on the prompt
+    sampler_logprobs: Tensor  # fp32 [T]: under the distribution that was sampled from; 0 if it was not sampled
     trace: Trace  # what every query could see; evicted_at [L, H, T]
     finish_reason: str  # "stop": a stop token was sampled; "length": max_new_tokens were sampled
     prompt_index: int  # which prompt of the call
@@ -37,6 +41,7 @@ class Trajectory:
     # part of the log-prob; None: it does not choose its folds
     choices: Tensor | None = None
     support: Support | None = None  # which tokens could be drawn, where top-k or top-p left some out and a learner asks
+    given: Tensor | None = None  # bool [T]: after the prompt, what the policy did not sample; None: it sampled all
 
     @property
     def prompt_tokens(self) -> Tensor:
@@ -44,13 +49,15 @@ class Trajectory:
 
     @property
     def response_tokens(self) -> Tensor:
-        """The sampled tokens; beacons are not sampled."""
+        """The sampled tokens; beacons are not sampled, nor is what others wrote."""
         return self.tokens[self.response_mask]
 
     @property
     def response_mask(self) -> Tensor:
         """bool [T]: the sampled tokens."""
         response = torch.arange(len(self.tokens)) >= self.num_prompt_tokens
+        if self.given is not None:
+            response &= ~self.given
         return response if self.beacon_id is None else response & (self.tokens != self.beacon_id)
 
     @property
@@ -58,18 +65,39 @@ class Trajectory:
         """bool [T]: everything that the policy chose, and that has a log-prob: tokens, and the folds of its choice."""
         return self.response_mask if self.choices is None else self.response_mask | self.choices
 
+    @property
+    def num_given_tokens(self) -> int:
+        return 0 if self.given is None else int(self.given.sum())
+
+    @property
+    def turns(self) -> list[slice]:
+        """Where the policy spoke: one slice of the tokens after the prompt for every run without given tokens.
+
+        Beacons belong to the turn in which they stand.
+        """
+        others = torch.zeros(len(self.tokens), dtype=torch.bool) if self.given is None else self.given.clone()
+        others[: self.num_prompt_tokens] = True
+        edges = torch.nn.functional.pad(~others, (1, 1)).int().diff()
+        starts, ends = ((edges == way).nonzero()[:, 0].tolist() for way in (1, -1))
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+
+    @property
+    def num_text_tokens(self) -> int:
+        """The tokens of prompt and conversation, whoever wrote them; beacons are none."""
+        return self.num_prompt_tokens + len(self.response_tokens) + self.num_given_tokens
+
 
 def kv_tokens_saved(trajectories: Sequence[Trajectory]) -> float:
     """1 - slots in use at the end / tokens, over all trajectories; the Sparse-RL paper counts this way."""
     slots = sum(t.trace.slots_in_use().double().mean().item() for t in trajectories)
-    return 1 - slots / sum(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
+    return 1 - slots / sum(t.num_text_tokens for t in trajectories)
 
 
 def entries(trajectory: Trajectory) -> Tensor:
     """Cache entries that each query of the response saw, its own included: the mean over layers and KV heads. fp64 [Q]
 
-    The Q queries are the tokens fed after the prompt, beacons included; the last token is never fed. If nothing was fed
-    after the prompt, the result is the number of prompt tokens.
+    The Q queries are the tokens fed after the prompt, beacons and given ones included; the last token is never fed. If
+    nothing was fed after the prompt, the result is the number of prompt tokens.
     """
     first, last = trajectory.num_prompt_tokens, len(trajectory.tokens) - 1  # feed indices of queries: first .. last - 1
     if last <= first:
@@ -114,6 +142,7 @@ class TrajectoryWriter:
             beacons = {"beacon_id": trajectory.beacon_id, "positions": trajectory.positions.tolist()}
         if trajectory.choices is not None:
             beacons["choices"] = trajectory.choices.nonzero()[:, 0].tolist()
+        turns = {} if trajectory.given is None else {"given": _runs(trajectory.given)}
         supports = {}
         if trajectory.support is not None:
             name = Path("supports", Path(trace).name)
@@ -133,6 +162,7 @@ class TrajectoryWriter:
             "tokens": trajectory.tokens.tolist(),
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
             "trace": trace,
+            **turns,
             **beacons,
             **supports,
         }
@@ -193,6 +223,7 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         sample_index=line["sample_index"],
         version=line["version"],
         support=Support.load(folder / line["support"]) if "support" in line else None,
+        given=_from_runs(line["given"], len(line["tokens"])) if "given" in line else None,
         **beacons,
     )
     lengths = {
@@ -225,6 +256,8 @@ def _why_invalid(line: dict) -> str | None:
         return f"finish_reason is {line['finish_reason']!r}, not 'stop' or 'length'"
     if any(line["sampler_logprobs"][: line["num_prompt_tokens"]]):
         return "its prompt has log-probs, but was not sampled"
+    if "given" in line and (why := _why_not_given(line)) is not None:
+        return why
     if "beacon_id" in line:
         positions = line["positions"]
         if not (_is_count(line["beacon_id"]) and isinstance(positions, list) and all(map(_is_count, positions))):
@@ -235,6 +268,41 @@ def _why_invalid(line: dict) -> str | None:
         response = range(line["num_prompt_tokens"], len(line["tokens"]))
         if not isinstance(line["choices"], list) or not all(_is_count(i) and i in response for i in line["choices"]):
             return "choices are not places of its response"
+    return None
+
+
+def _runs(which: Tensor) -> list[list[int]]:
+    """Where a mask is on, as [begin, end] of every run. bool [T]"""
+    edges = torch.nn.functional.pad(which, (1, 1)).int().diff()
+    return torch.stack([(edges == way).nonzero()[:, 0] for way in (1, -1)], 1).tolist()
+
+
+def _from_runs(runs: list[list[int]], length: int) -> Tensor:
+    which = torch.zeros(length, dtype=torch.bool)
+    for begin, end in runs:
+        which[begin:end] = True
+    return which
+
+
+def _why_not_given(line: dict) -> str | None:
+    """Why `given` cannot be where others wrote, or None: runs after the prompt, in order, without log-probs."""
+    runs, last = line["given"], line["num_prompt_tokens"]
+    if not isinstance(runs, list):
+        return f"given is {type(runs).__name__}, not a list of [begin, end]"
+    choices = line.get("choices")
+    for run in runs:
+        if not (isinstance(run, list) and len(run) == 2 and all(map(_is_count, run))):
+            return f"given holds {run!r:.40}, not [begin, end] with whole numbers"
+        if not last <= run[0] < run[1] <= len(line["tokens"]):
+            return (
+                f"given holds {run}, but its runs follow one another after the {line['num_prompt_tokens']} tokens of "
+                f"the prompt, within {len(line['tokens'])} tokens"
+            )
+        if any(line["sampler_logprobs"][run[0] : run[1]]):
+            return f"tokens {run[0]} to {run[1] - 1} were given, but have log-probs as if they had been sampled"
+        if isinstance(choices, list) and any(i in range(*run) for i in choices):
+            return f"there are choices at tokens {run[0]} to {run[1] - 1}, which were given"
+        last = run[1]
     return None
 
 

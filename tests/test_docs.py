@@ -8,7 +8,7 @@ import torch
 
 import sparse_rl
 from sparse_rl import COMPRESSORS, token_logprobs
-from tests.helpers.compressors import STANDALONE
+from tests.helpers.compressors import BY_NAME
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -148,7 +148,7 @@ def test_the_readme_is_one_page_from_which_everything_is_near():
 
 def test_the_page_of_compressors_lists_every_one():
     text = (ROOT / "docs/compressors.md").read_text()
-    for name in STANDALONE:
+    for name in BY_NAME:
         assert f"| `{name}` |" in text
 
 

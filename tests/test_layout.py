@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "kernels": "cache",
     "records": "cache",
     "attention": "cache kernels",
-    "compressors": "beacon cache kernels",
+    "compressors": "beacon cache kernels models",
     "models": "beacon cache",
     "planning": "cache compressors models",
     "learn": "attention beacon cache kernels models records",

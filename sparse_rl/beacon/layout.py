@@ -45,16 +45,23 @@ class BeaconLayout:
 
     tokens: Tensor  # int64 [B, T]
     lengths: Tensor  # int64 [B]
-    sampled: Tensor  # bool [B, T]: response tokens, without beacons
+    sampled: Tensor  # bool [B, T]: sampled tokens, without beacons
     evicted_at: Tensor  # int64 [B, T]: `never` for prompt, beacons and the last chunk; all layers and heads share it
 
 
 def insert_beacons(
-    tokens: Tensor, prompts: Tensor, lengths: Tensor, ends: Tensor, beacon_id: int, never: int
+    tokens: Tensor,
+    prompts: Tensor,
+    lengths: Tensor,
+    ends: Tensor,
+    beacon_id: int,
+    never: int,
+    sampled: Tensor | None = None,
 ) -> BeaconLayout:
     """Put a beacon after every token that ends a chunk.
 
-    tokens int64 [B, T - beacons], prompts, lengths [B], ends bool like tokens
+    tokens int64 [B, T - beacons], prompts, lengths [B], ends bool like tokens; sampled bool like tokens: those of the
+    response that the policy sampled; None: it sampled all. The others are folded like them.
     """
     fed = lengths + ends.sum(1)
     width, index = int(fed.max()), torch.arange(tokens.shape[1])
@@ -66,7 +73,10 @@ def insert_beacons(
     # A chunk is gone for the query after its beacon.
     following = torch.where(is_beacon, index + 1, never).flip(1).cummin(1).values.flip(1)
     response = (index >= prompts[:, None]) & there & ~is_beacon
-    return BeaconLayout(torch.where(there, laid, 0), fed, response, torch.where(response, following, never))
+    evicted_at = torch.where(response, following, never)
+    if sampled is not None:
+        response &= torch.zeros(len(tokens), width + 1, dtype=torch.bool).scatter(1, place, sampled)[:, :width]
+    return BeaconLayout(torch.where(there, laid, 0), fed, response, evicted_at)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ Shapes: B rows, L layers, H KV heads, T tokens, S segments (of the row that has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -45,6 +46,21 @@ class Packing:
     size: int  # tokens in the row
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What one layer attends with."""
+
+    layer: int  # the number of the slots that it reads
+    queries: Tensor  # [B, H * G, T, D] after RoPE
+    keys: Tensor  # [B, H, T, D] after RoPE
+    values: Tensor  # [B, H, T, Dv]
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [H * G]: logits that take a share of every query's attention
+    bias: Tensor | None = None  # [B, H * G, T, T]: added to the logits
+
+
 @dataclass
 class Replay:
     """The traces of a micro-batch, on the model's device.
@@ -56,6 +72,7 @@ class Replay:
     lengths: Tensor  # int64 [B]: tokens without padding
     packing: Packing | None = None
     layouts: dict[Any, Any] = field(default_factory=dict)  # of kernels, by what they depend on
+    observe: Callable[[Observed], None] | None = None  # is shown what layers attend with
 
     @cached_property
     def segments(self) -> Segments:

@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import SparseRLError
 from ..files import is_text
 from .bench import bench
+from .calibrate import calibrate
 from .data import data
 from .demo import demo
 from .eval import eval_
@@ -57,6 +58,7 @@ app.command()(data)
 app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
 app.command()(export)
+app.command()(calibrate)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
 app.command()(report)

@@ -38,6 +38,12 @@ class CacheView:
     scaling: float  # what the model multiplies q . k with
     softcap: float | None = None  # what the model bounds its logits with, if it does
     unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every later query
+    layer: Tensor | None = None  # [B] int64: which layer's slots a row holds
+
+    @property
+    def is_prompt(self) -> Tensor:
+        """Which slots hold tokens of the prompt. bool [B, H, S]"""
+        return self.feed < self.num_prompt_tokens[:, None, None]
 
     def last_queries(self, count: int) -> Tensor:
         """The last (at most) `count` queries. -> [B, H * G, W', D]"""
@@ -46,7 +52,11 @@ class CacheView:
 
     def attention_logits(self, last: int) -> Tensor:
         """fp32 logits of the last (at most) `last` queries over all slots. -> [B, H, G, W', S]"""
-        return twins.grouped_logits(self.last_queries(last), self.keys, self.scaling, self.softcap, self.unreachable)
+        return self.logits_of(self.last_queries(last))
+
+    def logits_of(self, queries: Tensor) -> Tensor:
+        """fp32 logits of queries [B, H * G, W, D] over all slots. -> [B, H, G, W, S]"""
+        return twins.grouped_logits(queries, self.keys, self.scaling, self.softcap, self.unreachable)
 
 
 class Compressor:
@@ -68,6 +78,7 @@ class Compressor:
     evicts_response: bool = True  # whether full rows are evicted; if not, a row has room for the whole response
     folds: bool = False  # whether the model folds chunks of its response into one entry each while it decodes
     chooses: bool = False  # whether it folds where its policy chose to
+    learns: str = ""  # the file beside a model, NAME.safetensors, that it reads (models/companion.py)
 
     def __init__(
         self,
@@ -116,6 +127,9 @@ class Compressor:
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this compressor cannot run on."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Take what it reads of a model; called once, by the engine that runs on it."""
 
     def extra_positions(self, model: nn.Module, new: int) -> int:
         """Positions taken up by what a row is fed beside its prompt and `new` tokens."""
@@ -195,12 +209,7 @@ class ScoreCompressor(Compressor):
         raise NotImplementedError
 
     def keep(self, view: CacheView, budget: int) -> Tensor:
-        sinks, window = self.protected(budget)
-        used = view.keys.shape[2]
-        slot = torch.arange(used, device=view.keys.device)
-        forced = (slot < sinks) | (slot >= used - window)  # [S]
-        if self.protect_prompt:
-            forced = forced | (view.feed < view.num_prompt_tokens[:, None, None])  # [B, H, S]
+        forced = self.forced(view, budget)
         score = self._checked(self.score(view), view).float()
         if view.unreachable is not None:
             score = score.masked_fill(view.unreachable, -torch.inf)
@@ -210,6 +219,14 @@ class ScoreCompressor(Compressor):
             blamed = score.isnan().any(-1) & view.keys.isfinite().flatten(2).all(-1)  # [B, H]; the model may be ruined
             kept[..., 0].masked_fill_(blamed, -1)
         return kept
+
+    def forced(self, view: CacheView, budget: int) -> Tensor:
+        """Slots that stay whatever their score: sinks, window and a protected prompt. bool [S] or [B, H, S]"""
+        sinks, window = self.protected(budget)
+        used = view.keys.shape[2]
+        slot = torch.arange(used, device=view.keys.device)
+        forced = (slot < sinks) | (slot >= used - window)
+        return forced | view.is_prompt if self.protect_prompt else forced
 
     def _checked(self, score: Any, view: CacheView) -> Tensor:
         shape = view.keys.shape[:3]

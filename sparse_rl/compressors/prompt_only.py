@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SparseRLError
 from .base import CacheView, Compressor, make, register
@@ -61,7 +61,14 @@ class PromptOnly(Compressor):
     def bind(self, budget: int, interval: int) -> Self:
         bound = super().bind(budget, interval)
         bound.chooser = self.chooser.bind(budget, interval)
+        bound.num_queries = bound.chooser.num_queries
         return bound
+
+    def check_model(self, model: nn.Module) -> None:
+        self.chooser.check_model(model)
+
+    def attach(self, model: nn.Module) -> None:
+        self.chooser.attach(model)
 
     def protected(self, budget: int) -> tuple[int, int]:
         return self.chooser.protected(budget)

@@ -4,7 +4,8 @@
 
 I is SnapKV's pooled attention (snapkv.py). R says how much a key repeats the others (`redundancy` in kernels/twins.py,
 and as a kernel in kernels/evict.py). The newest of several near-copies does not count as a repetition, so that one of
-them survives. (Where a slot has no copy, the authors' code exempts column 0; ours exempts nothing.)
+them survives. (Where a slot has no copy, the authors' code exempts column 0; ours exempts nothing.) Lambda,
+`importance_weight`, is 0.1, as in the authors' README; the class in their code has 0.07.
 """
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from ..kernels import ops
 from ..kernels.twins import BLOCK_ELEMENTS as BLOCK_ELEMENTS  # planning/memory.py counts them
 from .base import CacheView, register
-from .snapkv import SnapKV, observed_importance
+from .snapkv import SnapKV
 
 
 @register
@@ -28,7 +29,7 @@ class RKV(SnapKV):
     def score(self, view: CacheView) -> Tensor:
         if view.keys.shape[2] <= self.window:
             return super().score(view)
-        importance = observed_importance(view, self.window, self.pool)
+        importance = self.importance(view)
         repeated = ops.redundancy(view.keys, self.threshold)[..., : importance.shape[-1]]
         # The window is kept whatever its score, so it gets 0.
         return F.pad(self.importance_weight * importance - (1 - self.importance_weight) * repeated, (0, self.window))

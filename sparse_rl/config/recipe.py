@@ -256,6 +256,10 @@ class Recipe:
                 f"{name} distills between the dense and the shadow view, but rollouts with beacons have no dense view; "
                 "use learn.method: shadow."
             )
+        if self.has_dense_reference:
+            raise SparseRLError(
+                "dpo.reference is dense, but rollouts with beacons have no dense view; use dpo.reference: view."
+            )
 
     def _check_students(self) -> None:
         if self.student.chunks and (self.folds or self.model.lora_rank):
@@ -327,6 +331,11 @@ class Recipe:
     def keeps_reference(self) -> bool:
         """Whether the log-probs of the starting model are needed."""
         return self.objective(self.loss).needs_reference
+
+    @property
+    def has_dense_reference(self) -> bool:
+        """Whether the reference sees trajectories in the dense view, whatever the learner's is."""
+        return self.learn.algorithm == "online-dpo" and self.dpo.reference == "dense"
 
     def objective(self, loss: Loss) -> Objective:
         """What the learner follows: `loss`, or the section of another algorithm."""

@@ -21,10 +21,12 @@ from ..models import (
     dequantise,
     find_model,
     is_adapter,
+    load_companions,
     load_model,
     no_progress_bar,
     read_record,
     reading,
+    save_companions,
     set_base,
     set_record,
 )
@@ -106,6 +108,8 @@ def _merge(folder: str, to: Path) -> None:
     set_record(merged, read_record(folder))
     with no_progress_bar():
         merged.save_pretrained(to)
+    load_companions(folder, merged)
+    save_companions(to, merged)
     tokenizer.save_pretrained(to)
 
 

@@ -137,7 +137,9 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimates over the tokens of the mask, 0 elsewhere. rewards, values [N, T] -> [N, T]
 
-    Tokens off the mask (a prompt, beacons, padding) are not steps: the token after one follows the token before it.
+    Tokens off the mask (a prompt, beacons, padding, what others wrote in a conversation) are not steps: the token after
+    one follows the token before it. So the last token of a turn is followed, without a further discount, by the value
+    of the state before the next turn, which has read what was given: what it says comes into the advantage there.
     """
     found = torch.zeros_like(values)
     after, value_after = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])

@@ -128,10 +128,13 @@ class Student:
         self.version = 0  # optimizer steps
         self.skipped = 0  # steps in a row that were skipped because a number was not finite
 
-    def insert_beacons(self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int]) -> BeaconLayout:
+    def insert_beacons(
+        self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int], sampled: Tensor | None = None
+    ) -> BeaconLayout:
         """Trajectories with this student's beacons.
 
-        tokens int64 [B, T - beacons]; prompts, lengths [B]; streams: one random stream per row, for the sizes drawn
+        tokens int64 [B, T - beacons]; prompts, lengths [B]; streams: one random stream per row, for the sizes drawn;
+        sampled bool like tokens: those of the response that the policy sampled; None: it sampled all
         """
         beacon = beacon_of(self.model)
         assert beacon is not None
@@ -140,7 +143,7 @@ class Student:
         else:
             chunks = torch.tensor([self.sizes[stream % len(self.sizes)] for stream in streams])
             ends = fixed_chunk_ends(chunks, prompts, lengths, tokens.shape[1])
-        return insert_beacons(tokens, prompts, lengths, ends, beacon.id, _NEVER)
+        return insert_beacons(tokens, prompts, lengths, ends, beacon.id, _NEVER, sampled)
 
     def kl(self, fed: BeaconLayout, teacher: TeacherStates, temperature: float) -> Tensor:
         """KL(teacher || student) of every response token. -> fp32 [n]"""
@@ -251,12 +254,13 @@ class Students:
         count: the response tokens of the optimizer step
         """
         taught, lengths = teacher_states(teacher, sampled, rows), sampled.lengths[rows]
-        tokens, prompts = sampled.tokens[rows, : int(lengths.max())], sampled.mask[rows].int().argmax(1)
+        width, prompts = int(lengths.max()), sampled.mask[rows].int().argmax(1)
+        tokens, mask = sampled.tokens[rows, :width], sampled.mask[rows, :width]
         sums = {}
         for student in self.members:
             # A stream for each (seed of the run, step, trajectory, student).
             streams = [stream_key(stream, [i], *student.sizes) % 2**62 for i in rows.tolist()]
-            fed = student.insert_beacons(tokens, prompts, lengths, streams)
+            fed = student.insert_beacons(tokens, prompts, lengths, streams, mask)
             with learning(student.model), fused(student.model):
                 kl = student.kl(fed, taught, self.temperature).sum()
                 (kl / count).backward()

@@ -1,6 +1,13 @@
 """Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
 
 from .adapters import base_of, is_adapter, record_base, set_base
+from .companion import (
+    Companion,
+    companions_of,
+    load_companions,
+    save_companions,
+    set_companion,
+)
 from .decoder import causal_lm_of, decoder_of, decoder_place, taken_by
 from .folder import no_progress_bar, reading
 from .load import (
@@ -23,6 +30,7 @@ from .tiny import tiny_tokenizer, unknown_to_tiny
 
 __all__ = [
     "MLP_CHUNK",
+    "Companion",
     "Float32Head",
     "ModelShape",
     "Record",
@@ -34,6 +42,7 @@ __all__ = [
     "check_model",
     "check_quantize",
     "check_sliding_windows",
+    "companions_of",
     "decoder_of",
     "decoder_place",
     "dequantise",
@@ -46,6 +55,7 @@ __all__ = [
     "head_chunk",
     "is_adapter",
     "is_recurrent",
+    "load_companions",
     "load_config",
     "load_model",
     "load_reward_model",
@@ -60,7 +70,9 @@ __all__ = [
     "record_of",
     "recurrent_kernels",
     "reward_config",
+    "save_companions",
     "set_base",
+    "set_companion",
     "set_logits",
     "set_record",
     "shape_config",

@@ -16,6 +16,7 @@ from ..beacon import beacon_of, load_beacon
 from ..errors import SparseRLError, nearest, shown
 from ..files import is_text
 from .adapters import base_of, is_adapter
+from .companion import load_companions
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
 from .names import BUILT_IN, check_folder, file_on_hub, needs_hub
@@ -116,6 +117,7 @@ def load_model(
     repair(model, tokenizer)
     if quantize:
         quantise(model, device)
+    load_companions(source, model)
     whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
     return set_logits(whole.to(device).eval(), logits or (record or Record()).logits), tokenizer
 
@@ -127,6 +129,7 @@ def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logit
     base, _ = load_model(name, dtype, device, seed, logits or record.logits, quantize or record.quantize)
     check_tensors(folder, vars(cast("PreTrainedModel", base).load_adapter(folder)))
     set_record(base, record)
+    load_companions(folder, base)
     repair(base, tokenizer)
     return base.eval(), tokenizer
 

@@ -115,7 +115,18 @@ def invalid(line: dict) -> str | None:
         return "tokens is not a list of token ids"
     if type(prompt) is not int or not 0 <= prompt <= len(tokens):
         return f"num_prompt_tokens is {str(prompt)[:20]}, but there are {len(tokens)} tokens"
+    last, runs = prompt, line.get("given", [])
+    if not isinstance(runs, list) or not all(map(_is_run, runs)):
+        return "given is not a list of [begin, end]"
+    for begin, end in runs:
+        if not last <= begin < end <= len(tokens):
+            return f"given holds {[begin, end]}, but there are {prompt} + {len(tokens) - prompt} tokens"
+        last = end
     return None
+
+
+def _is_run(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(place) is int for place in value)
 
 
 def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
@@ -123,6 +134,8 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
     tokens, first = line["tokens"], line["num_prompt_tokens"]
     beacon = line.get("beacon_id")
     beacons = [i for i, token in enumerate(tokens) if type(beacon) is int and token == beacon]
+    given = line.get("given", [])
+    silent = {*beacons, *(i for begin, end in given for i in range(begin, end))}  # the policy did not sample them
     pieces = line.get("pieces")
     if not (
         isinstance(pieces, list) and len(pieces) == len(tokens) and all(isinstance(piece, str) for piece in pieces)
@@ -133,12 +146,12 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
         pieces[i] = BEACON
 
     def response(name: str, value_of: Callable[[Any], Any]) -> list | None:
-        """[T] -> [R], with None for beacons; None if the line lacks this key."""
+        """[T] -> [R], with None for beacons and given tokens; None if the line lacks this key."""
         values = line.get(name)
         if not isinstance(values, list) or len(values) != len(tokens):
             return None
         every = [value_of(value) for value in values]
-        for i in beacons:
+        for i in silent:
             every[i] = None
         return every[first:]
 
@@ -161,6 +174,7 @@ def trajectory(step: int, line: dict, text_of: Callable[[Sequence[int]], list[st
         "weight": response("weight", _number),
         "clipped": response("clipped", lambda value: int(value) if value in (0, 1) else None),
         "beacons": beacons,
+        "given": given,
         "map": None,
     }
 

@@ -78,6 +78,7 @@ class Engine:
         self.largest = make(compressor).bind(budget, interval)  # what rows are made for
         self.compressor = self.largest  # what evicts now
         self.compressor.check_model(model)
+        self.compressor.attach(model)
         if self.largest.prompt_chunk and not all(state.continues for state in self.shape.states):
             raise SparseRLError(
                 f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
@@ -173,7 +174,7 @@ class Engine:
 
     def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
-        longest = max(t.num_prompt_tokens + len(t.response_tokens) for t in trajectories)
+        longest = max(t.num_text_tokens for t in trajectories)
         allocated, shape = self.cache.nbytes + self.scratch.nbytes, self.cache.shape
         return 1 - allocated / (self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
 

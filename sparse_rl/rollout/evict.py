@@ -48,6 +48,7 @@ def evict(
             scaling=scaling,
             softcap=_common(cache.softcap, "soft-cap"),
             unreachable=_unreachable(cache, layers, feed, fed),
+            layer=torch.arange(shape.layers, device=rows.device)[layers].repeat_interleave(n),
         )
         kept = choose(compressor, view, budget)
         fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)

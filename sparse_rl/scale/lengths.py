@@ -64,7 +64,7 @@ def lengths_of_run(folder: Path) -> Lengths:
                 raise SparseRLError(
                     f"{path} has a line without tokens and num_prompt_tokens; remove the line, or the file, and go on."
                 )
-            seen.append(len(tokens) - prompt)
+            seen.append(len(tokens) - prompt - sum(end - begin for begin, end in line.get("given", ())))
     if not any(seen):
         return Lengths(mean, SPREAD)
     scale = mean * len(seen) / sum(seen)

@@ -23,6 +23,7 @@ import random
 import re
 import sys
 import traceback
+from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
@@ -230,10 +231,10 @@ class GeneratedTask(Task):
         return other
 
 
-@lru_cache(maxsize=4)
-def shuffled(seed: int, epoch: int, count: int) -> list[int]:
+@lru_cache(maxsize=128)  # the tasks of a mixture take turns
+def shuffled(seed: int, epoch: int, count: int) -> array[int]:
     """The order of an epoch."""
-    order = list(range(count))
+    order = array("q", range(count))
     random.Random(f"order|{seed}|{epoch}").shuffle(order)
     return order
 

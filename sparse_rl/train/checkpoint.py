@@ -26,7 +26,7 @@ from ..distributed.world import World
 from ..errors import SparseRLError
 from ..files import BEST, STATE, find_checkpoints, first_line, remove, writing
 from ..learn.shards import is_divided, load_shards, save_shards
-from ..models import no_progress_bar, record_base
+from ..models import no_progress_bar, record_base, save_companions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -181,6 +181,7 @@ def save_model(folder: Path, model, tokenizer) -> None:
         else:
             model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()))
             save_beacon(folder, model)
+    save_companions(folder, model)
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():  # adapters have none
         record_base(folder, model)

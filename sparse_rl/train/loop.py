@@ -190,6 +190,7 @@ class Trainer:
         parts = self.world.run_on_all(work)
         parts[self.world.rank] = own[0]
         rollout = merge(parts, self.recipe.rollout.group_size)
+        rollout.grades = self.sampler.rewards.settled(rollout.grades)
         self.sampler.lengths.note(rollout.prompts, rollout.trajectories, repeats=self.task.num_prompts is not None)
         for part in parts:
             self._show_grading_error(part.grading_error)
@@ -334,7 +335,7 @@ class Trainer:
                 )
                 pairs = [pair for part in parts for pair in part]
                 pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-                grades = [grade for _, grade in pairs]
+                grades = self.sampler.rewards.settled([grade for _, grade in pairs])
                 found = described([t for t, _ in pairs], grades, prompts)
                 self._show_what_is_missing(held_out_answers(found, grades, new_tokens))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
@@ -392,5 +393,6 @@ class Trainer:
         if error and error not in self.shown_errors:
             self.shown_errors.add(error)
             self.terminal.say(
-                f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0 and are counted."
+                f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0, or the lowest of a step "
+                "where only a reward model failed, and are counted."
             )

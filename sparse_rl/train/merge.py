@@ -92,6 +92,7 @@ def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
 
     accepted = [part.accepted for part in parts if part.accepted is not None]
     alpha = {position: values for part in parts for position, values in part.alpha.items()}
+    regret = {position: values for part in parts for position, values in part.regret.items()}
     return StepRollout(
         prompts=in_order([part.prompts for part in parts]),
         trajectories=in_order([part.trajectories for part in parts]),
@@ -101,6 +102,7 @@ def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
         chosen_rows=chosen_rows,
         accepted=torch.cat(accepted)[order] if accepted else None,
         alpha={position: alpha[position] for position in sorted(alpha)},
+        regret={position: regret[position] for position in sorted(regret)},
         seconds=max(part.seconds for part in parts),
         trace_bytes=sum(part.trace_bytes for part in parts),
     )

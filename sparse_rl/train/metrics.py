@@ -12,6 +12,7 @@ from ..config.recipe import LearnSettings, RolloutSettings
 from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
+from ..learn.regret import regret_metrics
 from ..learn.support import support_metrics
 from ..records import Trajectory, kv_tokens_saved, mean_entries
 from ..tasks import UNGRADED, by_task, mean_parts
@@ -74,6 +75,8 @@ def step_metrics(
         alpha = torch.cat(list(rollout.alpha.values()))
         metrics["gap/alpha/p05"] = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
         metrics["gap/alpha/mean"] = alpha.mean().item()
+    if rollout.regret:
+        metrics |= regret_metrics(list(rollout.regret.values()))
     return metrics
 
 
@@ -83,7 +86,9 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     chosen = sum(
         int((b & t.choices).sum()) for b, t in zip(beacons, trajectories, strict=True) if t.choices is not None
     )
-    folded = sum(int(t.response_mask[: int(b.nonzero().max())].sum()) for b, t in zip(beacons, trajectories) if b.any())
+    folded = sum(
+        int((~b)[t.num_prompt_tokens : int(b.nonzero().max())].sum()) for b, t in zip(beacons, trajectories) if b.any()
+    )
     folds = sum(int(b.sum()) for b in beacons)
     return {
         "fold/entries/mean": sum(map(mean_entries, trajectories)) / len(trajectories),

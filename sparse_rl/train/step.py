@@ -40,6 +40,7 @@ class StepRollout:
     chosen_rows: Tensor  # int64 [N]
     accepted: Tensor | None = None  # bool [R], where refilling had to know it; else the trainer finds out
     alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: overlaps of a few trajectories
+    regret: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: what their evictions cost
     seconds: float = 0.0  # that sampling took, on the slowest process
     trace_bytes: int = 0
     grading_error: str | None = None  # the grader's last error, in whatever step it was

@@ -24,6 +24,7 @@ from ..learn.batch import Sampled, Scored, accepted_rows, collate, minibatch_row
 from ..learn.critic import Critic
 from ..learn.overlap import overlap
 from ..learn.packing import packs
+from ..learn.regret import Watch, summary
 from ..models import encode, evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
@@ -93,6 +94,7 @@ class Sampler:
             support=recipe.records_support,
         )
         self.rewards = AddedRewards(recipe)
+        self.rewards.check(task)
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
 
@@ -111,8 +113,8 @@ class Sampler:
         if self.recipe.learn.dynamic:
             rollout = self._replace_flat_groups(rollout, number, own_positions, clock)
         with clock.stage("diagnose"):
-            alpha = self._alpha(rollout, own_positions, count * group)
-        return replace(rollout, alpha=alpha, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
+            rollout = self._diagnosed(rollout, own_positions, count * group)
+        return replace(rollout, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
 
     def check_prompts_of_files(self, steps_done: int) -> None:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
@@ -219,7 +221,7 @@ class Sampler:
         """
         tokens, view = self.recipe.micro_batch_tokens, self.method.view
         packing = packs(self.model, self.recipe.learn.packing)
-        reference_view = "dense" if self.recipe.dpo.reference == "dense" else None
+        reference_view = "dense" if self.recipe.has_dense_reference else None
 
         def rows(wanted: Iterable[int]) -> Tensor:
             return torch.tensor([row for row, p in enumerate(positions) if p in {*wanted}], dtype=torch.int64)
@@ -269,21 +271,27 @@ class Sampler:
         """Of a step, over all processes."""
         return self.recipe.rollout.prompts * self.recipe.rollout.group_size
 
-    def _alpha(self, rollout: StepRollout, own_positions: list[int], positions: int) -> dict[int, Tensor]:
-        """For `run.diagnose` positions of the step: the overlap of the dense and the sampler's distributions.
+    def _diagnosed(self, rollout: StepRollout, own_positions: list[int], positions: int) -> StepRollout:
+        """For `run.diagnose` positions of the step: the overlap of the dense and the sampler's distributions, and what
+        evictions cost.
 
         Row i of a process's part was sampled for the i-th of its own positions; replacements come later.
         """
         wanted = self.recipe.run.diagnose
         if not wanted:
-            return {}
+            return rollout
         chosen = range(0, positions, max(1, positions // wanted))[:wanted]
+        alpha, regret = {}, {}
         with evaluating(self.model):
-            return {
-                position: overlap(self.model, rollout.trajectories[row], self.sampling.temperature).double().cpu()
-                for row, position in enumerate(own_positions)
-                if position in chosen
-            }
+            for row, position in enumerate(own_positions):
+                if position not in chosen:
+                    continue
+                trajectory = rollout.trajectories[row]
+                watch = Watch(trajectory.trace) if self.engine.compressor.has_budget else None
+                alpha[position] = overlap(self.model, trajectory, self.sampling.temperature, watch).double().cpu()
+                if watch is not None and (found := summary(watch.regret())) is not None:
+                    regret[position] = found
+        return replace(rollout, alpha=alpha, regret=regret)
 
     def complete_held_out(
         self, engine: Engine, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.compressors import STANDALONE
+from tests.helpers.compressors import BY_NAME
 from tests.helpers.runs import run
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny-sums.yaml"
@@ -29,7 +29,7 @@ def test_list_compressors():
     done = run("list", "compressors")
     assert done.returncode == 0
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == [*STANDALONE, "beacon:N", "kvpress:NAME", "FILE.py[:CLASS]"]
+    assert names == [*BY_NAME, "beacon:N", "kvpress:NAME", "FILE.py[:CLASS]"]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("beacon:N"))
     assert line.split(maxsplit=1)[1].startswith("after every chunk of the response the model reads a learned beacon")
 

@@ -1,0 +1,55 @@
+"""`sparse-rl calibrate`: measure a model on text, for the compressor triattention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SparseRLError
+from .options import Dtype, ModelName
+
+
+def calibrate(
+    model: ModelName,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Text: a JSONL file whose lines have `tokens`, as `sparse-rl rollout` writes them, or the text in "
+            "--field; any other file is one text."
+        ),
+    ],
+    field: Annotated[str, typer.Option(help="The field of a line that holds the text.")] = "text",
+    tokens: Annotated[int, typer.Option(help="Tokens to read, at most.")] = 32_768,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Save the model here, with the file. Default: write the file beside the model."),
+    ] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Find out where a model's queries lie; write triattention.safetensors beside it."""
+    from ..learn.calibrate import calibrate as measure
+    from ..models import encode, load_model
+    from .companion import place_for, write
+
+    place = place_for(model, out)
+    texts = read_texts(data, field)
+    lm, tokenizer = load_model(model, dtype)
+    sequences = (line["tokens"] if "tokens" in line else encode(tokenizer, line["text"]) for line in texts)
+    companion = measure(lm, sequences, tokens)
+    write(lm, tokenizer, place, whole=out is not None)
+    typer.echo(f"measured on {int(companion.about['tokens']):,} tokens; written to {place}/triattention.safetensors")
+
+
+def read_texts(path: Path, field: str) -> list[dict]:
+    """[{"tokens": ids} or {"text": ...}]"""
+    from .rollout import read_prompts
+
+    if path.suffix == ".jsonl":
+        return read_prompts(path, field)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SparseRLError(f"{path} is not UTF-8 text ({error}).") from error
+    return [{"text": text}]
