@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparse_rl.tasks import Grade, Prompt
@@ -51,7 +52,7 @@ ADAPTED = {"gpt-oss-20b", "qwen3-30b-a3b"}
 class PlantedSums(Sums):
     """Sums of which every second completion counts as right, so that advantages are not all zero."""
 
-    def grade(self, prompts: list[Prompt], texts: list[str]) -> list[Grade]:
+    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
         return [Grade(float(i % 2), text) for i, text in enumerate(texts)]
 
 
