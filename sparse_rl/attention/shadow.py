@@ -44,10 +44,12 @@ def shadow_attention(
     assert replay is not None
     layer, scale = layer_of(module), scaling or query.shape[-1] ** -0.5
     query, key, value = (as_autocast(x) for x in (query, key, value))
-    if replay.observe is not None:
-        replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux))
-    if alibi is not None:  # which no kernel knows
+    bias = None
+    if alibi is not None:
         bias = alibi.bias(positions[:, None, :, None], positions[:, None, None, :], query.dtype)
+    if replay.observe is not None:
+        replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux, bias))
+    if bias is not None:  # which no kernel knows
         mask = twins.trace_mask(replay, layer, sliding_window)
         return twins.attend(query, key, value, mask, scale, softcap, dropout, s_aux, bias), None
     return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None

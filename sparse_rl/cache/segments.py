@@ -59,6 +59,7 @@ class Observed:
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None  # [H * G]: logits that take a share of every query's attention
+    bias: Tensor | None = None  # [B, H * G, T, T]: added to the logits
 
 
 @dataclass

@@ -138,6 +138,9 @@ def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
 def _attention(seen: Observed, queries: Tensor, keys: Tensor, start: int) -> Tensor:
     """What queries from `start` on give to all tokens up to themselves. queries [Hk, G, b, D], keys [Hk, n, D]"""
     logits = queries @ keys[:, None].transpose(-1, -2) * seen.scaling  # [Hk, G, b, n]
+    if seen.bias is not None:
+        rows = slice(start, start + queries.shape[2])
+        logits = logits + seen.bias[0, :, rows, : keys.shape[1]].float().view(logits.shape)
     if seen.softcap is not None:
         logits = torch.tanh(logits / seen.softcap) * seen.softcap
     place = torch.arange(keys.shape[1], device=keys.device)

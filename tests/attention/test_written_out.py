@@ -11,6 +11,7 @@ from sparse_rl.attention.alibi import Alibi
 from sparse_rl.beacon import add_beacon
 from sparse_rl.cache.trace import visible
 from sparse_rl.learn.packing import packed_replay
+from sparse_rl.learn.regret import regret
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from tests import survey
 from tests.helpers.compressors import STANDALONE
@@ -110,6 +111,18 @@ def test_alibi_rounds_as_its_model_does():
     assert ours[0, :, 0].equal(theirs)
     grouped = Alibi(slopes).bias(query, key.expand(1, 3, -1, -1), torch.float32)  # of three KV heads
     torch.testing.assert_close(grouped[0, :, 0], slopes[:, None] * (position - 2999))
+
+
+def test_regret_counts_biases(models):
+    """What the last query gave to every token, of the first layer: against the model's own attention."""
+    model = copy.deepcopy(models["bloom"])
+    t = rollouts(model, "window")[-1]
+    found = regret(model, t.tokens, t.trace, view="dense").received[0, :, :, -1]  # [H, T], sums over the last queries
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        probs = model(t.tokens[None], use_cache=False, output_attentions=True).attentions[0][0]  # [H, T, T]
+    begin = int(t.trace.evicted_at[t.trace.evicted_at.long() < len(t.tokens) - 1].long().max())
+    torch.testing.assert_close(found, probs[:, begin:-1].sum(1), rtol=1e-4, atol=1e-5)
 
 
 def test_bloom_cannot_fold(models):
