@@ -107,7 +107,7 @@ def _find_least(
         high = tl.maximum(high, tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32))
     highest = tl.max(high, 0)
     kept = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
-    if MOST > 0:  # noqa: SIM102 (known when compiled)
+    if MOST > 0:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
         if capped:
             too_many = _least(logits, size, kept, MOST + 1.0, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
             kept = tl.minimum(too_many + 1, _place(highest, BITS))
