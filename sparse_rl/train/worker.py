@@ -219,7 +219,7 @@ class Sampler:
             grades = self.rewards.grade(self.task, asked, trajectories, texts)
             if talks:
                 grades = with_faults(self.task, grades, talks)
-                whole = [t.tokens[t.num_prompt_tokens :] for t in trajectories]  # for readers: with what was given
+                whole = [t.tokens[t.num_prompt_tokens :].tolist() for t in trajectories]  # to be read
                 texts = self.tokenizer.batch_decode(whole, skip_special_tokens=True)
         with clock.stage("score"):
             scored = self._score(collate(trajectories, self.rank), number, positions)
