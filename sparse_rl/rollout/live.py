@@ -60,7 +60,8 @@ class LiveEngine:
         self._call, self._number = call, call.__enter__()
         self._inbox: list[Callable[[], None]] = []  # what other threads asked for since the last round
         self._lock = threading.Lock()  # of the inbox and of what callers are refused by; never held for long
-        self._waiting = self._alive = self._submitted = 0
+        self._open: dict[int, Conversation] = {}  # by number: those that have not ended
+        self._waiting = self._submitted = 0
         self.closed = False
         try:
             self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park)
@@ -97,10 +98,10 @@ class LiveEngine:
         require_int(at_least=0, sample=sample, prompt_index=prompt_index)
         with self._lock:
             self._check_open()
-            if self._waiting >= self.most_waiting or self._alive >= self.most_conversations:
+            if self._waiting >= self.most_waiting or len(self._open) >= self.most_conversations:
                 raise QueueFull(
-                    f"{self._waiting} conversations wait (at most {self.most_waiting} may) and {self._alive} are open "
-                    f"(at most {self.most_conversations}); release or await some, then submit again."
+                    f"{self._waiting} conversations wait (at most {self.most_waiting} may) and {len(self._open)} are "
+                    f"open (at most {self.most_conversations}); release or await some, then submit again."
                 )
             conversation = Conversation(
                 self._submitted, prompt, seed, stream_key(seed, prompt, 0, sample), stream_key(seed, prompt), sampling,
@@ -108,7 +109,7 @@ class LiveEngine:
             )  # fmt: skip
             self._submitted += 1
             self._waiting += 1
-            self._alive += 1
+            self._open[conversation.number] = conversation
             self._inbox.append(lambda: self._enter(conversation))
         return conversation
 
@@ -243,12 +244,14 @@ class LiveEngine:
             self._loop.drop(conversation)
         conversation.status, conversation.finish_reason = "ended", reason
         with self._lock:
-            self._alive -= 1
+            del self._open[conversation.number]
 
     def _leave(self, error: BaseException | None) -> None:
         """Close. After an error, what rows hold is not trusted."""
         self.closed = True
-        for conversation in list(getattr(getattr(self, "_loop", None), "alive", {}).values()):
+        with self._lock:
+            left, self._open, self._inbox = list(self._open.values()), {}, []
+        for conversation in left:
             conversation.status, conversation.finish_reason = "ended", "closed"
             conversation.parked = conversation.trace = conversation.row = conversation.sequence = None
         kind = None if error is None else type(error)

@@ -192,6 +192,27 @@ def test_what_could_be_drawn_is_recorded_over_all_turns(support, llama):
         assert (found - trajectory.sampler_logprobs)[mask].abs().max() < 1e-4
 
 
+def test_routes_of_all_turns_are_recorded():
+    """Of a mixture of experts: those of prompt, sampled and given tokens, also where a turn goes on without any."""
+    model = tiny("qwen3-moe")
+    engine = Engine(model, "rkv", budget=BUDGET, interval=INTERVAL, rows=2, record_routes=True)
+    with engine.open(64, 200) as live:
+        chat = live.submit(prompts_of(30)[0], Sampling(9))
+        live.run()
+        for n in (0, 40, 2, 0):
+            live.extend(chat, prompts_of(n, seed=n)[0])
+            live.run()
+        trajectory = live.release(chat)
+    routes = trajectory.trace.routes
+    assert routes is not None and len(routes) == len(trajectory.tokens) == 30 + 5 * 9 + 42
+    assert_replayed(model, trajectory)
+    with torch.no_grad():
+        found = model(trajectory.tokens[None, :20], output_router_logits=True).router_logits  # nothing is evicted yet
+    for layer, logits in enumerate(found):
+        chosen = logits.view(20, -1).topk(routes.shape[-1]).indices
+        assert chosen.sort().values.equal(routes[:20, layer].long().sort().values)
+
+
 # ------------------------------------------------------------------------------------------------- cut and extended
 
 
@@ -295,7 +316,7 @@ def test_ten_thousand_operations_leave_every_row_free():
         for chat in alive:
             live.cancel(chat)
         live.run()
-        assert live.idle and live.rows_in_use == 0 and live._alive == 0
+        assert live.idle and live.rows_in_use == 0 and not live._open
         assert not live._loop.alive and not live._loop.parked and not live._loop.queue
         assert engine.state.done.all()
     assert min(seen.values()) > 100 and len(finished) > 100
