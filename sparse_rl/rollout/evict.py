@@ -22,10 +22,12 @@ def evict(
     num_prompt_tokens: Tensor,
     trace: Tensor,
     live: Tensor,
+    replies: Tensor | None = None,
 ) -> Tensor:
     """Compress rows that all have `used` slots in use down to the budget; rows that are not live stay as they are.
 
     rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T]
+    replies int64 [N, T]: the number of the reply that a token was given in, from 1; 0 if it was not given
     -> bool: whether the compressor returned what it must
     """
     shape, budget, n = cache.shape, compressor.budget, len(rows)
@@ -48,6 +50,7 @@ def evict(
             scaling=scaling,
             softcap=_common(cache.softcap, "soft-cap"),
             unreachable=_unreachable(cache, layers, feed, fed),
+            given_age=None if replies is None else _ages(replies, feed, fed).flatten(0, 1),
             layer=torch.arange(shape.layers, device=rows.device)[layers].repeat_interleave(n),
         )
         kept = choose(compressor, view, budget)
@@ -61,6 +64,15 @@ def evict(
             fed, live, never_in(trace),
         )  # fmt: skip
     return fine
+
+
+def _ages(replies: Tensor, feed: Tensor, fed: Tensor) -> Tensor:
+    """How many replies ago the tokens of slots were given; -1: they were not. replies [N, T], feed [l, N, H, S]"""
+    past = torch.arange(replies.shape[1], device=feed.device) < fed[:, None]
+    last = (replies * past).amax(1)[:, None, None]  # [N, 1, 1]
+    number = replies[:, None].expand(-1, feed.shape[2], -1)  # [N, H, T]
+    found = number.expand(feed.shape[0], *number.shape).gather(3, feed.long())
+    return torch.where(found > 0, last - found, -1)
 
 
 def _values(cache: SlotCache, layers: slice, rows: Tensor, used: int) -> Tensor:

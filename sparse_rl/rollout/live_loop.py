@@ -52,6 +52,17 @@ class LiveLoop(Loop):
     def of(self, row: Row) -> Conversation:
         return self.alive[row.sample_index]
 
+    def replies(self, rows: list[Row]) -> Tensor | None:
+        """Tokens that the host has not heard of yet were sampled."""
+        table = torch.zeros(len(rows), max(row.fed for row in rows), dtype=torch.int64)
+        for line, row in zip(table, rows, strict=True):
+            conversation = self.of(row)
+            given = torch.tensor(conversation.given)[: len(line)]
+            given[: len(conversation.prompt)] = False
+            starts = given & ~given.roll(1)  # the first token is of the prompt
+            line[: len(given)] = starts.long().cumsum(0) * given
+        return table.to(self.device) if table.any() else None
+
     def round(self) -> None:
         self.news = {}
         if self.hold_seconds is not None:

@@ -91,6 +91,10 @@ class Loop:
     def feed(self) -> None:
         """Feed given tokens to rows that have some."""
 
+    def replies(self, rows: list[Row]) -> Tensor | None:
+        """Of conversations: the number of the reply that each token was given in, from 1; 0: none. int64 [N, T]"""
+        return None
+
     def evictable(self) -> dict[int, Row]:
         """Rows that may be full."""
         return self.running
@@ -211,8 +215,9 @@ class Loop:
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
             stream = self.state.stream[rows]
             live = self.state.used[rows] == self.capacity  # the other rows have ended before
+            replies = self.replies([rows_of[i] for i in full]) if self.compressor.uses_given else None
             self.fine &= evict(
-                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live
+                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live, replies
             )
             self.state.used[rows] = torch.where(live, self.compressor.budget, self.state.used[rows])
         for i in full:

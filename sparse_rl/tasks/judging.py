@@ -14,7 +14,7 @@ from .problem import Grade, Prompt
 if TYPE_CHECKING:
     from .base import Task
 
-_OWN = (__file__, str(Path(__file__).with_name("conversing.py")))  # not where a user looks for a mistake
+_OWN = [str(Path(__file__).with_name(f"{name}.py")) for name in ("base", "conversing", "judging")]  # not a user's
 
 
 def graded(task: Task, given: float | Mapping[str, float]) -> Grade:

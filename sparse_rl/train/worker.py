@@ -193,7 +193,7 @@ class Sampler(Completer):
             grades = self.rewards.grade(self.task, asked, trajectories, texts)
             if talks:
                 grades = with_faults(self.task, grades, talks)
-                whole = [t.tokens[t.num_prompt_tokens :] for t in trajectories]  # for readers: with what was given
+                whole = [t.tokens[t.num_prompt_tokens :].tolist() for t in trajectories]  # to be read
                 texts = self.tokenizer.batch_decode(whole, skip_special_tokens=True)
         scored = done.scored
         if scored is None:
