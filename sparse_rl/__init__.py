@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # for editors and type checkers: the same names as in _MODULE
     from .cache import NEVER, SlotCache, Trace
     from .compressors import COMPRESSORS, CacheView, Compressor, ScoreCompressor, register
     from .errors import NonFiniteLogits, OutOfMemory, RolloutInterrupted, SparseRLError
+    from .learn.regret import counterfactuals, give_back, regret
     from .learn.score import token_logprobs
     from .models import load_model
     from .records import Trajectory, read_trajectories
@@ -34,10 +35,13 @@ __all__ = [
     "SparseRLError",
     "Trace",
     "Trajectory",
+    "counterfactuals",
     "generate",
+    "give_back",
     "load_model",
     "read_trajectories",
     "register",
+    "regret",
     "token_logprobs",
 ]
 
@@ -56,10 +60,13 @@ _MODULES = {  # public name: the module that defines it
     "SparseRLError": "errors",
     "Trace": "cache",
     "Trajectory": "records",
+    "counterfactuals": "learn.regret",
     "generate": "rollout.text",
+    "give_back": "learn.regret",
     "load_model": "models",
     "read_trajectories": "records",
     "register": "compressors",
+    "regret": "learn.regret",
     "token_logprobs": "learn.score",
 }
 

@@ -23,7 +23,6 @@ from .models import evaluating, load_model, recurrent_kernels
 from .planning.memory import size
 from .rollout import Engine, Sampling
 from .rollout.decode import RowState
-from .rollout.schedule import stop_ids_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def bench_step(engine: Engine, sampling: Sampling, repeats: int = 50) -> dict:
     bandwidth = copy_bandwidth(engine.device)
     floor = 1000 * (weight_bytes + slot_bytes) / bandwidth
     with torch.no_grad(), evaluating(engine.model), use_attention(engine.model, "slots"):
-        decoder = engine.decoder(sampling, stop_ids_of(engine.model, sampling))
+        decoder = engine.decoder(sampling)
         state.begin(sampling.max_new_tokens, cache.capacity)
 
         def full_step() -> float:

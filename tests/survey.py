@@ -98,7 +98,8 @@ OWN: dict[str, dict] = {
     **{key: {"head_dim": 8} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 24},
+    "llama4_text": {"attention_chunk_size": 256},
 }
 _NONE = ("bos_token_id", "eos_token_id")
 
@@ -167,7 +168,7 @@ def generated(model, prompt: list[int], new: int) -> tuple[torch.Tensor, torch.T
     """What `generate` of transformers finds most likely, and its log-probs. [new], [new]"""
     done = model.generate(
         torch.tensor([prompt]), max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True,
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), forced_eos_token_id=None,
     )  # fmt: skip
     tokens = done.sequences[0, len(prompt) :]
     logits = torch.stack([step[0].float() for step in done.logits])

@@ -33,7 +33,7 @@ def test_the_example_of_a_replay_runs(path, capsys):
 
 
 def test_the_example_of_a_beacon_runs(capsys):
-    _, code, _ = python_blocks("docs/python.md")
+    _, _, code, _ = python_blocks("docs/python.md")
     names: dict = {}
     exec(compile(code, "docs/python.md", "exec"), names)
     t = names["t"]

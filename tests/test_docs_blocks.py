@@ -36,6 +36,7 @@ SHORT = {  # what makes a command of the documents take seconds
     "eval": "--limit 2 --max-new-tokens 24",
     "report": "",
     "export": "",
+    "train-compressor": "--rounds 1 --trajectories 4 --steps 2",
     "plan": "",
     "list": "",
 }

@@ -26,15 +26,18 @@ MAY_IMPORT = {
     "compressors": "beacon cache kernels models",
     "models": "beacon cache",
     "planning": "cache compressors models",
+    "pool": "",
     "learn": "attention beacon cache kernels models records",
     "rollout": "attention beacon cache compressors kernels models planning records",
+    "chat": "models records rollout tasks",
     "config": "cache learn models",
     "export": "models",
-    "evaluation": "compressors learn models planning records rollout tasks",
+    "evaluation": "chat compressors learn models planning records rollout tasks",
     "integrations": "cache compressors config learn models records rollout",
     "report": "cache config planning",
-    "train": "attention beacon cache compressors config learn models planning records rollout tasks",
+    "train": "attention beacon cache chat compressors config learn models planning pool records rollout tasks",
     "scale": "compressors config learn models rollout train",
+    "serve": "cache compressors learn models records rollout tasks",
 }
 
 

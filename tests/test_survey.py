@@ -13,7 +13,8 @@ from tests import survey
         ("gpt_oss", "exact", ""),  # attention sinks, mixture of experts
         ("lfm2", "exact", ""),  # recurrent layers
         ("gemma4_text", "exact", ""),  # layers that read another's slots, heads of two widths
-        ("bloom", "refused", "takes no position_ids"),
+        ("stablelm", "exact", ""),  # which drops arguments that it does not know
+        ("mamba", "refused", "has no num_attention_heads"),
     ],
 )
 def test_a_sample(type_name, kind, why):

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import SparseRLError
 from .shadow import shadow_attention
 from .slots import slots_attention
+from .written_out import check_positions, replaced_methods, writes_attention_out
 
 ATTENTIONS = {"slots": slots_attention, "shadow": shadow_attention}
 
@@ -29,14 +30,17 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
     configs = _attention_configs(model)
     before = [config._attn_implementation for config in configs]
     try:
-        _set_attention(model, name)
-        stuck = [type(config).__name__ for config in configs if config._attn_implementation != name]
-        if stuck:
-            raise SparseRLError(
-                f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): it does not use "
-                "transformers' attention interface, so this architecture is not supported."
-            )
-        yield
+        if not writes_attention_out(model):
+            _set_attention(model, name)
+            stuck = [type(config).__name__ for config in configs if config._attn_implementation != name]
+            if stuck:
+                raise SparseRLError(
+                    f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): it does not "
+                    "use transformers' attention interface, so this architecture is not supported."
+                )
+        check_positions(model)
+        with replaced_methods(model, ATTENTIONS[name]):
+            yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.formats import as_stored
-from ..cache.segments import Observed, Replay
-from ..kernels import ops
+from ..cache.segments import Observed
+from ..kernels import ops, twins
+from .alibi import Alibi
+from .given import given
 from .slots import check_call, layer_of
 
 
@@ -33,20 +35,28 @@ def shadow_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    replay: Replay | None = None,
+    alibi: Alibi | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
 
     s_aux [H * G]: transformers' name of attention sinks.
     """
-    replay = check_call(module, attention_mask, kwargs, replay, "replay")
+    check_call(module, attention_mask, kwargs)
+    replay, positions = given().replay, given().positions
+    assert replay is not None
     layer, scale = layer_of(module), scaling or query.shape[-1] ** -0.5
     query, key, value = (as_autocast(x) for x in (query, key, value))
     if replay.slots is not None and (kind := replay.slots.of_layer(layer)) is not None:
         key, value = as_stored(key, kind), as_stored(value, kind)
+    bias = None
+    if alibi is not None:
+        bias = alibi.bias(positions[:, None, :, None], positions[:, None, None, :], query.dtype)
     if replay.observe is not None:
-        replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux))
+        replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux, bias))
+    if bias is not None:  # which no kernel knows
+        mask = twins.trace_mask(replay, layer, sliding_window)
+        return twins.attend(query, key, value, mask, scale, softcap, dropout, s_aux, bias), None
     return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None
 
 

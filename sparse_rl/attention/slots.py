@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,14 @@ from ..cache.states import slot_layers
 from ..errors import SparseRLError
 from ..kernels import ops, twins
 from ..kernels.twins import attend, attend_with_probs, group_mask
+from .alibi import Alibi
+from .given import given
 from .latent import absorbed, expanded
-
-_Given = TypeVar("_Given")
 
 
 @dataclass
 class Feed:
-    """The tokens that one forward pass feeds to the first B rows of a cache. A keyword argument of the attention."""
+    """The tokens that one forward pass feeds to the first B rows of a cache."""
 
     cache: SlotCache
     slot: Tensor  # [B, T] where each token goes in its row
@@ -70,7 +70,7 @@ def slots_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    slots_feed: Feed | None = None,
+    alibi: Alibi | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H * G, T, D] after RoPE; key, value [B, H, T, D] -> ([B, T, H * G, D], None)
@@ -78,7 +78,9 @@ def slots_attention(
     The batch may be longer than the feed by rows of padding, which have no slots and get zeros. s_aux [H * G]:
     transformers' name of attention sinks.
     """
-    feed = check_call(module, attention_mask, kwargs, slots_feed, "slots_feed")
+    check_call(module, attention_mask, kwargs)
+    feed = given().feed
+    assert feed is not None
     rows = feed.slot.shape[0]
     padding = query.shape[0] - rows
     scale = scaling or query.shape[-1] ** -0.5
@@ -88,7 +90,8 @@ def slots_attention(
     width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
     if narrower > 0 and feed.cache.shape.mixed_widths:  # zeros change neither logits nor what is read of the values
         query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
-    out = feed_and_attend(module, query[:rows], key[:rows], value[:rows], feed, scale, sliding_window, softcap, s_aux)
+    fed = query[:rows], key[:rows], value[:rows]
+    out = feed_and_attend(module, *fed, feed, scale, sliding_window, softcap, s_aux, alibi)
     out = expanded(module, out) if feed.cache.shape.latent else out[..., :width]
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
@@ -103,6 +106,7 @@ def feed_and_attend(
     sliding_window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> Tensor:
     """Store the tokens, then attend. -> [B, T, H * G, D]
 
@@ -113,7 +117,7 @@ def feed_and_attend(
     stored = layer in feed.layers_seen
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    whole = cache.mass is None and not cache.shape.latent  # what the kernel can store
+    whole = cache.mass is None and not cache.shape.latent and alibi is None  # what the kernel can compute
     if feed.live is not None and whole and ops.rules(query.device).attends_while_storing:
         token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
@@ -127,9 +131,10 @@ def feed_and_attend(
         twins.store(*_one_token(cache, layer, query, key, value[..., : cache.shape.value_dim], feed, feed.live))
         if cache.mass is not None:
             cache.open_mass(layer, feed.slot[:, 0], feed.live)
-    if feed.first and sliding_window is None and softcap is None and sinks is None and cache.mass is None:
+    plain = sliding_window is None and softcap is None and sinks is None and alibi is None
+    if feed.first and plain and cache.mass is None:
         return attend_causal(query, key, value, scaling)
-    return _attend_to_slots(cache, layer, query, feed, scaling, sliding_window, softcap, sinks)
+    return _attend_to_slots(cache, layer, query, feed, scaling, sliding_window, softcap, sinks, alibi)
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -149,6 +154,7 @@ def _attend_to_slots(
     sliding_window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    alibi: Alibi | None,
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
     rows = query.shape[0]
@@ -159,9 +165,12 @@ def _attend_to_slots(
     if sliding_window is not None:
         distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
         visible = visible & (distance < sliding_window)
+    bias = None
+    if alibi is not None:
+        bias = alibi.bias(feed.index[:, None, :, None], cache.feed[layer, :rows, :, None, : feed.span], query.dtype)
     if cache.mass is None:
-        return attend(query, keys, values, visible, scaling, softcap, sinks=sinks)
-    out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks)
+        return attend(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
+    out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     counted = feed.counted
     received = probs if counted is None else probs * group_mask(counted, query.shape[1] // cache.shape.heads)
     cache.mass[layer, :rows, :, : feed.span] += received.sum(2)
@@ -224,17 +233,12 @@ def layer_of(module: nn.Module) -> int:
     return slot_layers(tuple(kinds), getattr(config, "num_kv_shared_layers", None) or 0).get(layer, layer)
 
 
-def check_call(
-    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any], needed: _Given | None, name: str
-) -> _Given:
-    """Refuse architectures that lose our argument on the way, or change attention in ways we would silently ignore."""
+def check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse architectures that change attention in ways we would silently ignore."""
     kind = type(module).__name__
-    if needed is None:
-        raise SparseRLError(f"{kind} does not pass {name} on to its attention: this architecture is not supported.")
     if attention_mask is not None:
         raise SparseRLError(f"{kind} brings an attention mask of its own: this architecture is not supported.")
     if getattr(module, "is_causal", True) is False:
         raise SparseRLError(f"{kind} is not causal: only causal decoders are supported.")
     if kwargs.get("position_bias") is not None:
         raise SparseRLError(f"{kind} adds position_bias to its attention logits: this architecture is not supported.")
-    return needed

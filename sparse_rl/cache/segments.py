@@ -25,6 +25,7 @@ from .formats import SlotFormat
 
 # Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
 _MOST_KEPT = 64
+WIDEST_HEAD = 256  # numbers of a key, and of a value, up to which kernels go by segments; else there is a mask
 _SHARED = 16  # times as many where all layers and heads share one list
 
 
@@ -60,11 +61,12 @@ class Observed:
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None  # [H * G]: logits that take a share of every query's attention
+    bias: Tensor | None = None  # [B, H * G, T, T]: added to the logits
 
 
 @dataclass
 class Replay:
-    """The traces of a micro-batch, on the model's device. Travels to the attention as a keyword argument.
+    """The traces of a micro-batch, on the model's device.
 
     With a packing the model is fed the one packed row; traces and lengths stay those of the B trajectories.
     """
@@ -80,9 +82,9 @@ class Replay:
     def segments(self) -> Segments:
         return find_segments(self.evicted_at, self.lengths, None if self.packing is None else self.packing.first)
 
-    def of_layer(self, layer: int, heads: int) -> Tensor:
-        """int32 [B, H, T]"""
-        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0].expand(-1, heads, -1)
+    def of_layer(self, layer: int) -> Tensor:
+        """int32 [B, H, T]; H = 1 where all heads share it"""
+        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0]
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = None) -> Segments:

@@ -303,6 +303,19 @@ class SlotCache:
             self.states.fork(source.states, rows, to)
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window
 
+    def take(self, row: int, used: int) -> list[Tensor]:
+        """Copies in host memory of what a row holds: its first `used` slots, recent queries and states."""
+        return [part.to("cpu", copy=True) for part in self._parts(row, used)]
+
+    def put(self, row: int, taken: list[Tensor]) -> None:
+        """What `take` returned, into a row of this cache."""
+        for mine, theirs in zip(self._parts(row, taken[0].shape[2]), taken, strict=True):
+            mine.copy_(theirs)
+
+    def _parts(self, row: int, used: int) -> list[Tensor]:
+        slots = [t[:, row] if t is self.queries else t[:, row, :, :used] for t in self.tensors]
+        return [*slots, *(t[row] for t in (self.states.tensors if self.states else []))]
+
 
 def _alike(shape: CacheShape) -> list[tuple[slice, str | None]]:
     """Runs of layers that are stored alike, and the kind of their codes."""

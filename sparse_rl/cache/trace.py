@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,11 @@ class Trace:
         return Trace(evicted_at, None if self.routes is None else self.routes[start:stop], self.slots)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the smaller of the two forms, atomically: the file is whole or absent."""
+        """Write it, atomically: the file is whole or absent."""
+        replace_file(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What a file holds: the smaller of the two forms."""
         about, routes = {"crc32": str(_crc(self.evicted_at))}, {}
         if self.routes is not None:
             about |= {"routes": _ROUTES, "routes_crc32": str(_crc(self.routes))}
@@ -106,7 +111,7 @@ class Trace:
         forms = [save(plain | routes, metadata={"format": _PLAIN, **about})]
         if (events := _events(self.evicted_at)) is not None:
             forms.append(save(events | routes, metadata={"format": _EVENTS, **about}))
-        replace_file(Path(path), in_order(min(forms, key=len)))
+        return in_order(min(forms, key=len))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
@@ -144,6 +149,14 @@ class Trace:
         if wrong is not None or evicted_at is None:
             raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
         return cls(evicted_at, **routes, slots=_slots_in(about.get("slots"), len(evicted_at), path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Trace:
+        """What `to_bytes` returned; safetensors reads metadata from files alone."""
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            file.write(content)
+            file.flush()
+            return cls.load(file.name)
 
 
 def _slots_in(written: str | None, layers: int, path: str | os.PathLike) -> SlotFormat | None:

@@ -24,7 +24,9 @@ from .list import list_
 from .plan import plan
 from .report import report
 from .rollout import rollout
+from .serve import serve
 from .train import train
+from .train_compressor import train_compressor
 from .warmup import warmup
 
 WITH_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # any key of a recipe is an option
@@ -59,8 +61,10 @@ app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
 app.command()(export)
 app.command()(calibrate)
+app.command("train-compressor")(train_compressor)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")
+app.command(context_settings=WITH_OVERRIDES)(serve)
 app.command()(report)
 app.command()(demo)
 

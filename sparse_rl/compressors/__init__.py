@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     h2o,
     knorm,
     kvpress,
+    learned,
     prompt_only,
     random,
     rkv,
@@ -20,13 +21,13 @@ from .base import (
     CacheView,
     Compressor,
     ScoreCompressor,
-    describe,
     find,
     make,
     parameters_of,
     register,
 )
 from .beacon import default_compressor, let_choose
+from .listing import describe
 
 __all__ = [
     "COMPRESSORS",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -42,6 +41,9 @@ class CacheView:
     softcap: float | None = None  # what the model bounds its logits with, if it does
     unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every later query
     layer: Tensor | None = None  # [B] int64: which layer's slots a row holds
+    # [B, H, S] int64: how many replies ago a slot's token was given in a conversation (0: the last reply), -1: it is of
+    # the prompt or was sampled; None: nothing was given, or the compressor did not say that it looks (`uses_given`)
+    given_age: Tensor | None = None
 
     @property
     def is_prompt(self) -> Tensor:
@@ -75,6 +77,8 @@ class Compressor:
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     slots: SlotFormat | None = None  # how keys and values are stored; None: in the model's dtype
     protect_prompt: bool = False
+    protect_given: int = 0  # in a conversation, tokens of the last so many replies stay before others
+    forget_given: int = 0  # tokens of replies that are so many replies old, or older, go before others; 0: they do not
     prompt_chunk: int = 0  # tokens after which a prompt that will be evicted is evicted while it is read; 0: only then
 
     evicts: bool = True  # whether tokens leave the cache, because they were not chosen or because they were folded
@@ -91,8 +95,20 @@ class Compressor:
         window: int | None = None,
         protect_prompt: bool = False,
         prompt_chunk: int = 0,
+        protect_given: int = 0,
+        forget_given: int = 0,
     ):
-        require_int(at_least=0, prompt_chunk=prompt_chunk)
+        require_int(at_least=0, prompt_chunk=prompt_chunk, protect_given=protect_given, forget_given=forget_given)
+        if (protect_given or forget_given) and not self.evicts_response:
+            raise SparseRLError(
+                f"{self.name}: protect_given is {protect_given} and forget_given {forget_given}, but nothing after the "
+                "prompt is evicted; set both to 0."
+            )
+        if forget_given and protect_given > forget_given:
+            raise SparseRLError(
+                f"{self.name}: protect_given is {protect_given}, so replies that forget_given {forget_given} lets go "
+                f"first would stay; set protect_given to at most {forget_given}."
+            )
         if prompt_chunk and (protect_prompt or not self.has_budget):
             raise SparseRLError(
                 f"{self.name}: prompt_chunk is {prompt_chunk}, but nothing of a prompt is evicted; set it to 0, or use "
@@ -101,6 +117,7 @@ class Compressor:
         self.sinks = self.sinks if sinks is None else sinks
         self.window = self.window if window is None else window
         self.protect_prompt, self.prompt_chunk = protect_prompt, prompt_chunk
+        self.protect_given, self.forget_given = protect_given, forget_given
         self.budget, self.interval = 512, 128
 
     @classmethod
@@ -142,6 +159,25 @@ class Compressor:
     def keep(self, view: CacheView, budget: int) -> Tensor:
         """Slot numbers to keep, ascending (that is feed order). -> int64 [B, H, budget]"""
         raise NotImplementedError
+
+    @property
+    def uses_given(self) -> bool:
+        """Whether it looks at who wrote a slot's token (`CacheView.given_age`)."""
+        return self.protect_given > 0 or self.forget_given > 0
+
+    def in_order(self, score: Tensor, view: CacheView) -> Tensor:
+        """Scores by which given tokens stay before others, or go before others, as the options say. fp32 [B, H, S]
+
+        Inside each part the order is that of the scores.
+        """
+        age = view.given_age
+        if age is None or not self.uses_given:
+            return score
+        part = ((age >= 0) & (age < self.protect_given)).long()
+        if self.forget_given:
+            part -= (age >= self.forget_given).long()
+        rank = score.argsort(dim=-1, stable=True).argsort(dim=-1)  # exact in fp32
+        return (rank + part * score.shape[-1]).float()
 
     def decides(self) -> Compressor:
         """The compressor whose code chooses the slots: this one, or the one that it asks."""
@@ -214,13 +250,16 @@ class ScoreCompressor(Compressor):
 
     def keep(self, view: CacheView, budget: int) -> Tensor:
         forced = self.forced(view, budget)
-        score = self._checked(self.score(view), view).float()
+        raw = self._checked(self.score(view), view).float()
+        score = self.in_order(raw, view)
         if view.unreachable is not None:
             score = score.masked_fill(view.unreachable, -torch.inf)
         score = score.masked_fill(forced, torch.inf)
         kept = best(score, budget)
         if is_own(type(self)):  # -1 is refused when slot numbers are checked, so that a GPU need not wait for it here
-            blamed = score.isnan().any(-1) & view.keys.isfinite().flatten(2).all(-1)  # [B, H]; the model may be ruined
+            hidden = forced if view.unreachable is None else forced | view.unreachable
+            ruined = ~view.keys.isfinite().flatten(2).all(-1)  # [B, H]: the model is to blame
+            blamed = raw.masked_fill(hidden, 0.0).isnan().any(-1) & ~ruined
             kept[..., 0].masked_fill_(blamed, -1)
         return kept
 
@@ -342,19 +381,6 @@ def make(
     if stored is not None:
         made.slots = stored
     return made
-
-
-def describe() -> list[tuple[str, str]]:
-    """The names that `make` takes, and what is behind them; those that need an argument last."""
-    rows = [(cls.usage or name, _idea(cls)) for name, cls in COMPRESSORS.items()]
-    own = ("FILE.py[:CLASS]", "your own: a file with a subclass of ScoreCompressor that has a `score`")
-    return [*sorted(rows, key=lambda row: ":" in row[0]), own]
-
-
-def _idea(cls: type[Compressor]) -> str:
-    """The first line of its module's docstring, or of its own."""
-    text = sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""
-    return text.strip().partition("\n")[0].removeprefix(f"{cls.name}: ")
 
 
 def parameters_of(cls: type[Compressor]) -> list[str]:

@@ -34,6 +34,11 @@ class PromptOnly(Compressor):
                 f"{self.name} evicts nothing but the prompt, so with protect_prompt there is nothing to evict; "
                 "set it to False."
             )
+        if chooser.uses_given:
+            raise SparseRLError(
+                f"{self.name} evicts nothing but the prompt, so protect_given and forget_given mean nothing; set both "
+                "to 0."
+            )
         self.num_queries, self.uses_mass = chooser.num_queries, chooser.uses_mass
         self.uses_values, self.copies = chooser.uses_values, chooser.copies
         self.prompt_chunk = chooser.prompt_chunk

@@ -33,6 +33,7 @@ from ..models.logits import check_logits
 from ..models.quantize import check_quantize
 from .budget import Adaptive
 from .learn import LearnSettings
+from .pool import check_pool
 from .sections import EvalSettings, RunSettings, WarmupSettings
 from .task import TaskSettings
 from .values import plain
@@ -87,22 +88,31 @@ class RolloutSettings:
     interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
     slots: str = key(
-        "how slots store keys and values: model (in the model's dtype), fp8 or int8; the learner replays the rounding",
-        PLAIN,
+        "how slots store keys and values: model (in its dtype), fp8 or int8; the learner replays the rounding", PLAIN
     )
-    slots_kept: list[int] = key(
-        "under fp8 and int8, layers that store the model's dtype all the same, such as [0, -1]", []
-    )
+    slots_kept: list[int] = key("under fp8 and int8, layers that store the model's dtype, such as [0, -1]", [])
     start_chunk: float = key(
         "under beacon:LEAST-MOST, the mean tokens of a chunk at first, where the model has not learned to choose yet; "
         "0: halfway between the two",
         0.0,
     )
     rows: int = key("sequences decoded at a time, by each process", 64)
-    ahead: int = key("steps that the sampler is ahead of the learner: 0, or 1 (asynchronous; copies the weights)", 0)
+    ahead: int = key(
+        "steps that sampling is ahead of learning: 0; 1 (asynchronous; copies the weights); with a pool up to 8", 0
+    )
+    pool: str | None = key(
+        "ray: sample in processes of their own, on this machine; ray://HOST:PORT, ray://auto: on the machines of a "
+        "cluster; null: in the processes that learn",
+        None,
+    )
+    samplers: int = key("processes of the pool; 0: one for every GPU, or CPU, that the cluster has", 0)
+    over_ask: float = key("share of a step's work, its last, that idle samplers of a pool may do a second time", 0.0)
+    patience: float = key("seconds after which a sampler of a pool that does not get on is replaced", 600.0)
     prompts: int = key("prompts per step, over all processes", 128)
     group_size: int = key("completions per prompt", 8)
-    max_new_tokens: int = key("tokens of the longest response", 4096)
+    max_new_tokens: int = key("tokens of the longest response; of a conversation, in all of its turns", 4096)
+    max_turns: int = key("of a task that replies: turns of the model in a conversation at most", 8)
+    max_given_tokens: int = key("of a task that replies: tokens of a reply at most; longer ones are cut", 512)
     temperature: float = key("the sampler's temperature, which every log-prob uses", 1.0)
     top_k: int = key(
         f"draw from the likeliest tokens alone, at most {MOST}; all log-probs are then renormalised over them; 0: off",
@@ -115,18 +125,13 @@ class RolloutSettings:
 
     def __post_init__(self):
         require_int(**{"rollout.budget": self.max_budget})
-        require_int(
-            **{
-                f"rollout.{n}": getattr(self, n)
-                for n in ("interval", "rows", "prompts", "group_size", "max_new_tokens")
-            }
-        )
+        counts = ("interval", "rows", "prompts", "group_size", "max_new_tokens", "max_turns", "max_given_tokens")
+        require_int(**{f"rollout.{n}": getattr(self, n) for n in counts})
         check_count("completions of a step", self.prompts * self.group_size)
         slot_format(self.slots, self.slots_kept)
         if lost := [name for name in ("slots", "slots_kept") if name in self.compressor_options]:
             raise SparseRLError(f"{lost[0]} is among rollout.compressor_options; write rollout.{lost[0]} instead.")
-        if self.ahead not in (0, 1) or isinstance(self.ahead, bool):
-            raise SparseRLError(f"rollout.ahead is {self.ahead!r}; rollouts run 0 steps ahead of the learner, or 1.")
+        check_pool(self.pool, self.ahead, self.samplers, self.over_ask, self.patience)
         if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
             raise SparseRLError(
                 f"rollout.start_chunk is {self.start_chunk}; it must be a number of tokens above 2, or 0 (halfway)."
@@ -135,7 +140,6 @@ class RolloutSettings:
             raise SparseRLError(
                 f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
             )
-
         require_int(at_least=0, at_most=MOST, **{"rollout.top_k": self.top_k})
         if not 0 < self.top_p <= 1:
             raise SparseRLError(f"rollout.top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
@@ -185,7 +189,7 @@ class Recipe:
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(
-                f"rollout.ahead is 1, so the sampler is a step ahead, but {why}; set rollout.ahead to 0."
+                f"rollout.ahead is {self.rollout.ahead}, so sampling is ahead of learning, but {why}; set it to 0."
             )
         if self.offloads_activations and self.model.shard:
             raise SparseRLError(
@@ -275,6 +279,10 @@ class Recipe:
                 f"{name} distills between the dense and the shadow view, but rollouts with beacons have no dense view; "
                 "use learn.method: shadow."
             )
+        if self.has_dense_reference:
+            raise SparseRLError(
+                "dpo.reference is dense, but rollouts with beacons have no dense view; use dpo.reference: view."
+            )
 
     def _check_students(self) -> None:
         if self.student.chunks and (self.folds or self.model.lora_rank):
@@ -346,6 +354,11 @@ class Recipe:
     def keeps_reference(self) -> bool:
         """Whether the log-probs of the starting model are needed."""
         return self.objective(self.loss).needs_reference
+
+    @property
+    def has_dense_reference(self) -> bool:
+        """Whether the reference sees trajectories in the dense view, whatever the learner's is."""
+        return self.learn.algorithm == "online-dpo" and self.dpo.reference == "dense"
 
     def objective(self, loss: Loss) -> Objective:
         """What the learner follows: `loss`, or the section of another algorithm."""

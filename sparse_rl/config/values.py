@@ -68,7 +68,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
 def _float(value: float | str) -> float:
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # of whole numbers beyond all floats
         return math.nan
 
 

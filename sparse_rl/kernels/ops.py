@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cache import LayerSlots
-from ..cache.segments import Replay
+from ..cache.segments import WIDEST_HEAD, Replay
 from .twins_sample import Rows
 
 # ------------------------------------------------------------------------------------------------- what computes what
@@ -58,7 +58,7 @@ def few_queries_see_all_slots(queries: Tensor, unreachable: Tensor | None) -> bo
 
 def fits_tiles(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether attention under a trace can be computed tile by tile."""
-    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= 256
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD
     return alike and query.dtype in (torch.bfloat16, torch.float16, torch.float32) and dropout == 0
 
 
@@ -116,6 +116,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and 
     "silu_mul": (Kernel("decode"),),
     "store_and_attend": (Kernel("decode"),),
     "sample_and_record": (Kernel("sample"),),
+    "sample_by_row": (Kernel("sample"),),
     "redundancy": (Kernel("evict"),),
     "observed_logits": (Kernel("evict", few_queries_see_all_slots),),
     "compact": (Kernel("evict", alike),),
@@ -183,6 +184,10 @@ def sample_and_record(
     records: bool = False,
 ) -> None:
     _function("sample_and_record", logits)(logits, state, temperature, stop_ids, top_k, top_p, records)
+
+
+def sample_by_row(logits: Tensor, state: Rows) -> None:
+    _function("sample_by_row", logits)(logits, state)
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:

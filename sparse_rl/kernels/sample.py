@@ -7,6 +7,9 @@ down and moves the row's counters.
 Top-k and top-p need no order either, only the least logit they keep, which a kernel before the two finds: floats in
 their order are integers, and it takes 4 of their bits at a time, the highest first, from the mass above 15
 candidates. Where it is recorded which tokens could be drawn, at most MOST may be; one more kernel writes them down.
+
+Settings are those of all rows, numbers known when a step is captured; or BY_ROW, tensors that a captured step reads.
+Then kernels decide for every row what they else decide when they are compiled.
 """
 
 from __future__ import annotations
@@ -58,6 +61,67 @@ def _least(
         low += tl.sum(too_much.to(tl.int64), 0) * step
         step = step // 16
     return tl.maximum((low + 1).to(tl.int32), floor)
+
+
+@jit
+def _inverse(temperature, row, BY_ROW: tl.constexpr):
+    """1 / temperature, fp32. temperature: the inverse itself; BY_ROW: fp64 of all rows, 0: greedy"""
+    if BY_ROW:
+        own = tl.load(temperature + row)
+        inverse = (1.0 / tl.where(own == 0.0, 1.0, own)).to(tl.float32)  # pyright: ignore[reportOperatorIssue]
+    else:
+        inverse = temperature
+    return inverse
+
+
+@jit
+def _limit_by_row(
+    logits, least, size, temperature, top_k, top_p, records,
+    MOST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_limit`, where every row has settings of its own. MOST > 0: the cap of those rows whose tokens are recorded"""
+    row = tl.program_id(0).to(tl.int64)
+    own, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    inverse = _inverse(temperature, row, True)
+    logits += row * size
+    lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
+    tl.store(least + row, lowest)
+    if own > 0.0:
+        capped = (tl.load(records + row) != 0) & (MOST > 0)
+        if (k > 0) & (k < size) | (p < 1.0) | capped:
+            _find_least(
+                logits, least + row, size, inverse, k.to(tl.float32), tl.maximum(p, 1e-30).to(tl.float32),
+                (k > 0) & (k < size), p < 1.0, capped, MOST, BITS, BLOCK,
+            )  # fmt: skip
+
+
+@jit
+def _find_least(
+    logits, least, size, inverse_temperature, top_k, top_p, by_count, by_mass, capped,
+    MOST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What `_limit` finds, for one row."""
+    high = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        high = tl.maximum(high, tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32))
+    highest = tl.max(high, 0)
+    kept = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
+    if MOST > 0:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+        if capped:
+            too_many = _least(logits, size, kept, MOST + 1.0, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
+            kept = tl.minimum(too_many + 1, _place(highest, BITS))
+    if by_count:
+        kept = _least(logits, size, kept, top_k, 0.0, 0.0, COUNT=True, BITS=BITS, BLOCK=BLOCK)
+    if by_mass:
+        mass = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
+            mass += tl.where(_place(x, BITS) >= kept, tl.exp((x - highest) * inverse_temperature), 0.0)
+        bound = top_p * tl.sum(mass, 0)
+        kept = _least(logits, size, kept, bound, highest, inverse_temperature, COUNT=False, BITS=BITS, BLOCK=BLOCK)
+    tl.store(least, kept)
 
 
 @jit
@@ -138,10 +202,12 @@ def _scaled(logits, i, size, least, inverse_temperature, LIMITED: tl.constexpr, 
 
 @jit
 def _summarise(
-    logits, least, tops, sums, bests, size, inverse_temperature,
+    logits, least, tops, sums, bests, size, temperature,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    inverse_temperature = _inverse(temperature, row, BY_ROW)
     x = _scaled(
         logits + row * size, chunk * CHUNK + tl.arange(0, CHUNK), size, least + row, inverse_temperature, LIMITED, BITS
     )
@@ -149,7 +215,7 @@ def _summarise(
     safe = tl.where(top == -float("inf"), 0.0, top)
     tl.store(tops + row * CHUNKS + chunk, top)
     tl.store(sums + row * CHUNKS + chunk, tl.sum(tl.exp(x - safe), 0))
-    if GREEDY:
+    if GREEDY or BY_ROW:
         tl.store(bests + row * CHUNKS + chunk, chunk * CHUNK + tl.argmax(x, 0))
 
 
@@ -165,12 +231,14 @@ def _uniform(stream, counter):
 
 @jit
 def _pick(
-    logits, least, tops, sums, bests, size, inverse_temperature, capacity,
+    logits, least, tops, sums, bests, size, temperature, capacity,
     token, index, used, stream, count, done, limit, stop_ids, tokens, logprobs, room,
     CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STOPS: tl.constexpr, STOPS_BLOCK: tl.constexpr, GREEDY: tl.constexpr, LIMITED: tl.constexpr, BITS: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    inverse_temperature = _inverse(temperature, row, BY_ROW)
     c = tl.arange(0, CHUNKS_BLOCK)
     top = tl.load(tops + row * CHUNKS + c, mask=c < CHUNKS, other=-float("inf"))
     highest = tl.max(top, 0)
@@ -180,10 +248,11 @@ def _pick(
     weight = tl.where(c < CHUNKS, weight, 0.0).to(tl.float64)
     total = tl.sum(weight, 0)
     drawn = tl.load(count + row)
-    if GREEDY:
+    chosen = tl.zeros((), tl.int32)
+    if GREEDY or BY_ROW:
         best = tl.load(bests + row * CHUNKS + tl.minimum(tl.argmax(top, 0), CHUNKS - 1)).to(tl.int32)
         chosen = tl.maximum(tl.minimum(best, size - 1), 0)  # NaN may have led anywhere
-    else:
+    if not GREEDY:
         point = _uniform(tl.load(stream + row), drawn) * total
         below = tl.cumsum(weight, 0) <= point
         last = tl.max(tl.where(weight > 0, c, 0), 0)  # rounding must not lead beyond the last chunk that has mass
@@ -194,7 +263,8 @@ def _pick(
         mass = tl.exp(x - highest)
         passed = before + tl.cumsum(mass.to(tl.float64), 0) <= point
         last = tl.max(tl.where(mass > 0, i, 0), 0)
-        chosen = chunk * CHUNK + tl.minimum(tl.sum(passed.to(tl.int32), 0), last)
+        drawn_one = chunk * CHUNK + tl.minimum(tl.sum(passed.to(tl.int32), 0), last)
+        chosen = tl.where(tl.load(temperature + row) == 0.0, chosen, drawn_one) if BY_ROW else drawn_one
     at = tl.load(logits + row * size + chosen).to(tl.float32) * inverse_temperature
     logprob = at - highest - tl.log(total).to(tl.float32)
 
@@ -206,10 +276,10 @@ def _pick(
         tl.store(index + row, tl.load(index + row) + 1)
         tl.store(used + row, taken + 1)
         tl.store(count + row, drawn + 1)
-        ended = drawn + 1 >= tl.load(limit)
+        ended = drawn + 1 >= tl.load(limit + row)
         if STOPS > 0:
             s = tl.arange(0, STOPS_BLOCK)
-            stops = tl.load(stop_ids + s, mask=s < STOPS, other=-1)
+            stops = tl.load(stop_ids + (row * STOPS if BY_ROW else 0) + s, mask=s < STOPS, other=-1)
             ended = ended | (tl.max((stops == chosen).to(tl.int32), 0) > 0)  # pyright: ignore[reportOperatorIssue]
         finite = (logprob - logprob) == 0.0
         tl.store(done + row, (ended | (finite == 0)).to(tl.int8))
@@ -226,37 +296,75 @@ def sample_and_record(
 ) -> None:
     """logits [B, V]; temperature 0: greedy"""
     rows, size = logits.shape
-    assert logits.is_contiguous()
-    chunks = triton.cdiv(size, _CHUNK)
     greedy = temperature == 0
     inverse = 1.0 if greedy else 1.0 / temperature
     room = room_of(state, records and not greedy)
     by_count, by_mass = not greedy and 0 < top_k < size, not greedy and top_p < 1
-    most = MOST if room is not None and size > MOST else 0
-    limited, bits = by_count or by_mass or room is not None, 16 if logits.dtype == torch.bfloat16 else 32
-    options = {"GREEDY": greedy, "LIMITED": limited, "BITS": bits}
-    done = state.done.view(torch.int8)
-    tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
-    bests = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    limited, bits = by_count or by_mass or room is not None, _bits(logits)
     least = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if limited:
         _limit[(rows,)](
             logits, least, size, inverse, float(top_k), max(top_p, 1e-30),
-            TOP_K=by_count, TOP_P=by_mass, MOST=most, BITS=bits, BLOCK=_BLOCK, num_warps=8,
+            TOP_K=by_count, TOP_P=by_mass, MOST=_most(room, size), BITS=bits, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
+    options = {"GREEDY": greedy, "LIMITED": limited, "BITS": bits, "BY_ROW": False}
+    _draw(logits, state, least, room, inverse, stop_ids, len(stop_ids), options)
+
+
+def sample_by_row(logits: Tensor, state: Rows) -> None:
+    """logits [B, V]; settings are those of the state"""
+    rows, size = logits.shape
+    own = state.settings
+    assert own is not None
+    room, bits = room_of(state, state.kept is not None), _bits(logits)
+    least = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _limit_by_row[(rows,)](
+        logits, least, size, own.temperature, own.top_k, own.top_p, own.records.view(torch.int8),
+        MOST=_most(room, size), BITS=bits, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    options = {"GREEDY": False, "LIMITED": True, "BITS": bits, "BY_ROW": True}
+    _draw(logits, state, least, room, own.temperature, own.stop_ids, own.stop_ids.shape[1], options)
+
+
+def _bits(logits: Tensor) -> int:
+    return 16 if logits.dtype == torch.bfloat16 else 32
+
+
+def _most(room: int | None, size: int) -> int:
+    """How many tokens can be drawn at most; 0: all."""
+    return MOST if room is not None and size > MOST else 0
+
+
+def _draw(
+    logits: Tensor,
+    state: Rows,
+    least: Tensor,
+    room: int | None,
+    temperature: float | Tensor,
+    stop_ids: Tensor,
+    stops: int,
+    options: dict,
+) -> None:
+    """Draw from what is left, and write it down. least int32 [B]; temperature: see `_inverse`; stops: ids of a row"""
+    rows, size = logits.shape
+    assert logits.is_contiguous()
+    chunks = triton.cdiv(size, _CHUNK)
+    done = state.done.view(torch.int8)
+    tops, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    bests = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     if room is not None and state.kept is not None:
         _note[(rows,)](
             logits, least, size, state.count, state.used, done, state.capacity,
             state.kept.count, state.kept.margin, state.kept.ids, state.tokens.shape[1],
-            IDS=room, BITS=bits, BLOCK=_BLOCK, num_warps=8,
+            IDS=room, BITS=options["BITS"], BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     _summarise[(rows, chunks)](
-        logits, least, tops, sums, bests, size, inverse, CHUNKS=chunks, CHUNK=_CHUNK, **options, num_warps=4
+        logits, least, tops, sums, bests, size, temperature, CHUNKS=chunks, CHUNK=_CHUNK, **options, num_warps=4
     )
     _pick[(rows,)](
-        logits, least, tops, sums, bests, size, inverse, state.capacity,
+        logits, least, tops, sums, bests, size, temperature, state.capacity,
         state.token, state.index, state.used, state.stream, state.count, done, state.limit,
         stop_ids, state.tokens, state.logprobs, state.tokens.shape[1],
         CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks), CHUNK=_CHUNK,
-        STOPS=len(stop_ids), STOPS_BLOCK=triton.next_power_of_2(max(1, len(stop_ids))), **options, num_warps=8,
+        STOPS=stops, STOPS_BLOCK=triton.next_power_of_2(max(1, stops)), **options, num_warps=8,
     )  # fmt: skip

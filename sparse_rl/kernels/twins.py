@@ -16,7 +16,7 @@ from ..cache.formats import KINDS, dequantize, quantize
 from ..cache.segments import Packing, Replay
 from ..cache.trace import visible
 from .twins_learner import add_and_norm, logit_gradients, rotate, silu_gate, token_statistics  # noqa: F401
-from .twins_sample import sample_and_record  # noqa: F401
+from .twins_sample import sample_and_record, sample_by_row  # noqa: F401
 
 BLOCK_ELEMENTS = 16 * 2**20  # similarity entries made at a time: [S, S] never exists for all rows at once
 
@@ -228,12 +228,17 @@ def trace_attention(
 ) -> Tensor:
     """Attention of every query to the tokens that the sampler's cache still held for it. -> [B, T, H * G, D]
 
-    query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists.
+    query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists; where
+    all heads share a trace (latents), it is one mask.
     """
-    mask = layer_mask(replay.of_layer(layer, key.shape[1]), sliding_window)
-    if replay.packing is not None:
-        mask = packed_mask(mask, replay.lengths, replay.packing)
+    mask = trace_mask(replay, layer, sliding_window)
     return attend(query, key, value, mask, scaling, softcap, dropout, sinks)
+
+
+def trace_mask(replay: Replay, layer: int, sliding_window: int | None) -> Tensor:
+    """What the queries of one layer see. -> bool [B, H, T, T]; of a packed row [1, H, S, S]"""
+    mask = layer_mask(replay.of_layer(layer), sliding_window)
+    return mask if replay.packing is None else packed_mask(mask, replay.lengths, replay.packing)
 
 
 def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:
@@ -262,19 +267,23 @@ def attend(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention under a mask. query [B, H * G, T, D]; key, value [B, H, S, D]; seen bool [B, 1 or H, T, S]
 
     The G query heads of a KV head become G more queries of that head, so keys and values are never repeated.
     sinks [H * G]: a logit per query head that takes its share of the softmax, and gives nothing (gpt-oss).
-    -> [B, T, H * G, D]
+    bias [B, H * G, T, S]: added to the logits. -> [B, T, H * G, D]
     """
     heads, tokens = key.shape[1], query.shape[2]
     if softcap is not None or sinks is not None:
+        assert bias is None, "no model has both"
         parts = zip(query.split(_WRITTEN_OUT, 2), seen.expand(-1, -1, tokens, -1).split(_WRITTEN_OUT, 2), strict=True)
         out = [attend_with_probs(q, key, value, s, scaling, softcap, dropout, sinks)[0] for q, s in parts]
         return torch.cat(out, 1)
     mask = group_mask(seen, query.shape[1] // heads)
+    if bias is not None:
+        mask = group_heads(bias, heads).masked_fill(~mask, -torch.inf)
     out = F.scaled_dot_product_attention(
         group_heads(query, heads), key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
@@ -290,6 +299,7 @@ def attend_with_probs(
     softcap: float | None = None,
     dropout: float = 0.0,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend`, written out, for soft-capped logits and sinks; and the probabilities [B, H, G * T, S], in fp32 or
     wider.
@@ -297,6 +307,8 @@ def attend_with_probs(
     heads, tokens = key.shape[1], query.shape[2]
     logits = group_heads(query, heads) @ key.transpose(-1, -2) * scaling
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bias is not None:
+        logits = logits + group_heads(bias, heads)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.masked_fill(~group_mask(seen, query.shape[1] // heads), -torch.inf)

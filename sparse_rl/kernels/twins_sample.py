@@ -33,6 +33,31 @@ class Kept:
         )
 
 
+@dataclass
+class RowSettings:
+    """How each of R rows samples, where rows differ. fp64, so that no setting is rounded on the way."""
+
+    temperature: Tensor  # fp64 [R]; 0: greedy
+    top_k: Tensor  # int64 [R]; 0: off
+    top_p: Tensor  # fp64 [R]; 1: off
+    records: Tensor  # bool [R]: whether it is recorded which tokens could be drawn
+    stop_ids: Tensor  # int64 [R, S]; -1: none
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.temperature, self.top_k, self.top_p, self.records, self.stop_ids]
+
+    @classmethod
+    def empty(cls, rows: int, stops: int, device: torch.device) -> RowSettings:
+        return cls(
+            torch.ones(rows, dtype=torch.float64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.ones(rows, dtype=torch.float64, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+            torch.full((rows, stops), -1, dtype=torch.int64, device=device),
+        )
+
+
 class Rows(Protocol):
     """What sampling reads and writes of rows, as rollout/decode.RowState has it."""
 
@@ -47,6 +72,7 @@ class Rows(Protocol):
     limit: Tensor
     capacity: Tensor
     kept: Kept | None
+    settings: RowSettings | None
 
     def live(self, width: int) -> Tensor: ...
 
@@ -81,6 +107,24 @@ def sample_and_record(
     tokens, logprobs, kept = sample(logits, stream, step, temperature, top_k, top_p, room)
     state.used[:width] += live
     state.record(slice(0, width), tokens, logprobs, stop_ids, live, kept)
+
+
+def sample_by_row(logits: Tensor, state: Rows) -> None:
+    """The same, where every row has settings of its own: rows that have the same are sampled together. logits [B, V]"""
+    width, settings = len(logits), state.settings
+    assert settings is not None
+    live = state.live(width)
+    ways = zip(*(tensor[:width].tolist() for tensor in settings.tensors[:4]), strict=True)
+    together: dict[tuple, list[int]] = {}
+    for row, way in enumerate(ways):
+        together.setdefault(way, []).append(row)
+    state.used[:width] += live
+    for (temperature, top_k, top_p, records), rows in together.items():
+        which = torch.tensor(rows, device=logits.device)
+        stream, step = state.stream[which], state.count[which]
+        room = room_of(state, records)
+        tokens, logprobs, kept = sample(logits[which], stream, step, temperature, top_k, top_p, room)
+        state.record(which, tokens, logprobs, settings.stop_ids[which], live[which], kept)
 
 
 def room_of(state: Rows, records: bool) -> int | None:

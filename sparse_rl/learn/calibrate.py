@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..attention import Replay, use_attention
+from ..attention import Given, Replay, giving, use_attention
 from ..cache.segments import Observed
 from ..errors import SparseRLError
 from ..models import Companion, ModelShape, evaluating, set_companion
@@ -129,8 +129,9 @@ def _queries_at(model: nn.Module, shape: ModelShape, place: int) -> dict[int, Te
     ids = torch.linspace(0, shape.vocabulary - 1, PROBES, device=device).long()[:, None]
     found: dict[int, Tensor] = {}
     replay = _seeing_all(ids, lambda seen: found.setdefault(seen.layer, seen.queries.double().cpu()))
-    with use_attention(model, "shadow"):
-        model(input_ids=ids, position_ids=torch.full_like(ids, place), use_cache=False, replay=replay)
+    positions = torch.full_like(ids, place)
+    with use_attention(model, "shadow"), giving(Given(positions, replay=replay)):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
     return found
 
 

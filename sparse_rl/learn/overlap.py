@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from ..cache.segments import Observed
 from ..records import Trajectory
 from .score import chunk_of, head, hidden_states, replay_of, routes_of
 from .support import over_same_tokens
 
 
 @torch.no_grad()
-def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> Tensor:
+def overlap(
+    model: nn.Module,
+    trajectory: Trajectory,
+    temperature: float = 1.0,
+    observe: Callable[[Observed], None] | None = None,
+) -> Tensor:
     """alpha of every response token: the sum over the vocabulary of min(dense, sampler) probability = 1 - total
     variation.
 
     The sampler's distribution comes from the shadow view, which equals it; so both are exact. Where the sampler drew
-    from a support alone, both are renormalised over it. -> fp32 [response]
+    from a support alone, both are renormalised over it. `observe` is shown the shadow pass. -> fp32 [response]
     """
     device = next(model.parameters()).device
     said = trajectory.tokens != trajectory.beacon_id if trajectory.beacon_id is not None else slice(None)
@@ -26,6 +32,7 @@ def overlap(model: nn.Module, trajectory: Trajectory, temperature: float = 1.0) 
     whole, target_mask = trajectory.tokens.to(device)[None, said], sampled[:, said]  # without beacons
     dense = hidden_states(model, whole)
     seen, routes = replay_of(model, [(trajectory.tokens, trajectory.trace)]), routes_of(model, trajectory.trace)
+    seen.observe = observe
     shadow = hidden_states(model, trajectory.tokens.to(device)[None], seen, routes)
     views = ((dense, target_mask), (shadow, sampled))
     pairs = (

@@ -14,7 +14,6 @@ Shapes: B sequences, T tokens (padded at the end, where causal attention never l
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Replay, through_backward, use_attention
+from ..attention import Given, Replay, giving, through_backward, use_attention
 from ..beacon import beacon_of, choice_entropies, choice_logprobs
 from ..cache import Support, Trace
 from ..cache.formats import common_format
 from ..cache.segments import Packing
 from ..errors import SparseRLError
-from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk, num_slot_heads, num_slot_layers
+from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk, num_slot_heads, num_slot_layers, taken_by
 from ..models.routing import replaying_routes
 from .head import plain_head, states_before
 from .routes import routes_in_order
@@ -215,23 +214,23 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     decoder, caught = decoder_of(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     packing, beacon = None if replay is None else replay.packing, beacon_of(model)
-    taken = inspect.signature(causal_lm_of(model).forward).parameters
+    taken = taken_by(model)
     if replay is not None and packing is not None:
-        inputs["input_ids"], inputs["position_ids"] = pack_tokens(tokens, replay.lengths, packing)
+        inputs["input_ids"], positions = pack_tokens(tokens, replay.lengths, packing)
     elif beacon is not None:
-        inputs["position_ids"] = beacon.positions(tokens)
-    elif "position_ids" in taken:  # as the engine counts: some models would begin elsewhere
-        inputs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = beacon.positions(tokens)
+    if "position_ids" in taken:  # as the engine counts: some models would begin elsewhere
+        inputs["position_ids"] = positions
     if "logits_to_keep" in taken:
         inputs["logits_to_keep"] = 1  # the head's turn comes later
     try:
         if replay is None and routes is None:
             model(**inputs)
         else:
-            given = {} if replay is None else {"replay": replay}
-            with through_backward(model, lambda: _replaying(model, replay is not None, routes)):
-                model(**inputs, **given)
+            with through_backward(model, lambda: _replaying(model, Given(positions, replay=replay), routes)):
+                model(**inputs)
     finally:
         hook.remove()
     if not caught:
@@ -249,9 +248,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
 
 
 @contextmanager
-def _replaying(model: nn.Module, shadow: bool, routes: Tensor | None) -> Iterator[None]:
-    attention = use_attention(model, "shadow") if shadow else nullcontext()
-    with attention, nullcontext() if routes is None else replaying_routes(model, routes):
+def _replaying(model: nn.Module, given: Given, routes: Tensor | None) -> Iterator[None]:
+    attention = nullcontext() if given.replay is None else use_attention(model, "shadow")
+    with attention, giving(given), nullcontext() if routes is None else replaying_routes(model, routes):
         yield
 
 

@@ -8,7 +8,7 @@ from .companion import (
     save_companions,
     set_companion,
 )
-from .decoder import causal_lm_of, decoder_of, decoder_place
+from .decoder import causal_lm_of, decoder_of, decoder_place, taken_by
 from .folder import no_progress_bar, reading
 from .load import (
     encode,
@@ -77,6 +77,7 @@ __all__ = [
     "set_record",
     "shape_config",
     "stop_ids",
+    "taken_by",
     "tiny_tokenizer",
     "unknown_to_tiny",
     "weight_bytes",

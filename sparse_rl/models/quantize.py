@@ -38,7 +38,13 @@ def _bitsandbytes() -> Any:
 def quantised_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The layers that are quantised, by name: all that are linear, without the head."""
     head = cast(Any, model).get_output_embeddings()
-    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    found = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    if not found:
+        raise SparseRLError(
+            f"{type(model).__name__} has no linear layers of the usual kind, so 4-bit weights would save nothing; set "
+            "model.quantize to null."
+        )
+    return found
 
 
 def quantise(model: nn.Module, device: str) -> None:

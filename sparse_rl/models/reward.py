@@ -8,12 +8,13 @@ model's: without code of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SparseRLError
+from ..files import first_line
 from .folder import check_layers, check_size, check_tensors, reading
 from .load import check_folder
 
@@ -30,6 +31,7 @@ class RewardModel:
         self.name, self.model, self.tokenizer, self.batch_tokens = name, model, tokenizer, batch_tokens
         model.config.use_cache = False  # a score needs no keys and values afterwards
         self.context = context_of(model.config, tokenizer)
+        self.vocabulary = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
 
     @torch.no_grad()
     def scores(self, prompts: Sequence[str | list[dict]], texts: Sequence[str]) -> list[float | None]:
@@ -45,15 +47,33 @@ class RewardModel:
         """The tokens of a prompt and a response to it."""
         if self.tokenizer.chat_template is not None:
             before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            messages = [*before, {"role": "assistant", "content": text}]
-            encoded: Any = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-            return list(encoded["input_ids"])
+            return self._fitting(self._through_template([*before, {"role": "assistant", "content": text}]))
         if not isinstance(prompt, str):
             raise SparseRLError(
                 f"the prompts are chat messages, but the tokenizer of the reward model {self.name} has no chat "
                 "template; use prompts of plain text, or another reward model."
             )
-        return self.tokenizer.encode(prompt + text)
+        return self._fitting(self.tokenizer.encode(prompt + text))
+
+    def _through_template(self, messages: list[dict]) -> list[int]:
+        try:
+            encoded: Any = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+        except Exception as error:  # a template is a program, and may refuse what it is given
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise SparseRLError(
+                f"the chat template of the reward model {self.name} fails ({type(error).__name__}: "
+                f"{first_line(error)[:200]}) on messages of {roles}; use prompts that it takes, or another model."
+            ) from error
+        return list(encoded["input_ids"])
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        """The ids, if the model has a vector for each."""
+        if (highest := max(ids, default=0)) >= self.vocabulary:
+            raise SparseRLError(
+                f"the tokenizer of the reward model {self.name} gave the id {highest}, but the model has only "
+                f"{self.vocabulary} tokens: they do not belong together; give the folder of another."
+            )
+        return ids
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Rows that go through the model together, longest first, without those that are too long.

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..cache import CacheShape, LayerState
+from ..cache.segments import WIDEST_HEAD
 from ..errors import SparseRLError, nearest
 from .states import layer_states, num_slot_heads, num_slot_layers
-from .support import check_supported, head_dims
+from .support import check_supported, context_of, hard_limits, head_dims
 
 # Public architectures: enough to plan memory, or to measure speed with random weights, without a download.
 # (model type, hidden, feed-forward, layers, query heads, KV heads, head dim, vocabulary, tied embeddings, context)
@@ -45,28 +46,32 @@ class ModelShape:
     hidden: int
     intermediate: int
     context: int  # positions the model was made for
-    hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, or a table of learned positions
+    hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, a table of positions, `hard_limits`
     dtype: torch.dtype
     states: tuple[LayerState, ...] = ()  # of recurrent layers
     mixed_widths: bool = False  # some layers have smaller heads, whose slots are filled up with zeros
     latent: tuple[int, int] | None = None  # numbers of the latent and of the rotated key that a slot holds (MLA)
+    value_dim: int | None = None  # of a head in the learner, where it is not head_dim (MLA)
 
     @classmethod
     def of(cls, config, dtype: torch.dtype | None = None) -> ModelShape:
         config = config.get_text_config(decoder=True)
         check_supported(config)
+        context = context_of(config)
+        assert context is not None
         query_heads = config.num_attention_heads
         dims = head_dims(config) or [config.hidden_size // query_heads]
-        latent = None
+        latent = value_dim = None
         if getattr(config, "kv_lora_rank", None):
             latent = (config.kv_lora_rank, config.qk_rope_head_dim)
-            dims = [config.qk_nope_head_dim + config.qk_rope_head_dim]
+            dims, value_dim = [config.qk_nope_head_dim + config.qk_rope_head_dim], config.v_head_dim
         ropes = _rope_parameters(config)
         limits = [
             r.get("original_max_position_embeddings") or config.max_position_embeddings for r in ropes if _rescales(r)
         ]
-        if not any(ropes):
-            limits.append(config.max_position_embeddings)
+        limits += hard_limits(config)
+        if not any(ropes) and config.model_type != "bloom":  # whose biases go on without end
+            limits.append(context)
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
@@ -77,13 +82,21 @@ class ModelShape:
             vocabulary=config.vocab_size,
             hidden=config.hidden_size,
             intermediate=_intermediate(config),
-            context=config.max_position_embeddings,
+            context=context,
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
             states=layer_states(config),
             mixed_widths=len(dims) > 1,
             latent=latent,
+            value_dim=value_dim,
         )
+
+    @property
+    def learner_masks(self) -> int:
+        """Masks of tokens x tokens that a layer of the learner needs under a trace, on a GPU. 0: it goes by segments"""
+        if self.head_dim == (self.value_dim or self.head_dim) <= WIDEST_HEAD:
+            return 0
+        return 1 if self.latent else self.query_heads
 
     def cache_shape(self) -> CacheShape:
         key, value = (sum(self.latent), 0) if self.latent else (self.head_dim, self.head_dim)

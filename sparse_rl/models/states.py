@@ -106,6 +106,10 @@ def num_slot_heads(config: Any) -> int:
     """KV heads of a layer's slots: one where they hold latents, or where all queries read one head (GPT BigCode)."""
     if getattr(config, "kv_lora_rank", None) or (config.model_type == "gpt_bigcode" and config.multi_query):
         return 1
+    if config.model_type == "falcon":
+        return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
+    if config.model_type == "jetmoe":  # every expert of a token has queries of its own, for keys that all of them share
+        return config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 

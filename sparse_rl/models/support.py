@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from torch import nn
 
 from ..cache.states import LAYERS_WITHOUT_SLOTS, RECURRENT_LAYERS
@@ -12,14 +10,12 @@ from .states import FAMILIES, check_recurrent
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models that are not from transformers, or to which positions cannot be passed, before anything runs."""
+    """Refuse models that are not from transformers, before anything runs."""
     from transformers import PreTrainedModel
 
     outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if outermost is None or getattr(model, "config", None) is None:
         raise SparseRLError(f"{type(model).__name__} is not a transformers model: pass a Hugging Face causal LM.")
-    if "position_ids" not in inspect.signature(outermost.forward).parameters:
-        raise SparseRLError(f"{type(outermost).__name__} takes no position_ids: this architecture is not supported.")
 
 
 def check_sliding_windows(config, windows: list[int | None]) -> None:
@@ -47,6 +43,7 @@ def check_sliding_windows(config, windows: list[int | None]) -> None:
 
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+_CHUNKED = "chunked_attention"  # served as far as the first chunk goes, where it is full attention (`hard_limits`)
 # Models whose last layers attend with the keys and values of the last layer of their type before them.
 _SHARING = {"gemma3n_text", "gemma4_text", "gemma4_unified_text"}
 # Models whose latents are one KV head with the matrices absorbed (attention/latent.py).
@@ -59,7 +56,8 @@ def check_supported(config) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise SparseRLError(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
     for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
-        if (value := _of_all_layers(config, key)) is None:
+        value = context_of(config) if key == "max_position_embeddings" else _of_all_layers(config, key)
+        if value is None:
             raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
         require_int(**{f"{key} of the model's config": value})
     if (value := _of_all_layers(config, "num_key_value_heads")) is not None:
@@ -75,13 +73,30 @@ def check_supported(config) -> None:
         )
     if getattr(config, "kv_lora_rank", None) and name not in _LATENT:
         raise SparseRLError(f"{name} has latent keys and values of a kind not known here: it is not supported.")
-    others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS)
+    others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS - {_CHUNKED})
     if name in FAMILIES:
         others = [kind for kind in others if kind not in RECURRENT_LAYERS | LAYERS_WITHOUT_SLOTS]
     if others:
         supported = " and ".join(sorted(_SUPPORTED_LAYERS))
         raise SparseRLError(f"{name} has layers of type {', '.join(others)}; only {supported} layers have slots.")
     check_recurrent(config)
+
+
+def context_of(config) -> int | None:
+    """Positions the model was made for, by whatever name its config has for them."""
+    if (found := getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)) is not None:
+        return found
+    return 2048 if config.model_type == "bloom" else None  # its config does not say; it was trained with so many
+
+
+def hard_limits(config) -> list[int]:
+    """Positions beyond which attention is another: chunks begin, or queries are scaled (Llama 4)."""
+    limits = []
+    if _CHUNKED in (getattr(config, "layer_types", None) or []):
+        limits.append(config.attention_chunk_size)
+    if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
+        limits.append(int(config.floor_scale) - 1)
+    return limits
 
 
 def head_dims(config) -> list[int]:

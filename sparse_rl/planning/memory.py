@@ -61,6 +61,7 @@ class Plan:
     prompt_logits_bytes: int  # the logits of a prompt that waits in the scratch
     attention_token_bytes: int  # estimate: a prompt token's attention weights, if the compressor needs them
     scoring_bytes: int  # estimate: scores of an eviction, whatever the number of rows
+    read_slot_bytes: int  # a layer's slot in the model's dtype, where its codes are read into a copy; else 0
     first_row_bytes: int  # estimate: sampling a first token in torch, for at most 64 rows at a time
     slots: str  # how keys and values are stored, in words; "model": in its dtype
 
@@ -91,10 +92,8 @@ class Plan:
     def working_bytes(self) -> int:
         """An upper estimate: prefill, sampling and eviction as if they happened at the same time."""
         tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_piece)
-        prefill = (
-            tokens * (self.prefill_token_bytes + self.attention_token_bytes)
-            + self.prefill_rows * self.prompt_logits_bytes
-        )
+        a_prompt = self.prompt_logits_bytes + self.scratch_capacity * self.read_slot_bytes
+        prefill = tokens * (self.prefill_token_bytes + self.attention_token_bytes) + self.prefill_rows * a_prompt
         together = min(3 * self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
         a_row = self.sampling_row_bytes + self.capacity * self.eviction_slot_bytes
         first = min(self.rows, 64) * self.first_row_bytes
@@ -117,7 +116,8 @@ class Plan:
         """Rows that fit if every row holds the keys and values of a whole sequence and nothing is evicted."""
         records = ("trace_row_bytes", "chunk_row_bytes")
         evicting = ("eviction_slot_bytes", "eviction_bytes", "scoring_bytes", "attention_token_bytes")
-        dense = replace(self, row_bytes=self.dense_row_bytes, **dict.fromkeys(records + evicting, 0))
+        others = (*records, *evicting, "read_slot_bytes")
+        dense = replace(self, row_bytes=self.dense_row_bytes, **dict.fromkeys(others, 0))
         return dense.rows_that_fit(memory)
 
     def largest_that_fits(self, memory: int) -> str:
@@ -262,7 +262,8 @@ def make_plan(
         else 0,
         prompt_logits_bytes=logits if on_gpu else 0,
         attention_token_bytes=8 * shape.query_heads * scratch if compressor.uses_mass else 0,
-        scoring_bytes=(3 * 4 * BLOCK_ELEMENTS if evicts else 0) + min(rows, prefill_rows) * scratch * read,
+        scoring_bytes=3 * 4 * BLOCK_ELEMENTS if evicts else 0,
+        read_slot_bytes=read,
         first_row_bytes=sampled if on_gpu else 0,
         slots=PLAIN if cache.slots is None else str(cache.slots),
     )

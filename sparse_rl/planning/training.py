@@ -148,7 +148,7 @@ def make_training_plan(
     passes = 1 + distills + critic
     options = {"adapters": adapters, "long_rows": long_rows}
     update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, **options)
-    update += _replay_bytes(rollout, shape, tokens) if shadow else 0
+    update += _replay_bytes(rollout, shape, tokens, kept=not checkpointing) if shadow else 0
     scoring = _scoring_bytes(shape, scored, **options)
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
     update = max(update, scoring)
@@ -248,7 +248,13 @@ def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, lon
     return tokens * (layer + longest * item)
 
 
-def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int) -> int:
-    """Estimate: a micro-batch's trace, its segments and the search for them, and fp32 gradients of one layer's K, V."""
+def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int, kept: bool = False) -> int:
+    """Estimate: a micro-batch's trace, its segments and the search for them, and fp32 gradients of one layer's K, V.
+
+    Where kernels do not go by segments, also the masks of a layer, and as numbers that are added to logits; kept: those
+    of all layers are there until the backward pass.
+    """
     lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # bytes per token, layer and KV head
-    return tokens * shape.heads * (shape.slot_layers * lists + 2 * 4 * shape.head_dim)
+    masks = tokens * (rollout.prompt_tokens + rollout.new_tokens) * shape.learner_masks
+    masks *= (shape.slot_layers if kept else 1) * (1 + shape.dtype.itemsize) + 2  # and what they are made of
+    return tokens * shape.heads * (shape.slot_layers * lists + 2 * 4 * shape.head_dim) + masks

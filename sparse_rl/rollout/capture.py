@@ -33,12 +33,14 @@ class Decoder:
         cache: SlotCache,
         state: RowState,
         compressor: Compressor,
-        sampling: Sampling,
+        sampling: Sampling | None,
         stop_ids: Tensor,
         waits: bool,
         recorder: RouteRecorder | None = None,
     ):
-        """`waits`: several steps may run between two syncs, so rows that are full must stay unchanged.
+        """`sampling`: of all rows; None: every row has its own, stop ids included (`RowState.settings`).
+        `waits`: rows that are full or idle must stay unchanged, because several steps run between two syncs, or idle
+        rows are held.
         `recorder`: writes down through which experts tokens go.
         """
         self.recorder = recorder
@@ -101,6 +103,8 @@ class Decoder:
     def sample(self, logits: Tensor) -> None:
         """Sample a token for every row that runs, and write it down. logits [B, V]"""
         sampling = self.sampling
+        if sampling is None:
+            return ops.sample_by_row(logits, self.state)
         records = sampling.records is not None
         limits = (sampling.top_k, sampling.top_p)
         ops.sample_and_record(logits, self.state, sampling.temperature, self.stop_ids, *limits, records)

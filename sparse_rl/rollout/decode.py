@@ -8,18 +8,18 @@ are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import Feed
+from ..attention import Feed, Given, giving
 from ..cache import SlotCache, SlotFormat, Trace
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
-from ..kernels.twins_sample import Kept
-from ..models import decoder_of
+from ..kernels.twins_sample import Kept, RowSettings
+from ..models import decoder_of, taken_by
 from ..models.routing import RouteRecorder, Routing, on_device
 from .fold import Chunks
 
@@ -44,12 +44,13 @@ class RowState:
     tokens: Tensor  # [R, N]
     logprobs: Tensor  # [R, N] fp32
     trace: Tensor  # [R, L, H, T]
-    limit: Tensor  # [1] new tokens of this call, at most N
+    limit: Tensor  # [R] tokens sampled when a row ends at the latest, at most N
     capacity: Tensor  # [1] slots at which a row of this call is full, at most the cache's
     chunks: Chunks | None = None  # of rows that fold
     routes: Tensor | None = None  # [R, N, M, k] experts of the sampled tokens that were fed, if they are recorded
     step_routes: Tensor | None = None  # [M, R, k] of the tokens that a step feeds
     kept: Kept | None = None  # where it is recorded which tokens could be drawn
+    settings: RowSettings | None = None  # how each row samples, where rows differ
     slots: SlotFormat | None = None  # the cache's, for the traces
 
     @classmethod
@@ -67,7 +68,7 @@ class RowState:
         rows, device = cache.rows, cache.device
         token, index, used, stream, count = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5))
         record = torch.zeros(rows, new, dtype=torch.int64, device=device)
-        limit, capacity = torch.tensor([[new], [cache.capacity]], device=device).unbind()
+        limit, capacity = torch.full_like(token, new), torch.tensor([cache.capacity], device=device)
         routes = step_routes = None
         if routing is not None:
             dtype, chosen = on_device(routing.dtype), routing.chosen
@@ -99,9 +100,9 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        others = ("limit", "capacity", "chunks", "kept", "step_routes", "slots")
+        others = ("capacity", "chunks", "kept", "settings", "slots", "step_routes")
         own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in others]
-        own += [tensor for part in (self.chunks, self.kept) if part for tensor in part.tensors]
+        own += [tensor for part in (self.chunks, self.kept, self.settings) if part for tensor in part.tensors]
         return [tensor for tensor in own if tensor is not None]
 
     def has_room(self, room: int | None) -> bool:
@@ -144,7 +145,7 @@ class RowState:
         live: Tensor,
         kept: Kept | None = None,
     ) -> None:
-        """Write down what was sampled for those rows that run. tokens, logprobs, live [B]
+        """Write down what was sampled for those rows that run. tokens, logprobs, live [B]; stop_ids [S] or [B, S]
 
         A log-prob that is not finite ends the row too, so that it is the last one written when the host syncs.
         """
@@ -159,7 +160,7 @@ class RowState:
         self.token[rows] = torch.where(live, tokens, self.token[rows])
         self.count[rows] += live
         self.index[rows] += live
-        ended = (tokens[:, None] == stop_ids).any(1) | (self.count[rows] >= self.limit) | ~logprobs.isfinite()
+        ended = (tokens[:, None] == stop_ids).any(1) | (self.count[rows] >= self.limit[rows]) | ~logprobs.isfinite()
         self.done[rows] |= live & ended
 
     def record_routes(self, width: int, live: Tensor | None) -> None:
@@ -175,7 +176,7 @@ class RowState:
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """Copies on the CPU (rows are reused) of as many tokens as each trajectory has."""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
-        return [Trace(_as_recorded(copied[i, :, :, :n]), slots=self.slots) for i, n in enumerate(tokens)]
+        return [as_trace(copied[i, :, :, :n], self.slots) for i, n in enumerate(tokens)]
 
     def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
         """Likewise the routes of all tokens, prompts (their routes [P, M, k]) included. [T, M, k] each; None: none are
@@ -203,15 +204,15 @@ def never_in(trace: Tensor) -> int:
     return -1 if trace.dtype == torch.int16 else never(trace.dtype)
 
 
-def _as_recorded(evicted_at: Tensor) -> Tensor:
-    """A copy as a trace holds it. [L, H, T], uint16 as int16 bits or int32"""
+def as_trace(evicted_at: Tensor, slots: SlotFormat | None) -> Trace:
+    """A copy of what rows have written. [L, H, T], uint16 as int16 bits or int32"""
     dtype = trace_dtype(evicted_at.shape[-1])
     evicted_at = evicted_at.clone()
     if evicted_at.dtype == torch.int16:
-        return evicted_at.view(torch.uint16)
-    if dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has
-        return evicted_at.clamp(max=never(dtype)).to(dtype)
-    return evicted_at
+        evicted_at = evicted_at.view(torch.uint16)
+    elif dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has
+        evicted_at = evicted_at.clamp(max=never(dtype)).to(dtype)
+    return Trace(evicted_at, slots=slots)
 
 
 def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
@@ -226,13 +227,18 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     position = feed.index if feed.position is None else feed.position
     if padding:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
-    inputs = {"input_ids": tokens, "position_ids": position, "use_cache": False, "slots_feed": feed}
     states = _states(feed, padding)
-    if feed.ends is None:
-        logits = model(**inputs, logits_to_keep=1, **states).logits
-    else:
-        last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
-        logits = _logits_at(model, last, **inputs)
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **states}
+    taken = taken_by(model)
+    if "position_ids" in taken:
+        inputs["position_ids"] = position
+    with giving(Given(position, feed=feed)):
+        if feed.ends is None:
+            keep = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+            logits = model(**inputs, **keep).logits
+        else:
+            last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
+            logits = _logits_at(model, last, **inputs)
     missed = set(range(feed.cache.shape.layers)) - feed.layers_seen
     for fed in states.values():
         missed |= set(fed.end())

@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..attention import use_attention
+from ..attention import has_alibi, use_attention
 from ..cache import SlotCache
 from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_count, require_int
@@ -29,13 +29,15 @@ from ..planning.memory import Plan, cache_shape, default_prefill_chunk, is_out_o
 from ..records import Trajectory
 from .capture import Decoder, addresses
 from .decode import RowState
+from .live import LiveEngine
 from .progress import ProgressBar
-from .requests import check_prompts, sample_numbers, token_list
+from .requests import check_conversations, check_prompts, sample_numbers, token_list
 from .sampling import Sampling
-from .schedule import GenerateCall, OnTokens
+from .schedule import GenerateCall, OnTokens, stop_ids_of
 from .storage import Storage
 
 _DECODERS = 4  # kept with their graphs, one for each way of sampling
+_STOPS = 16  # ids that may end a turn of an open engine, at most
 
 
 class Engine:
@@ -87,6 +89,8 @@ class Engine:
             )
         if (stored := cache_shape(self.shape, self.largest).slots) is not None:
             check_slots(self.device, stored.kind)
+        if self.largest.folds and has_alibi(model):
+            raise SparseRLError(f"{self.shape.architecture} has no positions that a beacon could take: it cannot fold.")
         with use_attention(model, "slots"):
             pass  # refuses models whose attention cannot be replaced, before anything is allocated
         self.recorder = self._recorder() if record_routes else None
@@ -96,6 +100,7 @@ class Engine:
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
         self.waited = 0  # steps that full rows waited for the end of a round, summed over rows
+        self.rounds = 0  # of the loop so far, in all calls: it changes as long as a call gets on
         self.calls = 0  # so far; the next call cuts off a stream
         self.stopped = False  # set from another thread, it ends the running call as Ctrl-C would
         self.keeps_state = rules.captures  # captured steps hold the addresses of what rows write down
@@ -173,11 +178,17 @@ class Engine:
         """Bytes of the rows; 0 before they are allocated."""
         return self.storage.cache.nbytes if self.storage.cache else 0
 
-    def kv_bytes_saved(self, trajectories: Sequence[Trajectory]) -> float:
-        """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take."""
+    def kv_bytes_saved(
+        self, trajectories: Sequence[Trajectory], allocated: int | None = None, engines: int = 1
+    ) -> float:
+        """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take.
+
+        `allocated`: by so many engines like this one; None: by this one
+        """
         longest = max(t.num_text_tokens for t in trajectories)
-        allocated, shape = self.cache.nbytes + self.scratch.nbytes, self.cache.shape
-        return 1 - allocated / (self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
+        shape = cache_shape(self.shape, self.largest)
+        allocated = self.cache.nbytes + self.scratch.nbytes if allocated is None else allocated
+        return 1 - allocated / (engines * self.rows * (longest * shape.kv_bytes_per_token + shape.state_bytes))
 
     def generate(
         self,
@@ -262,29 +273,82 @@ class Engine:
                     yield pieces
             self._note(call)
 
-    def decoder(self, sampling: Sampling, stop_ids: Tensor) -> Decoder:
-        """What runs decode steps for these settings: kept from earlier calls, with its graphs, if nothing has moved."""
-        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records, tuple(stop_ids.tolist()))
+    def open(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        waiting: int = 1024,
+        conversations: int | None = None,
+        hold: int | None = None,
+        hold_seconds: float | None = None,
+        park: int | None = None,
+        tokenizer=None,
+    ) -> LiveEngine:
+        """Open the engine for conversations (live.py): prompts of up to `prompt_tokens`, `max_tokens` in all.
+
+        `sampling`: only what is recorded of the tokens that could be drawn counts; every turn brings its own settings.
+        `waiting` conversations may wait for a row, `conversations` may be open (by default four times as many as there
+        are rows, and those that wait). `hold`: rows of conversations that stopped are held at most (all), for
+        `hold_seconds` (until others need the row); then they are parked in host memory, at most `park` of them (four
+        times as many as there are rows), and go on to the bit; then only their traces are kept, and they go on up to
+        rounding. `tokenizer`: for stop strings.
+        """
+        require_int(prompt_tokens=prompt_tokens, waiting=waiting)
+        require_int(at_least=prompt_tokens + 1, max_tokens=max_tokens)
+        hold, park = self.rows if hold is None else hold, 4 * self.rows if park is None else park
+        require_int(at_least=0, hold=hold, park=park)
+        conversations = 4 * self.rows + waiting if conversations is None else conversations
+        require_int(conversations=conversations)
+        check_conversations(max_tokens, self.shape, self.compressor)
+        self.check([], Sampling())
+        call = self._call(prompt_tokens, sampling or Sampling(), [], max_tokens)
+        return LiveEngine(
+            self, call, prompt_tokens, max_tokens, waiting, conversations, hold, hold_seconds, park, tokenizer
+        )
+
+    def decoder(self, sampling: Sampling | None) -> Decoder:
+        """What runs decode steps for these settings (None: every row has its own): kept from earlier calls, with its
+        graphs, if nothing has moved.
+        """
+        settings, stop_ids = ("by row",), torch.empty(0, dtype=torch.int64, device=self.device)
+        if sampling is not None:
+            stop_ids = stop_ids_of(self.model, sampling)
+            ways = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.records)
+            settings = (*ways, tuple(stop_ids.tolist()))
         now = addresses(self.model) if self.decoders else None
         if any(known.addresses != now for known in self.decoders.values()):
             self.decoders.clear()  # they hold what has moved or changed since
         if settings not in self.decoders:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
+            waits = self.poll[1] > 1 or sampling is None
             self.decoders[settings] = Decoder(
-                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, self.poll[1] > 1, self.recorder
+                self.model, self.cache, self.state, self.compressor, sampling, stop_ids, waits, self.recorder
             )
         return self.decoders[settings]
 
     @contextmanager
-    def _call(self, prompt_tokens: int, sampling: Sampling, finished: list[Trajectory]) -> Iterator[int]:
-        """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished."""
+    def _call(
+        self, prompt_tokens: int, sampling: Sampling, finished: list[Trajectory], max_tokens: int | None = None
+    ) -> Iterator[int]:
+        """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished.
+
+        max_tokens: of the conversations of an open engine
+        """
         self.calls += 1
-        new_tokens = sampling.max_new_tokens
-        number, plan = self.calls, self.plan(prompt_tokens, new_tokens, sampling)
+        number, new_tokens = self.calls, sampling.max_new_tokens
+        if max_tokens is None:
+            plan = self.plan(prompt_tokens, new_tokens, sampling)
+        else:
+            plan = self.storage.live_plan(prompt_tokens, max_tokens, self._room(sampling))
         try:
             try:
-                self.reserve(prompt_tokens, new_tokens, sampling)
+                if max_tokens is None:
+                    self.reserve(prompt_tokens, new_tokens, sampling)
+                else:
+                    self.storage.reserve_live(prompt_tokens, max_tokens, _STOPS, self._room(sampling))
                 yield number
             except BaseException:
                 if self.calls == number:

@@ -22,10 +22,12 @@ def evict(
     num_prompt_tokens: Tensor,
     trace: Tensor,
     live: Tensor,
+    replies: Tensor | None = None,
 ) -> Tensor:
     """Compress rows that all have `used` slots in use down to the budget; rows that are not live stay as they are.
 
     rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T]
+    replies int64 [N, T]: the number of the reply that a token was given in, from 1; 0 if it was not given
     -> bool: whether the compressor returned what it must
     """
     shape, budget, n = cache.shape, compressor.budget, len(rows)
@@ -49,6 +51,7 @@ def evict(
             scaling=scaling,
             softcap=_common(cache.softcap, "soft-cap"),
             unreachable=_unreachable(cache, layers, feed, fed),
+            given_age=None if replies is None else _ages(replies, feed, fed).flatten(0, 1),
             layer=torch.arange(shape.layers, device=rows.device)[layers].repeat_interleave(n),
         )
         kept = choose(compressor, view, budget)
@@ -63,6 +66,15 @@ def evict(
             kept.unflatten(0, (-1, n)), fed, live, never_in(trace), stored.exponents,
         )  # fmt: skip
     return fine
+
+
+def _ages(replies: Tensor, feed: Tensor, fed: Tensor) -> Tensor:
+    """How many replies ago the tokens of slots were given; -1: they were not. replies [N, T], feed [l, N, H, S]"""
+    past = torch.arange(replies.shape[1], device=feed.device) < fed[:, None]
+    last = (replies * past).amax(1)[:, None, None]  # [N, 1, 1]
+    number = replies[:, None].expand(-1, feed.shape[2], -1)  # [N, H, T]
+    found = number.expand(feed.shape[0], *number.shape).gather(3, feed.long())
+    return torch.where(found > 0, last - found, -1)
 
 
 def check_fine(fine: bool, used: int, compressor: Compressor) -> None:
@@ -95,3 +107,23 @@ def _check_kept(kept: object, shape: tuple[int, int, int], used: int, compressor
         given = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
         raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {given}.")
     return (kept[..., 1:] > kept[..., :-1]).all() & (kept[..., 0] >= 0).all() & (kept[..., -1] < used).all()
+
+
+def evict_as(cache: SlotCache, used: int, evicted_at: Tensor, fed: int) -> int:
+    """Evict from the first row what is gone after `fed` tokens. evicted_at int64 [L, H, T] -> slots left"""
+    feed = cache.feed[:, 0, :, :used].long()  # [L, H, S]
+    stays = evicted_at.gather(2, feed) > fed
+    left = int(stays[0, 0].sum())
+    kept = stays.nonzero()[:, 2].view(*stays.shape[:2], left)  # as many in every layer and head
+    row, live = (
+        torch.zeros(1, dtype=torch.int64, device=feed.device),
+        torch.ones(1, dtype=torch.bool, device=feed.device),
+    )
+    trace = torch.empty(1, *evicted_at.shape, dtype=torch.int32, device=feed.device)  # it is known
+    for stored in cache.stored:
+        layers, mass = stored.layers, None if cache.mass is None else cache.mass[stored.layers]
+        ops.compact(
+            stored.keys, stored.values, cache.feed[layers], mass, trace[:, layers], slice(None), row, used,
+            kept[layers, None], row + fed, live, never_in(trace), stored.exponents,
+        )  # fmt: skip
+    return left

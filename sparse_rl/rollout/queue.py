@@ -39,6 +39,7 @@ class Row:
     used: int  # slots in use
     fed: int  # tokens fed
     count: int = 0  # tokens sampled by the last sync
+    limit: int = 0  # tokens sampled when it ends at the latest
     prompt_routes: Tensor | None = None  # [P, M, k]
 
 

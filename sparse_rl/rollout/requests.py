@@ -75,6 +75,26 @@ def _check_prompt(i: int, prompt: list[int], new: int, room: int, shape: ModelSh
     if limit is not None and len(prompt) + room > limit:
         raise SparseRLError(
             f"prompt {i} has {len(prompt)} tokens and {room} new ones may follow, but this model cannot go beyond "
-            f"{limit} positions (its position table ends there, or its RoPE rescales and would falsify keys already "
-            f"cached); set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
+            f"{limit} positions (its position table ends there, its attention changes there, or its RoPE rescales and "
+            f"would falsify keys already cached); set max_new_tokens to at most {(limit - len(prompt)) * new // room}."
+        )
+
+
+def check_conversations(max_tokens: int, shape: ModelShape, compressor: Compressor) -> None:
+    """Refuse what cannot be fed on after it has stopped, or not for so many tokens."""
+    if compressor.folds:
+        raise SparseRLError(
+            f"{compressor.name} folds chunks of a response into beacons, which given tokens would cut; "
+            "open the engine with another compressor."
+        )
+    if not all(state.continues for state in shape.states):
+        raise SparseRLError(
+            f"recurrent layers of {shape.architecture} take tokens only as a whole prompt, so its conversations cannot "
+            "go on; use generate."
+        )
+    limit = shape.hard_context
+    if limit is not None and max_tokens > limit:
+        raise SparseRLError(
+            f"max_tokens is {max_tokens}, but this model cannot go beyond {limit} positions (its position table ends "
+            "there, or its RoPE rescales and would falsify keys already cached); set it to at most that."
         )

@@ -2,6 +2,7 @@
 
     while sequences are waiting or running:
         admit    prefill prompts together, fork them into every free row
+        feed     given tokens into rows that go on after a pause (live.py alone)
         decode   some tokens for every running row
         evict    rows whose slots are full keep `budget` of them
         finish   sync with the device: collect rows that stopped
@@ -10,6 +11,9 @@ The host syncs once a round: after every step on a CPU, after 8 to 16 steps on a
 uses without asking, and a row that fills up within a round waits for its end. A sequence's tokens, log-probs and
 evictions depend on its own prefix and random stream alone, never on the rows beside it: to the bit on a CPU; on a GPU
 as far as matrix products round alike at every row count.
+
+`Loop` is what all rollouts share. `GenerateCall` frees a row when it stops; the loop of an open engine (live.py) holds
+it, because its conversation may go on.
 """
 
 from __future__ import annotations
@@ -44,55 +48,73 @@ _DENSE_SPAN = 64  # rows that are not evicted are read in multiples of this many
 _TOGETHER = 64  # rows whose first tokens are sampled, or whose records are copied to the host, at a time
 
 
-class GenerateCall:
-    """One call of `Engine.generate`: what is waiting, what runs in which row."""
+class Loop:
+    """What is waiting, what runs in which row."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: list[list[int]],
-        wanted: list[list[int]],
-        sampling: Sampling,
-        seed: int,
-        on_tokens: OnTokens | None = None,
-    ):
-        """`wanted`: for every prompt, the numbers of the samples to draw."""
+    def __init__(self, engine: Engine, sampling: Sampling | None):
+        """sampling: of all rows; None: every row has its own (`RowState.settings`)"""
         self.engine, self.model, self.compressor = engine, engine.model, engine.compressor
         self.cache, self.scratch, self.state = engine.cache, engine.scratch, engine.state
-        self.sampling, self.on_tokens = sampling, on_tokens
         self.capacity = engine.capacity  # slots at which a row is full
         self.device = self.cache.device
-        self.stop_ids = stop_ids_of(self.model, sampling)
-        self.decoder = engine.decoder(sampling, self.stop_ids)
+        self.decoder = engine.decoder(sampling)
         self.phases = Phases(self.device)
         self.row_counts = row_counts(engine.rows)
-        self.waiting = make_queue(prompts, wanted, seed)
+        self.waiting: deque[Waiting] = deque()
         self.ready: deque[Prefilled] = deque()
         self.ready_logits: Tensor  # [N, V] after the last token of the prompts in the scratch cache
         self.ready_trace: Tensor | None  # [N, L, H, P] of prompts, if some of them were compressed
         self.running: dict[int, Row] = {}
         self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last sync
+        self.used: list[int] = []  # slots in use at the last sync, of all rows
         self.num_tokens = self.num_steps = 0  # tokens sampled; decode steps run
         self.num_waits = 0  # steps in which a row was full, summed over rows
 
-    def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
-        start = time.perf_counter()
-        for _ in self.rounds(deliver):
-            bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
+    def round(self) -> None:
+        self.engine.rounds += 1
+        if self.engine.stopped:
+            raise KeyboardInterrupt
+        if self.admit():
+            self.finish()  # some end with their first token
+        self.feed()
+        if self.running:
+            self.decode()
+        if evictable := self.evictable():
+            self.evict(evictable)
+            self.finish()
 
-    def rounds(self, deliver: Callable[[Trajectory], None]) -> Iterator[None]:
-        """Hand every trajectory to `deliver` the moment it is known to be finished; pause after every round."""
-        self.state.begin(self.sampling.max_new_tokens, self.capacity)
-        while self.waiting or self.ready or self.running:
-            if self.engine.stopped:
-                raise KeyboardInterrupt
-            if self.admit():
-                self.finish(deliver)  # some end with their first token
-            if self.running:
-                self.decode()
-                self.evict()
-                self.finish(deliver)
-            yield
+    # What differs between calls and open engines.
+
+    def free_rows(self) -> list[int]:
+        return [row for row in range(self.engine.rows) if row not in self.running]
+
+    def feed(self) -> None:
+        """Feed given tokens to rows that have some."""
+
+    def replies(self, rows: list[Row]) -> Tensor | None:
+        """Of conversations: the number of the reply that each token was given in, from 1; 0: none. int64 [N, T]"""
+        return None
+
+    def evictable(self) -> dict[int, Row]:
+        """Rows that may be full."""
+        return self.running
+
+    def begin_rows(self, rows: list[int]) -> None:
+        """Rows that were just started, before their first tokens are drawn."""
+
+    def moved(self, row: int, to: int) -> None:
+        """A running row was moved."""
+
+    def draw(self, rows: list[int], which: Tensor, logits: Tensor) -> None:
+        """The first tokens of sequences or of turns. which: `rows` as a tensor [n]; logits [n, V]"""
+        raise NotImplementedError
+
+    def tell(self, count: list[int]) -> None:
+        """Say what was sampled since the last sync. count: tokens sampled, of all rows"""
+
+    def end(self, rows: list[int], count: list[int]) -> None:
+        """Rows that have ended. count: tokens sampled, of all rows"""
+        raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------------- admit
 
@@ -101,7 +123,7 @@ class GenerateCall:
 
         -> whether any was admitted
         """
-        free = deque(row for row in range(self.engine.rows) if row not in self.running)
+        free = deque(self.free_rows())
         busy = len(self.running)
         while free and (self.waiting or self.ready):
             if not self.ready:
@@ -139,16 +161,14 @@ class GenerateCall:
         self.state.start(to, used, fed, stream)
         if self.ready_trace is not None:
             self.state.trace[to, :, :, : self.ready_trace.shape[3]] = self.ready_trace[source]
-        for part in torch.arange(len(to), device=self.device).split(_TOGETHER):
-            which = to[part]
-            step = self.state.count[which]
-            room = room_of(self.state, self.sampling.records is not None) or 0
-            tokens, logprobs, kept = sample(self.ready_logits[source[part]], stream[part], step, self.sampling, room)
-            live = torch.ones_like(which, dtype=torch.bool)
-            self.state.record(which, tokens, logprobs, self.stop_ids, live, kept)
         for ready, sample_index, _, row in admitted:
             prompt = ready.waiting.prompt
             self.running[row] = Row(ready.waiting, sample_index, ready.used, len(prompt), prompt_routes=ready.routes)
+        rows = [row for *_, row in admitted]
+        self.begin_rows(rows)
+        for i in range(0, len(rows), _TOGETHER):
+            part = slice(i, i + _TOGETHER)
+            self.draw(rows[part], to[part], self.ready_logits[source[part]])
 
     # --------------------------------------------------------------------------------------------------------- decode
 
@@ -170,7 +190,7 @@ class GenerateCall:
         least, most = self.engine.poll
         least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait half a round on average
         until_full = most if self.compressor.folds else self.capacity - max(row.used for row in self.running.values())
-        until_end = self.sampling.max_new_tokens - min(row.count for row in self.running.values())
+        until_end = max(row.limit - row.count for row in self.running.values())
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
@@ -185,48 +205,42 @@ class GenerateCall:
 
     # ---------------------------------------------------------------------------------------------------------- evict
 
-    def evict(self) -> None:
+    def evict(self, rows_of: dict[int, Row]) -> None:
         """Every row whose slots are full keeps `budget` of them."""
-        full = [i for i, row in self.running.items() if row.used == self.capacity]
+        full = [i for i, row in rows_of.items() if row.used == self.capacity]
         if not full or not self.compressor.evicts_response:
             return
         with self.phases("evict"):
-            columns = [(i, self.running[i].fed, len(self.running[i].waiting.prompt)) for i in full]
+            columns = [(i, rows_of[i].fed, len(rows_of[i].waiting.prompt)) for i in full]
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
             stream = self.state.stream[rows]
             live = self.state.used[rows] == self.capacity  # the other rows have ended before
+            replies = self.replies([rows_of[i] for i in full]) if self.compressor.uses_given else None
             self.fine &= evict(
-                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live
+                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live, replies
             )
-            self.state.used[rows] = self.compressor.budget
+            self.state.used[rows] = torch.where(live, self.compressor.budget, self.state.used[rows])
         for i in full:
-            self.running[i].used = self.compressor.budget
+            rows_of[i].used = self.compressor.budget
 
     # --------------------------------------------------------------------------------------------------------- finish
 
-    def finish(self, deliver: Callable[[Trajectory], None]) -> None:
+    def finish(self) -> None:
         """Sync with the device, once a round. Collect the rows that are done; move the others together at the end."""
         done, count = self.sync()
-        if self.on_tokens is not None:
-            self.emit_tokens(self.on_tokens, count)
+        self.tell(count)
         for row, sequence in self.running.items():
             self.num_tokens += count[row] - sequence.count
             sequence.count = count[row]
-        ended = [row for row in self.running if done[row]]
-        for part in [ended[i : i + _TOGETHER] for i in range(0, len(ended), _TOGETHER)]:
-            collected = self.collect(part, [count[row] for row in part])
-            for row, trajectory in zip(part, collected, strict=True):
-                with uninterrupted():  # a trajectory is either still running or delivered, never in between
-                    del self.running[row]
-                    deliver(trajectory)
+        self.end([row for row in self.running if done[row]], count)
         self.compact_rows()
 
     def sync(self) -> tuple[list[int], list[int]]:
         """(done, tokens sampled) of all rows, after making sure that all went well."""
         last = (self.state.count - 1).clamp(min=0)[:, None]
         finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
-        done, count, finite, fine = torch.stack(
-            [self.state.done, self.state.count, finite, self.fine.expand(len(finite))]
+        done, count, finite, fine, self.used = torch.stack(
+            [self.state.done, self.state.count, finite, self.fine.expand(len(finite)), self.state.used]
         ).tolist()
         check_fine(all(fine), self.capacity, self.compressor)
         if self.compressor.folds:
@@ -242,17 +256,97 @@ class GenerateCall:
                 )
         return done, count
 
-    def emit_tokens(self, on_tokens: OnTokens, count: list[int]) -> None:
-        """Hand what was sampled since the last sync to `on_tokens`. count: tokens sampled, of all rows"""
+    def sampled(self, count: list[int]) -> dict[int, tuple[Row, list[int], list[float]]]:
+        """By row: what was sampled since the last sync, and its log-probs. count: tokens sampled, of all rows"""
         told = {row: sequence for row, sequence in self.running.items() if count[row] > sequence.count}
         if not told:
-            return
+            return {}
         columns = [(row, sequence.count) for row, sequence in told.items()]
         rows, first = torch.tensor(columns, device=self.device).T[..., None]  # [N, 1]
         most = max(count[row] - sequence.count for row, sequence in told.items())
         place = (first + torch.arange(most, device=self.device)).clamp(max=self.state.tokens.shape[1] - 1)
-        for (row, sequence), tokens in zip(told.items(), self.state.tokens[rows, place].tolist(), strict=True):
-            on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens[: count[row] - sequence.count])
+        tokens, logprobs = (record[rows, place].tolist() for record in (self.state.tokens, self.state.logprobs))
+        new = [count[row] - sequence.count for row, sequence in told.items()]
+        return {
+            row: (sequence, tokens[i][: new[i]], logprobs[i][: new[i]])
+            for i, (row, sequence) in enumerate(told.items())
+        }
+
+    def compact_rows(self) -> None:
+        """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
+        if self.waiting or self.ready or not self.running:
+            return
+        free = self.free_rows()
+        may_run = sorted([*self.running, *free])
+        width = next(w for w in reversed(self.row_counts) if w > may_run[len(self.running) - 1])
+        high = sorted(row for row in self.running if row >= width)
+        if not high:
+            return
+        free = free[: len(high)]
+        source, to = torch.tensor([high, free], device=self.device)
+        self.cache.fork(self.cache, source, to, max(self.running[row].used for row in high))
+        self.state.move(source, to)
+        for row, low in zip(high, free, strict=True):
+            self.running[low] = self.running.pop(row)
+            self.moved(row, low)
+
+
+class GenerateCall(Loop):
+    """One call of `Engine.generate`: every row is freed when its sequence ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        wanted: list[list[int]],
+        sampling: Sampling,
+        seed: int,
+        on_tokens: OnTokens | None = None,
+    ):
+        """`wanted`: for every prompt, the numbers of the samples to draw."""
+        super().__init__(engine, sampling)
+        self.sampling, self.on_tokens, self.stop_ids = sampling, on_tokens, self.decoder.stop_ids
+        self.waiting = make_queue(prompts, wanted, seed)
+        self.deliver: Callable[[Trajectory], None]
+
+    def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
+        start = time.perf_counter()
+        for _ in self.rounds(deliver):
+            bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
+
+    def rounds(self, deliver: Callable[[Trajectory], None]) -> Iterator[None]:
+        """Hand every trajectory to `deliver` the moment it is known to be finished; pause after every round."""
+        self.deliver = deliver
+        self.state.begin(self.sampling.max_new_tokens, self.capacity)
+        while self.waiting or self.ready or self.running:
+            self.round()
+            yield
+
+    def begin_rows(self, rows: list[int]) -> None:
+        for row in rows:
+            self.running[row].limit = self.sampling.max_new_tokens
+
+    def draw(self, rows: list[int], which: Tensor, logits: Tensor) -> None:
+        stream, step = self.state.stream[which], self.state.count[which]
+        room = room_of(self.state, self.sampling.records is not None) or 0
+        tokens, logprobs, kept = sample(logits, stream, step, self.sampling, room)
+        self.state.record(which, tokens, logprobs, self.stop_ids, torch.ones_like(which, dtype=torch.bool), kept)
+
+    def tell(self, count: list[int]) -> None:
+        if self.on_tokens is not None:
+            self.emit_tokens(self.on_tokens, count)
+
+    def emit_tokens(self, on_tokens: OnTokens, count: list[int]) -> None:
+        for sequence, tokens, _ in self.sampled(count).values():
+            on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens)
+
+    def end(self, rows: list[int], count: list[int]) -> None:
+        for part in [rows[i : i + _TOGETHER] for i in range(0, len(rows), _TOGETHER)]:
+            collected = self.collect(part, [count[row] for row in part])
+            for row, trajectory in zip(part, collected, strict=True):
+                with uninterrupted():  # a trajectory is either still running or delivered, never in between
+                    del self.running[row]
+                    self.deliver(trajectory)
 
     def collect(self, rows: list[int], counts: list[int]) -> list[Trajectory]:
         """The trajectories of rows that are done."""
@@ -260,21 +354,6 @@ class GenerateCall:
         folding = self.decoder.folding
         supports = self.sampling.records
         return collect(rows, sequences, counts, self.state, self.stop_ids, folding, supports, version, self.phases)
-
-    def compact_rows(self) -> None:
-        """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
-        if self.waiting or self.ready or not self.running:
-            return
-        width = next(w for w in reversed(self.row_counts) if w >= len(self.running))
-        high = sorted(row for row in self.running if row >= width)
-        if not high:
-            return
-        free = [row for row in range(width) if row not in self.running][: len(high)]
-        source, to = torch.tensor([high, free], device=self.device)
-        self.cache.fork(self.cache, source, to, max(self.running[row].used for row in high))
-        self.state.move(source, to)
-        for row, low in zip(high, free, strict=True):
-            self.running[low] = self.running.pop(row)
 
 
 def row_counts(rows: int) -> list[int]:
@@ -287,5 +366,8 @@ def row_counts(rows: int) -> list[int]:
 
 def stop_ids_of(model: nn.Module, sampling: Sampling) -> Tensor:
     """Token ids that end a response, on the model's device."""
-    ids = own_stop_ids(model) if sampling.stop_ids is None else sampling.stop_ids
-    return torch.tensor(ids, dtype=torch.int64, device=next(model.parameters()).device)
+    return torch.tensor(stop_list(model, sampling), dtype=torch.int64, device=next(model.parameters()).device)
+
+
+def stop_list(model: nn.Module, sampling: Sampling) -> list[int]:
+    return list(own_stop_ids(model) if sampling.stop_ids is None else sampling.stop_ids)

@@ -15,9 +15,10 @@ from ..cache import SlotCache
 from ..compressors import Compressor
 from ..errors import OutOfMemory, SparseRLError
 from ..kernels import ops
+from ..kernels.twins_sample import RowSettings
 from ..models import ModelShape
 from ..models.routing import Routing
-from ..planning.memory import Plan, available_memory, cache_shape, make_plan, size
+from ..planning.memory import Plan, available_memory, cache_shape, default_prefill_rows, make_plan, size
 from .capture import Decoder
 from .decode import RowState, empty_trace
 
@@ -80,6 +81,38 @@ class Storage:
         cache = self._allocate_rows(self.compressor.capacity(prompt_tokens, new_tokens), plan)
         self._allocate_scratch(plan)
         self._allocate_state(plan, cache, room)
+
+    def live_plan(self, prompt_tokens: int, max_tokens: int, room: int | None = None) -> Plan:
+        """What an open engine takes whose conversations have up to `max_tokens`: all may be sampled, and scratch rows
+        also hold the rows that are fed.
+        """
+        plan = self.plan(1, max_tokens - 1, room)
+        shape = cache_shape(self.shape, self.compressor)
+        slots = max(self.compressor.scratch_capacity(prompt_tokens), self.capacity_for(1, max_tokens - 1) + 1)
+        rows = self.prefill_rows or default_prefill_rows(self.prefill_chunk, slots, ops.rules(self.device).on_gpu)
+        return replace(
+            plan,
+            prompt_tokens=prompt_tokens,
+            scratch_capacity=slots,
+            prompt_piece=slots,
+            most_prefill_rows=rows,
+            scratch_row_bytes=shape.row_bytes(slots),
+        )
+
+    def capacity_for(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Slots of a row, once it is allocated for such a call."""
+        asked = self.compressor.capacity(prompt_tokens, new_tokens)
+        return max(asked, self.cache.capacity) if self.cache else asked
+
+    def reserve_live(self, prompt_tokens: int, max_tokens: int, stops: int, room: int | None = None) -> None:
+        """Allocate what an open engine takes. stops: ids that may end a turn"""
+        plan = self.live_plan(prompt_tokens, max_tokens, room)
+        cache = self._allocate_rows(self.compressor.capacity(1, max_tokens - 1), plan)
+        self._allocate_scratch(plan)
+        self._allocate_state(replace(plan, prompt_tokens=1), cache, room)
+        assert self.state is not None
+        if self.state.settings is None:
+            self.state.settings = RowSettings.empty(self.rows, stops, self.device)
 
     def clear(self) -> None:
         """Zero the slots and the states."""

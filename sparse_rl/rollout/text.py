@@ -11,7 +11,6 @@ model, so that a second call allocates and captures nothing anew, and are freed 
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -25,13 +24,13 @@ from ..errors import OutOfMemory, SparseRLError, require_int
 from ..files import names_python_file
 from ..models import ModelShape, Record, check_model, encode, record_of, stop_ids
 from . import Engine, Sampling
+from .pieces import TextPieces, decode
 
 _LOG = logging.getLogger("sparse_rl")
 _BUDGET, _INTERVAL = 512, 128  # of models without a record
 _KEPT = 4  # engines of a model
 _MOST_ROWS = 32  # unless told otherwise
 _TOP_K = 50  # what transformers uses when neither the call nor the model says
-_CONTEXT = 64  # tokens that are decoded again with those that follow
 
 _Result = TypeVar("_Result")
 
@@ -105,7 +104,7 @@ def generate(
 
     def texts(engine: Engine) -> Generator[list[str], None, None]:
         done = engine.generate(ids, sampling=sampling, seed=seed)
-        yield [_decode(tokenizer, trajectory.response_tokens.tolist()) for trajectory in done]
+        yield [decode(tokenizer, trajectory.response_tokens.tolist()) for trajectory in done]
 
     def pieces(engine: Engine) -> Generator[str, None, None]:
         text = TextPieces(tokenizer)
@@ -248,54 +247,3 @@ def _kept_with(model: nn.Module) -> _Kept:
     if kept.made_for != now:
         kept.made_for, kept.engines = now, {}
     return kept
-
-
-# ----------------------------------------------------------------------------------------------------------- text
-
-
-def _decode(tokenizer, tokens: list[int]) -> str:
-    """Spaces stay as the tokens have them: a stream could not remove them later."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-class TextPieces:
-    """The text of tokens that come one by one, as far as it is certain: `add(...)` + ... + `rest()` is the whole text.
-
-    What later tokens can change is held back: a character whose bytes are not all there (it reads as U+FFFD), and,
-    where a vocabulary has tokens for single bytes, a run of them, which is read as a whole.
-    """
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []  # all tokens; the last ones of a long text
-        self.told = 0  # characters of their text that have been returned
-
-    def add(self, tokens: list[int]) -> str:
-        self.tokens += tokens
-        if self.in_bytes():
-            return ""
-        text = _decode(self.tokenizer, self.tokens)
-        certain = text.rstrip("\ufffd")
-        piece = certain[self.told :]
-        self.told = max(self.told, len(certain))
-        if len(certain) == len(text):
-            self.forget()
-        return piece
-
-    def rest(self) -> str:
-        return _decode(self.tokenizer, self.tokens)[self.told :]
-
-    def in_bytes(self) -> bool:
-        """Whether the last token that has a text stands for a byte."""
-        last = next((token for token in reversed(self.tokens) if _decode(self.tokenizer, [token])), None)
-        if last is None:
-            return False
-        return re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
-
-    def forget(self) -> None:
-        """Once all of a long text has been returned, keep only as many tokens as the next ones need to be read."""
-        if len(self.tokens) < 2 * _CONTEXT:
-            return
-        context = _decode(self.tokenizer, self.tokens[-_CONTEXT:])
-        if context.strip():  # it now begins the text, where a tokenizer may omit a space
-            self.tokens, self.told = self.tokens[-_CONTEXT:], len(context)

@@ -1,19 +1,31 @@
-from . import benchmarks, countdown, linsys, math, mixture, recall, stargraph, stories, sums  # noqa: F401  (they register themselves)
+from . import (  # noqa: F401  (they register themselves)
+    benchmarks,
+    calculator,
+    countdown,
+    guess,
+    linsys,
+    math,
+    mixture,
+    notes,
+    recall,
+    stargraph,
+    stories,
+    sums,
+)
 from .base import (
     FAR,
     TASKS,
-    UNGRADED,
     GeneratedTask,
-    Grade,
-    Prompt,
     Task,
     describe,
     final_answer,
     make,
+    may_converse,
     register,
 )
 from .mixture import by_task, mean_parts
 from .notices import first_texts, notices
+from .problem import UNGRADED, Grade, Message, Prompt
 
 __all__ = [
     "FAR",
@@ -21,6 +33,7 @@ __all__ = [
     "UNGRADED",
     "GeneratedTask",
     "Grade",
+    "Message",
     "Prompt",
     "Task",
     "by_task",
@@ -28,6 +41,7 @@ __all__ = [
     "final_answer",
     "first_texts",
     "make",
+    "may_converse",
     "mean_parts",
     "notices",
     "register",

@@ -4,6 +4,10 @@
         def __getitem__(self, i: int) -> Prompt: ...             # the i-th prompt, the same every time
         def reward(self, prompt: Prompt, text: str) -> float: ...
 
+A third one lets it answer:
+
+        def reply(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None: ...
+
 A reward is any finite number, or several named ones such as {"correct": 1, "brief": 0.5}, which are weighted and added.
 A completion is right, which is what accuracy counts, if its reward is at least 1, or as the task's `right` says.
 
@@ -22,45 +26,24 @@ import math
 import random
 import re
 import sys
-import traceback
+from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from ..errors import SparseRLError, check_count, nearest
 from ..files import names_python_file
+from .conversing import call_tools
+from .judging import graded, judged
+from .problem import Grade, Message, Prompt
 from .verify import Limits, Pool, pool_for
 
 TaskType = TypeVar("TaskType", bound="Task")
 
 TASKS: dict[str, type[Task]] = {}
-UNGRADED = ("timeout", "error", "bad gold")  # verdicts of completions that could not be graded; they count as wrong
 FAR = 1_000_000_000  # the first held-out prompt of an endless task without splits
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One problem of a task."""
-
-    text: str | list[dict]  # what the model sees: a string, or chat messages
-    answer: Any  # what the task needs to grade a completion: plain data
-    index: int = 0  # its place in the task
-    task: str = ""  # of a mixture: the label of the task that it belongs to
-
-
-@dataclass(frozen=True)
-class Grade:
-    """A completion's reward and verdict: right, partly, wrong, no answer, timeout, error or bad gold."""
-
-    reward: float
-    verdict: str
-    parts: Mapping[str, float] = field(default_factory=dict)  # the named rewards that it is made of, before weights
-
-    @property
-    def right(self) -> bool:
-        return self.verdict == "right"
 
 
 class Task:
@@ -74,7 +57,8 @@ class Task:
     duplicates: int = 0  # rows of the data that repeat an earlier prompt; they are kept
     reward_weights: Mapping[str, float] = MappingProxyType({})  # of named rewards; one that is not here weighs 1
     template: str | None = None  # the prompts' template, a name in TEMPLATES; None: prompts have a form of their own
-    last_error: str | None = None  # the first error in a reward, for the caller to show once
+    last_error: str | None = None  # the first error in a reward or a reply, for the caller to show once
+    tools: Sequence[Callable[..., Any]] = ()  # typed functions that the model may call; `reply` runs its calls
 
     _made: tuple[str, dict] | None = None  # name and options, if `make` made it
     _pool: Pool | None = None
@@ -91,6 +75,22 @@ class Task:
         """Whether a completion counts as right. parts: the named rewards, before weights; empty if there are none."""
         return reward >= 1
 
+    def reply(self, prompt: Prompt, messages: list[Message]) -> Any:
+        """What the model reads next: messages, or None where the conversation ends. It may be a coroutine.
+
+        messages: the prompt, as a user's message if it is plain text, and all that followed; the last one is the
+        model's. Its `tool_calls` are run here by default.
+        """
+        return call_tools(self.tools, messages)
+
+    @property
+    def converses(self) -> bool:
+        return bool(self.tools) or type(self).reply is not Task.reply
+
+    def transcript(self, messages: list[Message]) -> str:
+        """What of a conversation is graded: by default what the model wrote last."""
+        return messages[-1]["content"]
+
     def judge(self, prompt: Prompt, text: str) -> Grade:
         """Reward and verdict. Override it if the verdict does not follow from the reward."""
         return graded(self, self.reward(prompt, text))
@@ -99,8 +99,8 @@ class Task:
         """The answer that a completion gives, to be shown; None if it gives none."""
         return final_answer(text)
 
-    def solution(self, prompt: Prompt) -> str:
-        """A worked solution that earns the full reward, for warm-up."""
+    def solution(self, prompt: Prompt) -> str | list[Message]:
+        """A worked solution that earns the full reward, for warm-up. Of a conversation: its messages."""
         raise SparseRLError(f"the task {self.name} has no worked solutions, so a model cannot be warmed up on it.")
 
     def span(self) -> tuple[int, int | None]:
@@ -230,10 +230,10 @@ class GeneratedTask(Task):
         return other
 
 
-@lru_cache(maxsize=4)
-def shuffled(seed: int, epoch: int, count: int) -> list[int]:
+@lru_cache(maxsize=128)  # the tasks of a mixture take turns
+def shuffled(seed: int, epoch: int, count: int) -> array[int]:
     """The order of an epoch."""
-    order = list(range(count))
+    order = array("q", range(count))
     random.Random(f"order|{seed}|{epoch}").shuffle(order)
     return order
 
@@ -242,51 +242,6 @@ def final_answer(text: str) -> str | None:
     """The answer in the last line of the form `answer: ...`, without surrounding blanks; None without such a line."""
     found = re.findall(r"answer:[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
-
-
-def graded(task: Task, given: float | Mapping[str, float]) -> Grade:
-    """The grade of what a task's `reward` returned."""
-    if not isinstance(given, Mapping):
-        if task.reward_weights:
-            raise TypeError(f"the reward is {given!r}; reward_weights are for named ones, such as {{'correct': 1.0}}")
-        reward, parts = finite("the reward", given), {}
-    else:
-        parts = named_rewards(given)
-        if unknown := [name for name in task.reward_weights if name not in parts]:
-            raise ValueError(f"reward_weights has {unknown[0]!r}, but the reward has {', '.join(map(repr, parts))}")
-        reward = math.fsum(task.reward_weights.get(name, 1.0) * value for name, value in parts.items())
-    return Grade(reward, "right" if task.right(reward, parts) else "partly" if reward > 0 else "wrong", parts)
-
-
-def named_rewards(given: Mapping[str, float]) -> dict[str, float]:
-    if not given:
-        raise ValueError("the reward is {}; it must name at least one")
-    for name in given:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
-            raise ValueError(f"a reward is called {name!r:.80}; use letters, digits, - and _, at most 40 of them")
-    return {name: finite(f"the reward {name!r}", value) for name, value in given.items()}
-
-
-def finite(what: str, value: Any) -> float:
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"{what} is {value!r:.80}; it must be a number")
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{what} is {number}; it must be finite")
-    return number
-
-
-def judged(task: Task, prompt: Prompt, text: str) -> tuple[Grade, str | None]:
-    """The grade, and the error if the reward raised one: it costs the completion, not the run."""
-    try:
-        grade = task.judge(prompt, text)
-        if not isinstance(grade, Grade):
-            raise TypeError(f"judge returned {grade!r}; it must be a Grade")
-        parts = named_rewards(grade.parts) if grade.parts else {}
-        return Grade(finite("the reward", grade.reward), grade.verdict, parts), None
-    except (Exception, SystemExit) as error:
-        places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        place = f", {places[-1].filename}, line {places[-1].lineno}" if places else ""
-        return Grade(0.0, "error"), f"{type(error).__name__}: {error} (prompt {prompt.index}{place})"
 
 
 def register(cls: type[TaskType]) -> type[TaskType]:
@@ -370,6 +325,15 @@ def _parameters(build: Callable) -> dict[str, inspect.Parameter]:
     return {
         name: parameter for name, parameter in inspect.signature(build).parameters.items() if parameter.kind in kinds
     }
+
+
+def may_converse(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a built-in task, or one of a mixture, replies."""
+    entries = options.get("tasks")
+    if isinstance(entries, (list, tuple)):
+        named = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+        return any(isinstance(e, Mapping) and may_converse(str(e.get("name")), e) for e in named)
+    return name in TASKS and (bool(TASKS[name].tools) or TASKS[name].reply is not Task.reply)
 
 
 def takes_option(name: str, option: str) -> bool:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..errors import SparseRLError
-from .base import Prompt, register
+from .base import register
 from .math import Math, Problem, gold_of, prompt_of
+from .problem import Prompt
 from .published import command_for
 
 FOLDER = "SPARSE_RL_DATA"  # the environment variable that names the folder if the user names none

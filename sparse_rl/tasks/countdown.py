@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from ..errors import SparseRLError, require_int
-from .base import GeneratedTask, Prompt, final_answer, register
+from .base import GeneratedTask, final_answer, register
+from .problem import Prompt
 
 _OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _DRAWS = 1000  # problems that are drawn before a limit counts as too small

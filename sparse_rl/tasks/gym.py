@@ -14,7 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import SparseRLError, nearest, require_int
-from .base import Grade, Prompt, Task, final_answer, graded
+from .base import Task, final_answer
+from .judging import graded
+from .problem import Grade, Prompt
 
 BLOCK = 2**20  # seeds, and therefore prompts, of one (seed, split)
 CHUNK = 500  # prompts of an endless task that one dataset object makes

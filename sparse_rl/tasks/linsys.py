@@ -9,7 +9,8 @@ import re
 from fractions import Fraction
 
 from ..errors import SparseRLError
-from .base import GeneratedTask, Prompt, final_answer, register
+from .base import GeneratedTask, final_answer, register
+from .problem import Prompt
 
 _NAMES = "xyzuvw"
 

@@ -29,8 +29,9 @@ from typing import Any
 
 from ..errors import SparseRLError, require_int
 from ..files import is_text
-from .base import Grade, Prompt, Task, register
+from .base import Task, register
 from .equality import effort, last_boxed, tidy, verdict
+from .problem import Grade, Prompt
 from .rows import Unusable, parse_row, rows_of, short_name
 from .templates import dress, find, template_of
 from .verify import Limits

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError, check_count, shown
-from .base import Grade, Prompt, Task, make, register, takes_option
+from .base import Task, make, register, takes_option
+from .problem import Grade, Message, Prompt
 
 BLOCK = 1000  # positions of which each task has exactly its share
 _MOST = 100  # tasks of a mixture
+_HEAVIEST = 1e300  # so that the sum of all weights is finite
 _OURS = ("name", "label", "weight")  # keys of an entry that are not options of its task
 _EXAMPLE = "{name: sums, weight: 2}"
 
@@ -43,6 +45,8 @@ class Mixture(Task):
                 f"mixture: two tasks are called {twice[0]!r}; give each a label of its own, such as label: "
                 f"{twice[0][:38]}-2."
             )
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise SparseRLError(f"mixture: seed is {shown(seed)}; it must be a whole number.")
         self.seed, self.shares = seed, shares_of([entry["weight"] for entry in entries])
         self.options = [_options(entry, seed) for entry in entries]  # of each task
         names = [entry["name"] for entry in entries]
@@ -92,8 +96,15 @@ class Mixture(Task):
     def judge(self, prompt: Prompt, text: str) -> Grade:
         return self.of(prompt).judge(prompt, text)
 
-    def solution(self, prompt: Prompt) -> str:
+    def solution(self, prompt: Prompt) -> str | list[Message]:
         return self.of(prompt).solution(prompt)
+
+    def reply(self, prompt: Prompt, messages: list[Message]) -> Any:
+        return self.of(prompt).reply(prompt, messages)
+
+    @property
+    def converses(self) -> bool:
+        return any(task.converses for task in self.tasks)
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
         """Each task grades its own completions, in its own processes if it has some."""
@@ -168,8 +179,10 @@ def _entry(number: int, given: Any) -> dict[str, Any]:
     if entry["name"] == Mixture.name:
         raise SparseRLError(f"{where} is a mixture itself; list its tasks here instead.")
     weight = entry.get("weight", 1)
-    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight < math.inf:
-        raise SparseRLError(f"{where} ({shown(entry['name'])}) has the weight {shown(weight)}; use a number above 0.")
+    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight <= _HEAVIEST:
+        raise SparseRLError(
+            f"{where} ({shown(entry['name'])}) has the weight {shown(weight)}; use a number above 0, such as 2."
+        )
     label = entry.get("label", _label(entry["name"]))
     if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", label):
         raise SparseRLError(

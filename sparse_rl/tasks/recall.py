@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..errors import SparseRLError, require_int
-from .base import GeneratedTask, Prompt, final_answer, register
+from .base import GeneratedTask, final_answer, register
+from .problem import Prompt
 
 
 @lru_cache(maxsize=2)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 
 from ..errors import SparseRLError, check_count
-from .base import GeneratedTask, Prompt, final_answer, register
+from .base import GeneratedTask, final_answer, register
+from .problem import Prompt
 
 
 @register

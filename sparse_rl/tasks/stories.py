@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import SparseRLError, require_int
-from .base import GeneratedTask, Prompt, final_answer, register
+from .base import GeneratedTask, final_answer, register
+from .problem import Prompt
 
 _DRAWS = 1000  # attempts to draw what people have at first
 _MOST = 99  # no quantity grows beyond this

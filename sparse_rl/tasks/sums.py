@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 
 from ..errors import SparseRLError, check_count
-from .base import GeneratedTask, Prompt, register
+from .base import GeneratedTask, register
+from .problem import Prompt
 
 
 @register

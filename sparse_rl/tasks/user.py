@@ -8,6 +8,8 @@ The shortest task is a file with two functions:
 `reward` may also return several named rewards, such as {"correct": 1.0, "brief": 0.5}. Optional: `REWARD_WEIGHTS`,
 their weights; `right(reward, parts) -> bool`, what accuracy counts, if that is not a reward of at least 1;
 `solution(answer) -> str`, a worked solution; and `SIZE`, a number or a function that returns it, for a finite task.
+A task that converses has `TOOLS`, a list of typed functions that the model may call, or `reply(answer, messages)`,
+which returns messages, or None at the end; it may be a coroutine. `transcript(messages) -> str` says what is graded.
 
 A class is a subclass of `Task`; with `isolated = False`, its rewards are computed in the training process.
 """
@@ -23,7 +25,8 @@ from typing import Any
 
 from ..errors import SparseRLError, nearest, require_int
 from ..files import python_module, split_python_file
-from .base import Prompt, Task
+from .base import Task
+from .problem import Message, Prompt
 
 
 class FunctionFile(Task):
@@ -35,6 +38,7 @@ class FunctionFile(Task):
         assert module.__file__ is not None
         self.name, self.module = Path(module.__file__).stem, module
         self.reward_weights = getattr(module, "REWARD_WEIGHTS", {})
+        self.tools = tuple(getattr(module, "TOOLS", ()))
 
     def __getitem__(self, i: int) -> Prompt:
         given = self.module.prompt(i)
@@ -50,7 +54,19 @@ class FunctionFile(Task):
     def right(self, reward: float, parts: Mapping[str, float]) -> bool:
         return self.module.right(reward, parts) if hasattr(self.module, "right") else super().right(reward, parts)
 
-    def solution(self, prompt: Prompt) -> str:
+    def reply(self, prompt: Prompt, messages: list[Message]) -> Any:
+        own = getattr(self.module, "reply", None)
+        return super().reply(prompt, messages) if own is None else own(prompt.answer, messages)
+
+    @property
+    def converses(self) -> bool:
+        return bool(self.tools) or hasattr(self.module, "reply")
+
+    def transcript(self, messages: list[Message]) -> str:
+        own = getattr(self.module, "transcript", None)
+        return super().transcript(messages) if own is None else own(messages)
+
+    def solution(self, prompt: Prompt) -> str | list[Message]:
         if not hasattr(self.module, "solution"):
             return super().solution(prompt)
         return self.module.solution(prompt.answer)

@@ -21,6 +21,7 @@ This guards against accidents, not malice: a reward may still read files, use th
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import selectors
@@ -147,11 +148,11 @@ class Pool:
     def __init__(self, name: str, limits: Limits, hello: bytes):
         self.name, self.limits = name, limits
         self.workers = limits.workers or min(4, os.cpu_count() or 1)
-        self._hello = hello
+        self.hello = hello
         self._children: list[Child] = []
         self._failed_starts: list[str] = []  # how they ended
         self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._children)  # when the pool is collected, or the program ends
+        weakref.finalize(self, end_all, self._children)  # when the pool is collected, or the program ends
 
     def grade(self, items: Sequence[tuple[Any, str]], effort: Callable[[str], float] = len) -> list[Outcome]:
         """The outcome of every (prompt, text), in the order given, whichever child graded it."""
@@ -159,7 +160,7 @@ class Pool:
             try:
                 return self._grade(items, effort)
             except BaseException:  # such as an interrupt: a reply may be half read, so the next call uses new children
-                _end_all(self._children)
+                end_all(self._children)
                 raise
 
     def start(self, items: int) -> None:
@@ -171,7 +172,7 @@ class Pool:
                 child.push()
 
     def close(self) -> None:
-        _end_all(self._children)
+        end_all(self._children)
 
     def _grade(self, items: Sequence[tuple[Any, str]], effort: Callable[[str], float]) -> list[Outcome]:
         deadline = self.limits.deadline
@@ -192,7 +193,7 @@ class Pool:
                 if waiting and not child.busy:
                     child.item = waiting.popleft()
                     prompt, text = items[child.item]
-                    message = _packed((prompt, text, patience), f"the answer of prompt {prompt.index}")
+                    message = packed((prompt, text, patience), f"the answer of prompt {prompt.index}")
                     child.send(message, deadline)
             for child, reply in self._replies():
                 if reply is _LATE or reply is _DEAD:
@@ -224,7 +225,7 @@ class Pool:
             self._children.remove(child)
             child.end()
         while len(self._children) < min(self.workers, needed) and len(self._failed_starts) < FAILED_STARTS:
-            self._children.append(Child(self._hello))
+            self._children.append(Child(self.hello))
         if not self._children:
             raise SparseRLError(
                 f"completions of the task {self.name} cannot be graded: a grading process {self._failed_starts[-1]} "
@@ -233,36 +234,50 @@ class Pool:
             )
 
     def _replies(self) -> Iterator[tuple[Child, Any]]:
-        """Wait for replies, deaths and missed deadlines. A reply that has arrived counts, however late we notice it."""
-        busy = [child for child in self._children if child.busy]
-        heard = set()
-        with selectors.DefaultSelector() as selector:
-            for child in busy:
-                selector.register(child.reads, selectors.EVENT_READ, child)
-                if child.outbox:
-                    selector.register(child.writes, selectors.EVENT_WRITE, child)
-            events = selector.select(max(0.0, min(child.until for child in busy) - time.monotonic()))
-        for key, _ in events:
-            if key.data not in heard:
-                reply = key.data.exchange(key)
-                if reply is not None:
-                    heard.add(key.data)
-                    yield key.data, reply
-        now = time.monotonic()
+        return replies_of([child for child in self._children if child.busy])
+
+
+def replies_of(busy: Sequence[Child], seconds: float = math.inf) -> Iterator[tuple[Child, Any]]:
+    """Wait for replies, deaths and missed deadlines, at most so long. A reply that has arrived counts, however late we
+    notice it.
+    """
+    heard = set()
+    with selectors.DefaultSelector() as selector:
         for child in busy:
-            if child not in heard and now >= child.until:
-                yield child, _LATE
+            selector.register(child.reads, selectors.EVENT_READ, child)
+            if child.outbox:
+                selector.register(child.writes, selectors.EVENT_WRITE, child)
+        first = min((child.until for child in busy), default=0.0) - time.monotonic()
+        events = selector.select(max(0.0, min(first, seconds))) if busy else []
+    for key, _ in events:
+        if key.data not in heard:
+            reply = key.data.exchange(key)
+            if reply is not None:
+                heard.add(key.data)
+                yield key.data, reply
+    now = time.monotonic()
+    for child in busy:
+        if child not in heard and now >= child.until:
+            yield child, _LATE
+
+
+def is_late(reply: Any) -> bool:
+    return reply is _LATE
+
+
+def is_dead(reply: Any) -> bool:
+    return reply is _DEAD
 
 
 def pool_for(name: str, options: dict, limits: Limits) -> Pool:
     """The pool for tasks with this name and options: all copies, training and held out, share it."""
-    hello = _packed((name, options, asdict(limits)), f"the options of the task {name}")
+    hello = packed((name, options, asdict(limits)), f"the options of the task {name}")
     pool = _POOLS.get(hello) or Pool(name, limits, hello)
     _POOLS[hello] = pool
     return pool
 
 
-def _packed(thing: Any, what: str) -> bytes:
+def packed(thing: Any, what: str) -> bytes:
     try:
         return pickle.dumps(thing)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -271,6 +286,6 @@ def _packed(thing: Any, what: str) -> bytes:
         ) from error
 
 
-def _end_all(children: list[Child]) -> None:
+def end_all(children: list[Child]) -> None:
     while children:
         children.pop().end()

@@ -23,7 +23,9 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from ..errors import SparseRLError
-from .base import Task, judged, make
+from .base import Task, make
+from .conversing import Reply, answered
+from .judging import judged
 from .verify import GRACE, HEADER, OUT_OF_TIME, START, Outcome, frame, how_ended
 
 
@@ -118,12 +120,15 @@ def run_copy(work: Callable[[int], None], parent: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def outcome(task: Task, message: bytes, limited: bool) -> Outcome:
+def outcome(task: Task, message: bytes, limited: bool) -> Outcome | Reply:
+    """The grade of a completion, or the reply to messages."""
     try:
         prompt, text, seconds = pickle.loads(message)
     except Exception as error:
         problem = f"the prompt could not be read in the grading process ({type(error).__name__}: {error})"
         return 0.0, "error", {}, problem
+    if isinstance(text, list):
+        return answered(task, prompt, text)
     if limited:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time: SIGPROF ends the process, even inside C code
     grade, problem = judged(task, prompt, text)

@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 
+from ..chat import Chats, Talk, Turns, converse, graded_texts, talk_metrics, with_faults
 from ..compressors import make
 from ..learn.diagnose import ends_in_loop
 from ..learn.student import Student
-from ..models import ModelShape, encode
+from ..models import ModelShape, encode, end_token
 from ..records import Trajectory, mean_entries
 from ..rollout import Engine, Sampling
 from ..tasks import UNGRADED, Grade, Prompt, Task, by_task, mean_parts
@@ -20,10 +21,18 @@ from .rewards import AddedRewards
 
 
 def accuracy(
-    engine: Engine, tokenizer, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
+    engine: Engine,
+    tokenizer,
+    task: Task,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    turns: Turns | None = None,
 ) -> dict[str, float]:
     """The share of completions that are right, and what the completions were like."""
-    return described(*complete(engine, tokenizer, task, prompts, samples, sampling, seed), prompts)
+    trajectories, grades, talks = complete(engine, tokenizer, task, prompts, samples, sampling, seed, turns=turns)
+    return described(trajectories, grades, prompts, talks)
 
 
 def complete(
@@ -36,19 +45,61 @@ def complete(
     seed: int,
     members: Sequence[Sequence[int]] | None = None,
     rewards: AddedRewards | None = None,
-) -> tuple[list[Trajectory], list[Grade]]:
-    """`members`: which of every prompt's samples are wanted; None: all. `rewards`: those that a run adds."""
-    ids = [encode(tokenizer, prompt.text) for prompt in prompts]
-    trajectories = engine.generate(ids, samples, sampling, seed, samples=members)
-    if not trajectories:  # a process may have no share; from no responses, tokenizers would make one text
-        return [], []
-    texts = tokenizer.batch_decode([t.response_tokens for t in trajectories], skip_special_tokens=True)
+    turns: Turns | None = None,
+) -> tuple[list[Trajectory], list[Grade], list[Talk]]:
+    """`members`: which of every prompt's samples are wanted; None: all. `rewards`: those that a run adds. `turns`: of
+    conversations. Where the task does not reply there are no talks.
+    """
+    members = [range(samples)] * len(prompts) if members is None else members
+    chats = chats_of(engine.model, tokenizer, task)
+    ids = starts(tokenizer, chats, prompts)
+    trajectories, texts, talks = sampled(
+        engine, tokenizer, task, chats, prompts, ids, members, sampling, seed, turns or Turns()
+    )
+    if not trajectories:  # a process may have no share
+        return [], [], []
     asked = [prompts[t.prompt_index] for t in trajectories]
-    return trajectories, rewards.grade(task, asked, trajectories, texts) if rewards else task.grade(asked, texts)
+    grades = rewards.grade(task, asked, trajectories, texts) if rewards else task.grade(asked, texts)
+    return trajectories, with_faults(task, grades, talks) if talks else grades, talks
+
+
+def chats_of(model, tokenizer, task: Task) -> Chats | None:
+    """How a task's conversations are written; None: it never replies."""
+    return Chats(tokenizer, task, end_token(model, tokenizer)) if task.converses else None
+
+
+def starts(tokenizer, chats: Chats | None, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The tokens of prompts."""
+    return [encode(tokenizer, p.text) if chats is None else chats.of(p).start(p) for p in prompts]
+
+
+def sampled(
+    engine: Engine,
+    tokenizer,
+    task: Task,
+    chats: Chats | None,
+    prompts: Sequence[Prompt],
+    ids: Sequence[Sequence[int]],
+    members: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seed: int,
+    turns: Turns,
+) -> tuple[list[Trajectory], list[str], list[Talk]]:
+    """Completions or conversations, and what of them is graded."""
+    if chats is None:
+        trajectories = engine.generate(ids, sampling=sampling, seed=seed, samples=members)
+        responses = [t.response_tokens.tolist() for t in trajectories]
+        return trajectories, tokenizer.batch_decode(responses, skip_special_tokens=True) if responses else [], []
+    pairs = converse(engine, chats, task, prompts, ids, members, sampling, seed, turns)
+    talks = [talk for _, talk in pairs]
+    return [t for t, _ in pairs], graded_texts(task, [prompts[t.prompt_index] for t, _ in pairs], talks), talks
 
 
 def described(
-    trajectories: Sequence[Trajectory], grades: Sequence[Grade], prompts: Sequence[Prompt]
+    trajectories: Sequence[Trajectory],
+    grades: Sequence[Grade],
+    prompts: Sequence[Prompt],
+    talks: Sequence[Talk] = (),
 ) -> dict[str, float]:
     """prompts: those of the evaluation, which trajectories point to."""
     parts = by_task([prompts[t.prompt_index] for t in trajectories], grades)
@@ -62,6 +113,7 @@ def described(
         "loops": sum(ends_in_loop(t.response_tokens) for t in trajectories) / len(trajectories),
         "ungraded": sum(g.verdict in UNGRADED for g in grades) / len(grades),
         "entries": sum(map(mean_entries, trajectories)) / len(trajectories),
+        **(talk_metrics(talks, trajectories) if talks else {}),
         **{f"task/{label}/accuracy": sum(g.right for g in part) / len(part) for label, part in parts.items()},
         **{f"task/{label}/reward": math.fsum(g.reward for g in part) / len(part) for label, part in parts.items()},
     }

@@ -14,6 +14,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ from .parts import (
     make_students,
     make_tasks,
 )
-from .prefetch import PrefetchSource, SyncSource
+from .pooled import RunPool, end_pool, sampler_timing, start_pool
+from .prefetch import make_source
 from .progress import Progress, Versions, is_due
 from .samples import positions_to_write, samples_due, write_samples
 from .saving import out_of_memory, save, save_after, save_if_best
@@ -85,16 +87,14 @@ class Trainer:
         self.recipe = recipe = settle(recipe, self.task, self.tokenizer)
         checkpoint_gradients(recipe, self.model)
         divided, ahead = recipe.model.shard and world.size > 1, bool(recipe.rollout.ahead)
+        own_weights = divided or (ahead and not recipe.rollout.pool)
         # The sampler's weights are whole, and do not change while the learner's do.
-        sampler_model = copied(self.model) if divided or ahead else self.model
+        sampler_model = copied(self.model) if own_weights else self.model
         critic = make_critic(recipe, self.model)
-        sampler_critic = copied(critic) if critic is not None and (divided or ahead) else critic
+        sampler_critic = copied(critic) if critic is not None and own_weights else critic
         self.sampler = Sampler(recipe, sampler_model, self.tokenizer, self.task, world.rank, world.size, sampler_critic)
-        self.source = (
-            PrefetchSource(self.sampler.step, self.publish_weights, self.sampler.engine, recipe.run.steps)
-            if ahead
-            else SyncSource(self.sampler.step, self.publish_weights)
-        )
+        self.pool: RunPool | None = None  # `run` starts it
+        self.source = make_source(recipe, self.sampler, self.publish_weights)
         sharded = shard(self.model, world.size) if divided else None
         self.learner = make_learner(recipe, self.loss, self.model, world, sharded, critic)
         self.students = make_students(recipe, sampler_model, world)
@@ -124,6 +124,8 @@ class Trainer:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:
+                self.pool = start_pool(recipe, self.sampler, self.world, self.terminal.say)
+                self.publish_weights()
                 self.sampler.check_prompts_of_files(progress.steps)
                 while True:
                     if self._due(recipe.eval.every) and progress.evaluated != progress.steps:
@@ -141,6 +143,7 @@ class Trainer:
                     raise PeerFailed(PEER_LOST) from error
                 raise
             finally:
+                end_pool(self.pool)
                 self.source.close()
                 self.log.close()
                 self.task.close()
@@ -190,6 +193,7 @@ class Trainer:
         parts = self.world.run_on_all(work)
         parts[self.world.rank] = own[0]
         rollout = merge(parts, self.recipe.rollout.group_size)
+        rollout.grades = self.sampler.rewards.settled(rollout.grades)
         self.sampler.lengths.note(rollout.prompts, rollout.trajectories, repeats=self.task.num_prompts is not None)
         for part in parts:
             self._show_grading_error(part.grading_error)
@@ -270,14 +274,14 @@ class Trainer:
             if self.learner.critic is not None and self.sampler.critic is not None:
                 copy_weights(self.learner.critic, self.sampler.critic)
         self.sampler.engine.version = self.learner.version
+        if self.pool is not None:
+            self.pool.publish(self.learner.version)
 
     def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:
-        engine, timing = self.sampler.engine, clock.timing()
+        timing = clock.timing()
         timing["rollout/tokens_per_s"] = sum(len(t.response_tokens) for t in rollout.trajectories) / rollout.seconds
-        timing["cache/bytes/allocated"] = float(engine.cache.nbytes + engine.scratch.nbytes)
         timing["trace/bytes/total"] = float(rollout.trace_bytes)
-        timing["cache/bytes_saved/frac"] = engine.kv_bytes_saved(rollout.trajectories)
-        timing |= rollout.timing
+        timing |= sampler_timing(self.sampler.engine, rollout.trajectories, self.pool) | rollout.timing
         if torch.cuda.is_available():
             timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())
         self.log.write(self.progress.steps, metrics, timing)
@@ -320,22 +324,21 @@ class Trainer:
         settings, task, sampler, clock = self.recipe.eval, self.held_out, self.sampler, Clock(self.terminal.show_stage)
         prompts = task.sample(0, min(settings.prompts, task.num_prompts or settings.prompts))
         new_tokens = self.recipe.rollout.max_new_tokens
+        room = new_tokens + (sampler.turns.room if task.converses else 0)
         sampling = Sampling(new_tokens, settings.temperature, stop_ids=sampler.sampling.stop_ids)
         metrics = sampler.budget.logged("eval/sparse/budget")
         with clock.stage("eval"):
             self.source.wait_idle()
             self.publish_weights()
-            engines = engines_for(sampler.engine, self.students.members, sampler.encode(prompts), new_tokens)
+            engines = engines_for(sampler.engine, self.students.members, sampler.encode(prompts), room)
             for name, make_engine in engines.items():
-                parts = self.world.run_on_all(
-                    lambda make=make_engine: sampler.complete_held_out(
-                        make(), task, prompts, settings.samples, sampling
-                    )
-                )
+                ask = partial(sampler.complete_held_out, task=task, prompts=prompts, sampling=sampling)
+                parts = self.world.run_on_all(lambda ask=ask, make=make_engine: ask(make(), samples=settings.samples))
                 pairs = [pair for part in parts for pair in part]
                 pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-                grades = [grade for _, grade in pairs]
-                found = described([t for t, _ in pairs], grades, prompts)
+                grades = sampler.rewards.settled([grade for _, grade, _ in pairs])
+                talks = [talk for *_, talk in pairs if talk is not None]
+                found = described([t for t, *_ in pairs], grades, prompts, talks)
                 self._show_what_is_missing(held_out_answers(found, grades, new_tokens))
                 metrics |= {f"eval/{name}/{quantity}": value for quantity, value in found.items()}
             self._show_grading_error(task.last_error)
@@ -392,5 +395,6 @@ class Trainer:
         if error and error not in self.shown_errors:
             self.shown_errors.add(error)
             self.terminal.say(
-                f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0 and are counted."
+                f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0, or the lowest of a step "
+                "where only a reward model failed, and are counted."
             )

@@ -36,6 +36,7 @@ def without_full_traces(rollout: StepRollout) -> StepRollout:
         rollout,
         prompts=[replace(prompt, text="", answer=None) for prompt in rollout.prompts],
         trajectories=trajectories,
+        talks=[replace(talk, messages=[]) for talk in rollout.talks],
         scored=replace(
             rollout.scored,
             sampled=replace(sampled, traces=traces, supports=supports),
@@ -60,6 +61,7 @@ def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepte
         trajectories=rollout.trajectories + more.trajectories,
         texts=rollout.texts + more.texts,
         grades=rollout.grades + more.grades,
+        talks=rollout.talks + more.talks,
         scored=join(rollout.scored, more.scored),
         chosen_rows=chosen_rows,
         accepted=accepted,
@@ -92,15 +94,18 @@ def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
 
     accepted = [part.accepted for part in parts if part.accepted is not None]
     alpha = {position: values for part in parts for position, values in part.alpha.items()}
+    regret = {position: values for part in parts for position, values in part.regret.items()}
     return StepRollout(
         prompts=in_order([part.prompts for part in parts]),
         trajectories=in_order([part.trajectories for part in parts]),
         texts=in_order([part.texts for part in parts]),
         grades=in_order([part.grades for part in parts]),
+        talks=in_order(talks) if any(talks := [part.talks for part in parts]) else [],
         scored=join(*(part.scored for part in parts)).rows(order),
         chosen_rows=chosen_rows,
         accepted=torch.cat(accepted)[order] if accepted else None,
         alpha={position: alpha[position] for position in sorted(alpha)},
+        regret={position: regret[position] for position in sorted(regret)},
         seconds=max(part.seconds for part in parts),
         trace_bytes=sum(part.trace_bytes for part in parts),
     )

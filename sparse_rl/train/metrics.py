@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..chat import talk_metrics
 from ..config.recipe import LearnSettings, RolloutSettings
 from ..learn.correct import Corrected, Correction, normalise_weights
 from ..learn.diagnose import gap_metrics, gap_since_eviction, looping, percentiles, rejection_metrics, rollout_metrics
 from ..learn.loss import k3
+from ..learn.regret import regret_metrics
 from ..learn.support import support_metrics
 from ..records import Trajectory, kv_tokens_saved, mean_entries
 from ..tasks import UNGRADED, by_task, mean_parts
@@ -47,6 +49,8 @@ def step_metrics(
         "old/entropy/mean": scored.entropies[seen][seen_mask].double().mean().item(),
         "cache/tokens_saved/frac": kv_tokens_saved(trajectories),
     }
+    if rollout.talks:
+        metrics |= talk_metrics(rollout.talks, trajectories)
     if any(t.choices is not None for t in trajectories):
         metrics |= fold_metrics(trajectories)
     for label, part in by_task(rollout.prompts, rollout.grades).items():
@@ -74,6 +78,8 @@ def step_metrics(
         alpha = torch.cat(list(rollout.alpha.values()))
         metrics["gap/alpha/p05"] = percentiles(alpha, torch.tensor([0.05], dtype=torch.float64)).item()
         metrics["gap/alpha/mean"] = alpha.mean().item()
+    if rollout.regret:
+        metrics |= regret_metrics(list(rollout.regret.values()))
     return metrics
 
 

@@ -4,9 +4,13 @@
     start_next(k)   the sampler gets the learner's weights, which have seen step k - 1, and begins the rollouts of k + 1
     learn from k
 
-So with `rollout.ahead` the rollouts are one step old, never more. The old log-probs come from the weights that sampled:
-the gap holds what compression changed, and the drift what the update in between changed. On a GPU the two threads share
-the device by streams.
+So with `rollout.ahead: 1` the rollouts are one step old, never more. The old log-probs come from the weights that
+sampled: the gap holds what compression changed, and the drift what the update in between changed. On a GPU the two
+threads share the device by streams.
+
+A pool's samplers have the weights of every version that is asked for, so several steps may be under way (`PoolSource`):
+step k is sampled from weights that have seen the updates of steps before k - ahead, whoever samples it, and however
+often it is lost.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from dataclasses import replace
 
 import torch
 
+from ..config import Recipe
 from ..rollout import Engine
 from .log import Clock
 from .step import StepRollout
+from .worker import Sampler
 
 Sample = Callable[[int, Clock], StepRollout]
 
@@ -93,3 +99,55 @@ class PrefetchSource:
         """Stop the thread, and throw its rollouts away."""
         self.engine.stopped = True
         self.worker.shutdown(wait=True)
+
+
+class PoolSource:
+    """Steps that a pool samples and scores, up to `ahead` of them before the learner gets there."""
+
+    def __init__(self, sampler: Sampler, publish_weights: Callable[[], None], ahead: int, steps: int):
+        self.sampler, self.publish_weights, self.ahead, self.steps = sampler, publish_weights, ahead, steps
+        self.workers = ThreadPoolExecutor(max_workers=ahead + 1, thread_name_prefix="step")
+        self.pending: dict[int, tuple[Clock, Future[StepRollout]]] = {}
+
+    def take(self, step: int, clock: Clock) -> StepRollout:
+        if step not in self.pending:  # the start of a run
+            self._begin(step)
+        their_clock, future = self.pending[step]
+        with clock.stage("wait"):
+            rollout = future.result()
+        del self.pending[step]
+        timing = {f"ahead/{name}/seconds": seconds for name, seconds in their_clock.seconds.items()}
+        return replace(rollout, timing=timing)
+
+    def start_next(self, step: int) -> None:
+        """After `take`: the pool gets the learner's weights, and begins what may be begun with them."""
+        self.publish_weights()
+        self._begin(step + 1)
+
+    def _begin(self, first: int) -> None:
+        for step in range(first, min(first + self.ahead, self.steps)):
+            if step not in self.pending:
+                clock = Clock()
+                planned = self.sampler.plan(step, clock)  # now: it depends on what was seen so far
+                self.pending[step] = clock, self.workers.submit(self.sampler.carry_out, planned, clock)
+
+    def after_update(self) -> None:
+        """`start_next` hands the weights on."""
+
+    def wait_idle(self) -> None:
+        """Nothing that is under way uses weights of this process."""
+
+    def close(self) -> None:
+        """Throw away what is under way; the pool has been closed."""
+        self.workers.shutdown(wait=True, cancel_futures=True)
+
+
+def make_source(
+    recipe: Recipe, sampler: Sampler, publish_weights: Callable[[], None]
+) -> SyncSource | PrefetchSource | PoolSource:
+    ahead, steps = recipe.rollout.ahead, recipe.run.steps
+    if not ahead:
+        return SyncSource(sampler.step, publish_weights)
+    if recipe.rollout.pool is not None:
+        return PoolSource(sampler, publish_weights, ahead, steps)
+    return PrefetchSource(sampler.step, publish_weights, sampler.engine, steps)

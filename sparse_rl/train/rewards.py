@@ -47,27 +47,45 @@ class AddedRewards:
             grades = [with_part(grade, "entries", n, -self.price) for grade, n in zip(grades, held, strict=True)]
         if self.model is not None:
             scores = self.model.scores([prompt.text for prompt in prompts], texts)
-            scored = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
-            lowest = min((grade.reward for grade in scored if grade is not None), default=0.0)
-            grades = [grade or Grade(min(lowest, 0.0), "error") for grade in scored]
-        return grades
+            grades = [self._with_score(grade, score) for grade, score in zip(grades, scores, strict=True)]
+        return self.settled(grades)
+
+    def settled(self, grades: Sequence[Grade]) -> list[Grade]:
+        """Completions that the reward model could not score get the lowest reward of all, at most 0, so that nobody
+        learns to write such ones. To be said of a whole step: what a completion gets must not depend on which process
+        graded it.
+        """
+        lowest = min([0.0, *(grade.reward for grade in grades if self._is_scored(grade))])
+        return [grade if self._is_scored(grade) else replace(grade, reward=lowest) for grade in grades]
+
+    def _is_scored(self, grade: Grade) -> bool:
+        return self.model is None or "reward_model" in grade.parts
 
     def whatever_their_length(self, grades: Sequence[Grade]) -> Tensor:
-        """The rewards of completions without what was added for their length and their entries. fp64 [N]"""
+        """The rewards of completions without what was added for their length and their entries; below all of them, of
+        those without a score. fp64 [N]
+        """
         weights = {name: weight for name, weight in (("overlong", float(bool(self.buffer))), ("entries", -self.price))}
         added = [sum(w * grade.parts.get(name, 0.0) for name, w in weights.items() if w) for grade in grades]
-        return torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
+        rewards = torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
+        is_scored = torch.tensor([self._is_scored(grade) for grade in grades])
+        return torch.where(is_scored, rewards, rewards.min() - 1)
 
-    def _with_score(self, grade: Grade, score: float | None) -> Grade | None:
-        """None: the reward model cannot score this completion. It gets the lowest reward of all, so that nobody learns
-        to write such ones; it does not cost the run.
-        """
+    def _with_score(self, grade: Grade, score: float | None) -> Grade:
+        """A completion that the reward model cannot score does not cost the run; `settled` says what it gets."""
         assert self.model is not None
-        if score is not None and math.isfinite(score):
+        if score is not None and math.isfinite(grade.reward + self.weight * score):
             return with_part(grade, "reward_model", score, self.weight)
+        counted = f", counted {self.weight} times," if score is not None and math.isfinite(score) else ""
         why = f"the score is {score}" if score is not None else f"a text is longer than {self.model.context} tokens"
-        self.last_error = self.last_error or f"{why}, says the reward model {self.model.name}"
-        return None
+        self.last_error = self.last_error or f"{why}{counted}, says the reward model {self.model.name}"
+        return Grade(0.0, "error")
+
+    def check(self, task: Task) -> None:
+        """Refuse a reward model that cannot read the prompts of a task."""
+        if self.model is not None:
+            for member in task.members:
+                self.model.encode(member.sample(0, 1)[0].text, "")
 
 
 def check_context(model: RewardModel, longest: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..chat import Turns
 from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
@@ -30,7 +31,7 @@ from ..models import ModelShape, dtype_of, load_config, quantised_bytes, reward_
 from ..models.routing import routing_from
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
-from ..tasks import Task
+from ..tasks import Task, may_converse
 from . import auto
 from .budget import compressor_of
 from .checkpoint import require_space
@@ -203,7 +204,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         compressor_of(recipe.rollout),
         rows=recipe.rollout.rows,
         prompt_tokens=prompt_tokens,
-        new_tokens=recipe.rollout.max_new_tokens,
+        new_tokens=recipe.rollout.max_new_tokens + given_room(recipe),
         weight_bytes=weights,
         adapters=recipe.model.lora_rank > 0,
         routing=routing_from(config) if recipe.learn.replay_routing and method.view == "shadow" else None,
@@ -231,6 +232,13 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         offload=recipe.optimizer.offload,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
     )
+
+
+def given_room(recipe: Recipe) -> int:
+    """Tokens that a task which replies may give in a conversation, as far as its name tells: not of a user's file."""
+    if not may_converse(recipe.task.name, recipe.task.options):
+        return 0
+    return Turns(recipe.rollout.max_turns, recipe.rollout.max_given_tokens).room
 
 
 def reward_model_bytes(recipe: Recipe, prompt_tokens: int, prompts: int) -> tuple[int, int]:
@@ -264,6 +272,7 @@ def lora_parameters(config, rank: int) -> int:
 
 FREE_TO_CHANGE = {
     *("run.steps", "run.checkpoint_every", "run.keep", "run.trackers", "run.project", "run.max_skipped"),
+    *("rollout.pool", "rollout.samplers", "rollout.over_ask", "rollout.patience"),  # they change no completion
     *("warmup.steps", "warmup.checkpoint_every", "warmup.eval_every", "warmup.workers"),
 }
 CHANGEABLE_ON_RESUME = {

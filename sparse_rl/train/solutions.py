@@ -7,32 +7,58 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..chat import Chats, first_messages
 from ..errors import SparseRLError
 from ..models import encode
-from ..tasks.base import Prompt, Task
+from ..tasks import Message, Prompt, Task
 
-Pairs = list[tuple[list[int], list[int]]]  # token ids of prompts, and of their solutions with the end token
+
+class Pair(NamedTuple):
+    """Token ids of a prompt, and of its solution with the end token."""
+
+    asked: list[int]
+    answer: list[int]
+    given: list[bool] | None = None  # tokens of the answer that the model only reads, in a conversation
+
+
+Pairs = list[Pair]
 
 
 def pairs_of(tokenizer: PreTrainedTokenizerBase, task: Task, prompts: Sequence[Prompt], end: int) -> Pairs:
-    solutions = [tokenizer.encode(task.solution(prompt), add_special_tokens=False) for prompt in prompts]
-    return [(encode(tokenizer, prompt.text), [*ids, end]) for prompt, ids in zip(prompts, solutions)]
+    chats = Chats(tokenizer, task, end)
+    return [_pair(tokenizer, chats, prompt, task.solution(prompt), end) for prompt in prompts]
+
+
+def _pair(tokenizer, chats: Chats, prompt: Prompt, solution: str | list[Message], end: int) -> Pair:
+    if isinstance(solution, str):
+        return Pair(encode(tokenizer, prompt.text), [*tokenizer.encode(solution, add_special_tokens=False), end])
+    chat, messages = chats.of(prompt), first_messages(prompt)
+    answer: list[int] = []
+    given: list[bool] = []
+    for is_own, group in groupby(solution, lambda message: message["role"] == "assistant"):
+        turn = list(group)
+        ids = [i for message in turn for i in chat.said(messages, message)] if is_own else chat.given(messages, turn)
+        messages, answer, given = messages + turn, answer + ids, given + [not is_own] * len(ids)
+    return Pair(chat.start(prompt), answer, given)
 
 
 def padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """tokens int64 [B, T], padded at the end; mask bool [B, T]: the solutions' tokens"""
-    longest = max(len(asked) + len(answer) for asked, answer in pairs)
+    """tokens int64 [B, T], padded at the end; mask bool [B, T]: what of the solutions the model is to say"""
+    longest = max(len(pair.asked) + len(pair.answer) for pair in pairs)
     tokens = torch.zeros(len(pairs), longest, dtype=torch.int64)
     mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
-    for i, (asked, answer) in enumerate(pairs):
+    for i, (asked, answer, given) in enumerate(pairs):
         tokens[i, : len(asked) + len(answer)] = torch.tensor(asked + answer)
-        mask[i, len(asked) : len(asked) + len(answer)] = True
+        taught = torch.ones(len(answer), dtype=torch.bool) if given is None else ~torch.tensor(given)
+        mask[i, len(asked) : len(asked) + len(answer)] = taught
     return tokens, mask
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Support, Trace
+from ..chat import Talk
 from ..distributed.world import exchanged
 from ..learn.batch import Batch, Sampled, Scored
 from ..learn.learner import UpdateResult
@@ -40,9 +41,11 @@ class StepRollout:
     chosen_rows: Tensor  # int64 [N]
     accepted: Tensor | None = None  # bool [R], where refilling had to know it; else the trainer finds out
     alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: overlaps of a few trajectories
+    regret: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: what their evictions cost
     seconds: float = 0.0  # that sampling took, on the slowest process
     trace_bytes: int = 0
     grading_error: str | None = None  # the grader's last error, in whatever step it was
+    talks: list[Talk] = dataclasses.field(default_factory=list)  # of conversations; empty if the task never replies
     timing: dict[str, float] = dataclasses.field(default_factory=dict)  # of this process: waiting, sampling ahead
 
     @property
@@ -54,7 +57,7 @@ class StepRollout:
         return torch.tensor([g.right for g in self.grades], dtype=torch.bool)
 
 
-exchanged(StepRollout, Prompt, Trajectory, Trace, Support, Grade, Scored, Sampled)
+exchanged(StepRollout, Prompt, Trajectory, Trace, Support, Grade, Scored, Sampled, Talk)
 
 
 def with_seen(rollout: StepRollout, batches: Sequence[Batch], updates: Sequence[UpdateResult]) -> StepRollout:

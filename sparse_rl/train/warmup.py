@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .. import tasks
+from ..chat import Turns
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
 from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
@@ -38,8 +39,7 @@ from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, set_record, unknown_to_tiny
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
-from ..tasks import Task
-from ..tasks.base import Prompt
+from ..tasks import Prompt, Task
 from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, restoring, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
@@ -223,8 +223,8 @@ class Warmup:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest held-out solution."""
-        return max(len(solution) for _, solution in self.held_out_pairs)
+        """Tokens that the model says in the longest held-out solution."""
+        return max(len(pair.answer) - sum(pair.given or ()) for pair in self.held_out_pairs)
 
     @property
     def new_tokens(self) -> int:
@@ -250,8 +250,9 @@ class Warmup:
         rows = min(recipe.rollout.rows, len(asked.prompts) * recipe.eval.samples)
         engine = Engine(self.model, compressor="dense", rows=rows)
         sampling = Sampling(self.new_tokens, recipe.eval.temperature, stop_ids=self.ends.stops())
+        turns = Turns(recipe.rollout.max_turns, recipe.rollout.max_given_tokens)
         found = {"loss": loss} | accuracy(
-            engine, self.tokenizer, asked.task, asked.prompts, recipe.eval.samples, sampling, recipe.run.seed
+            engine, self.tokenizer, asked.task, asked.prompts, recipe.eval.samples, sampling, recipe.run.seed, turns
         )
         with uninterrupted():
             self.log.write(self.done, {f"eval/dense/{name}": value for name, value in found.items()}, clock.timing())

@@ -9,6 +9,7 @@ from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
+from sparse_rl.kernels import twins
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.batch import collate
 from sparse_rl.models import ModelShape
@@ -45,6 +46,15 @@ def test_the_learner_sees_what_the_sampler_saw(compressor, model):
             assert gap.abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("compressor", ["rkv", "h2o", "prompt-only:snapkv"])
+def test_prompts_of_different_lengths_are_read_together(compressor, model):
+    engine = Engine(model, compressor, budget=16, interval=6, rows=4, prefill_rows=3)
+    for t in engine.generate(prompts_of(5, 22, 40), 2, Sampling(12, stop_ids=()), seed=1):
+        with torch.no_grad():
+            gap = (token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs)[t.num_prompt_tokens :]
+        assert gap.abs().max() < 1e-4
+
+
 def test_logprobs_and_gradients_are_those_of_an_explicit_mask(model):
     _, (t, *_) = rollouts(model, "rkv")
     assert (t.trace.evicted_at.long() < len(t.tokens)).any()
@@ -52,6 +62,15 @@ def test_logprobs_and_gradients_are_those_of_an_explicit_mask(model):
     replay = scoring.replay_of(own, [(t.tokens, t.trace)])
     mine = scoring.batch_logprobs(own, sampled.tokens, sampled.mask, 1.0, replay)[sampled.mask]
     compare_gradients(own, other, mine, explicit_logprobs(other, t, range(4)))
+
+
+def test_one_mask_serves_all_heads_that_share_a_trace(model, monkeypatch):
+    _, (t, *_) = rollouts(model, "rkv")
+    seen = []
+    attend = twins.attend
+    monkeypatch.setattr(twins, "attend", lambda *a: seen.append(tuple(a[3].shape)) or attend(*a))
+    token_logprobs(model, t.tokens, t.trace)
+    assert set(seen) == {(1, 1, len(t.tokens), len(t.tokens))}
 
 
 def test_scores_are_those_of_expanded_keys(model):

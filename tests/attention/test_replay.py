@@ -67,12 +67,13 @@ def test_replay_holds_in_float64():
 
 
 def replay_logits(model, trajectory):
-    from sparse_rl.attention import use_attention
+    from sparse_rl.attention import Given, giving, use_attention
     from sparse_rl.learn.score import replay_of
 
-    with use_attention(model, "shadow"):
-        replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
-        return model(trajectory.tokens[None], replay=replay, use_cache=False).logits[0]
+    tokens = trajectory.tokens[None]
+    replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
+    with use_attention(model, "shadow"), giving(Given(torch.arange(tokens.shape[1])[None], replay=replay)):
+        return model(tokens, use_cache=False).logits[0]
 
 
 def test_shadow_gradients_survive_checkpointing(llama):

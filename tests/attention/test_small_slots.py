@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
+from sparse_rl import Engine, Sampling, SparseRLError, counterfactuals, give_back, regret, token_logprobs
 from sparse_rl.beacon import add_beacon
 from sparse_rl.cache import SlotFormat
 from sparse_rl.compressors import make
@@ -159,6 +159,30 @@ def test_states_of_recurrent_layers_stay_as_they_are():
 def test_layers_that_read_the_slots_of_another():
     model = double(tiny_model("gemma3n_text"))
     check(model, rollouts(model, "rkv", "int8"))
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj"])
+def test_models_that_write_their_attention_out(name):
+    """Bloom with ALiBi"""
+    model = double(tiny_model(name))
+    check(model, rollouts(model, "rkv", "int8", kept=[0]))
+
+
+def test_regret_and_counterfactuals_read_what_was_stored():
+    model = double(tiny("llama"))
+    t = rollouts(model, "rkv", "fp8", kept=[1], lengths=(20,))[0]
+    everything = give_back(t.trace, torch.tensor(True))
+    assert everything.slots == t.trace.slots
+    (change,) = counterfactuals(model, t.tokens, t.trace, [everything])
+    with torch.no_grad():
+        changed = token_logprobs(model, t.tokens, everything) - token_logprobs(model, t.tokens, t.trace)
+    torch.testing.assert_close(change, changed, atol=1e-6, rtol=0)
+    found, dense = regret(model, t.tokens, t.trace), regret(model, t.tokens, t.trace, "dense")
+    assert (found.mass > 0).any() and ((found.lost >= 0) & (found.lost <= 1 + 1e-5)).all()
+    plain = regret(model, t.tokens, type(t.trace)(t.trace.evicted_at), "dense")
+    assert dense.received.equal(plain.received)  # a dense pass rounds nothing
+    rounded = regret(model, t.tokens, type(t.trace)(t.trace.evicted_at))
+    assert not found.received[0].equal(rounded.received[0])
 
 
 def test_latents_are_refused():

@@ -105,6 +105,14 @@ def test_forked_rows_and_parts_read_what_was_stored(kept):
         for mine, theirs in zip(cache.read(slice(layer, layer + 1), torch.tensor([0, 2, 3]), 5), expected):
             assert torch.equal(mine[0], theirs[[1, 0, 1]])
         assert torch.equal(cache.part(slice(2, 4)).read(slice(layer, layer + 1), slice(1), 5)[0][0], expected[0][:1])
+    taken = cache.take(3, 5)
+    assert len(taken) == len(cache.tensors) and taken[0].shape[2] == 5
+    cache.put(1, taken)
+    cache.tensors[0][:, 3] = 0  # a copy was taken
+    for layer in range(3):
+        expected = other.as_stored(layer, key, value)
+        for mine, theirs in zip(cache.read(slice(layer, layer + 1), torch.tensor([1]), 5), expected):
+            assert torch.equal(mine[0, 0], theirs[1])
     cache.clear()
     assert not any(tensor.any() for tensor in cache.tensors)
 
@@ -131,6 +139,7 @@ def test_a_trace_file_says_how_slots_were_stored(tmp_path):
     for slots in (None, SlotFormat("fp8"), SlotFormat("int8", (0, 2))):
         Trace(trace.evicted_at, slots=slots).save(tmp_path / "a")
         assert Trace.load(tmp_path / "a").slots == slots
+        assert Trace.from_bytes((tmp_path / "a").read_bytes()).slots == slots
         assert Trace.load(tmp_path / "a").slice(1, 3).slots == slots
     Trace(trace.evicted_at, slots=SlotFormat("int8", (5,))).save(tmp_path / "a")
     with pytest.raises(SparseRLError, match=r"is not a trace.*layer 5, but 3 layers"):

@@ -68,7 +68,7 @@ def test_full_rows_with_chunks_take_a_step():
     engine.generate(prompts_of(9, 9, 9, 9), 1, sampling)
     cache, state = engine.cache, engine.state
     with torch.no_grad(), use_attention(model, "slots"):
-        decoder = engine.decoder(sampling, torch.tensor([], dtype=torch.int64))
+        decoder = engine.decoder(sampling)
         state.begin(21, cache.capacity)
         for _ in range(12):
             fill(state, cache.capacity - 1)

@@ -81,6 +81,7 @@ def test_a_part_of_a_correction_can_be_switched_off():
         ({**SMALL, "optimizer": {"lr": float("inf")}}, "optimizer.lr is inf; it must be a finite number"),
         ({**SMALL, "optimizer": {"weight_decay": float("inf")}}, "weight_decay is inf; it must be a finite number"),
         ({**SMALL, "optimizer": {"eps": "1e999"}}, "optimizer.eps is '1e999'; it must be a number"),
+        ({**SMALL, "ppo": {"gamma": 10**400}}, "; it must be a number"),
         ({**SMALL, "loss": {"beta": float("nan")}}, "loss.beta is nan; it must be a finite number"),
         ({**SMALL, "learn": {"correction": {"cap": float("-inf")}}}, "cap is -inf; it must be a finite number"),
         ({**SMALL, "model": {"name": "tiny", "lora_rank": -1}}, "model.lora_rank is -1"),

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from sparse_rl.cache import LayerSlots
 from sparse_rl.cache.segments import Replay
 from sparse_rl.kernels import decode, device, evict, head, layers, sample, segments
-from sparse_rl.kernels.twins_sample import Kept
+from sparse_rl.kernels.twins_sample import Kept, RowSettings
 
 # Bytes of shared memory that a block may ask for, by compute capability (CUDA C programming guide).
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -80,7 +80,7 @@ def vectors(dtype: torch.dtype, size: int) -> None:
 def sampling(dtype: torch.dtype, vocabulary: int) -> None:
     numbers = torch.zeros(ROWS, dtype=torch.int64)
     state = SimpleNamespace(
-        capacity=torch.tensor(CAPACITY), limit=torch.tensor(9), done=torch.zeros(ROWS, dtype=torch.bool),
+        capacity=torch.tensor(CAPACITY), limit=torch.full((ROWS,), 9), done=torch.zeros(ROWS, dtype=torch.bool),
         tokens=torch.zeros(ROWS, 9, dtype=torch.int64), logprobs=torch.zeros(ROWS, 9),
         **dict.fromkeys(("token", "index", "used", "stream", "count"), numbers),
     )  # fmt: skip
@@ -89,6 +89,8 @@ def sampling(dtype: torch.dtype, vocabulary: int) -> None:
         state.kept = None if room is None else Kept.empty(ROWS, 9, room, torch.device("cpu"))
         stops = torch.tensor([0, 2])
         sample.sample_and_record(logits, state, temperature, stops, top_k, 0.9, room is not None)  # pyright: ignore
+        state.settings = RowSettings.empty(ROWS, 16, torch.device("cpu"))
+        sample.sample_by_row(logits, state)  # pyright: ignore
 
 
 def eviction(dtype: torch.dtype, dim: int) -> None:

@@ -1,5 +1,7 @@
 """Every kernel of the decode step against its torch twin: on a GPU where there is one, else in Triton's interpreter."""
 
+import copy
+
 import pytest
 import torch
 
@@ -8,8 +10,8 @@ pytest.importorskip("triton")
 from sparse_rl.cache import LayerSlots
 from sparse_rl.cache.formats import CODES, dequantize, quantize
 from sparse_rl.kernels import decode, twins
-from sparse_rl.kernels.sample import sample_and_record
-from sparse_rl.kernels.twins_sample import Kept
+from sparse_rl.kernels.sample import sample_and_record, sample_by_row
+from sparse_rl.kernels.twins_sample import Kept, RowSettings
 from sparse_rl.rollout.decode import RowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -230,7 +232,8 @@ def state_of(rows: int, new: int, seed: int = 0) -> RowState:
     return RowState(
         *[f.to(DEVICE) for f in fields],
         torch.zeros(1, device=DEVICE),
-        *torch.tensor([[new - 1], [CAPACITY]], device=DEVICE),
+        torch.full((rows,), new - 1, device=DEVICE),
+        torch.tensor([CAPACITY], device=DEVICE),
     )
 
 
@@ -250,6 +253,43 @@ def test_sampling_and_its_bookkeeping(vocabulary, temperature, dtype):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-5, rtol=1e-5)
     assert mine.done[:rows].sum() > state_of(rows + 2, new).done[:rows].sum()  # some stopped
+
+
+@pytest.mark.parametrize("dtype, vocabulary, recorded", [(torch.float32, 700, True), (torch.bfloat16, 4200, False)])
+def test_rows_with_settings_of_their_own(dtype, vocabulary, recorded):
+    """Every row as if all rows had its settings."""
+    rows, new = 24, 9
+    logits = draw(rows, vocabulary, dtype=dtype) * 4
+    ways = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (1.0, 40, 0.5), (2.0, vocabulary + 1, 1.0)]
+    stops = [[3], [3, 7], list(range(30)), [], [vocabulary - 1], [1]]
+    mine = state_of(rows, new)
+    mine.settings = RowSettings.empty(rows, 32, torch.device(DEVICE))
+    room = min(512, vocabulary)
+    if recorded:
+        mine.kept = Kept.empty(rows, new, room, torch.device(DEVICE))
+    for row in range(rows):
+        temperature, top_k, top_p = ways[row % 6]
+        own = mine.settings
+        own.temperature[row], own.top_k[row], own.top_p[row] = temperature, top_k, top_p
+        own.records[row] = recorded and temperature > 0 and bool(top_k or top_p < 1)
+        own.stop_ids[row, : len(stops[row % 6])] = torch.tensor(stops[row % 6], device=DEVICE)
+    both = copy.deepcopy(mine)
+    twins.sample_by_row(logits, both)
+    sample_by_row(logits, mine)
+    for way, (temperature, top_k, top_p) in enumerate(ways):
+        theirs = state_of(rows, new)
+        records = recorded and temperature > 0 and bool(top_k or top_p < 1)
+        theirs.kept = Kept.empty(rows, new, room, torch.device(DEVICE)) if recorded else None
+        ids = torch.tensor(stops[way], device=DEVICE, dtype=torch.int64)
+        sample_and_record(logits, theirs, temperature, ids, top_k, top_p, records)
+        some = torch.arange(way, rows, 6, device=DEVICE)
+        for found in (mine, both):
+            for name in ("token", "index", "used", "count", "done", "tokens"):
+                assert torch.equal(getattr(found, name)[some], getattr(theirs, name)[some]), (name, way)
+            torch.testing.assert_close(found.logprobs[some], theirs.logprobs[some], atol=2e-5, rtol=1e-5)
+            if records and found.kept is not None and theirs.kept is not None:
+                assert found.kept.count[some].equal(theirs.kept.count[some])
+                assert found.kept.ids[some].equal(theirs.kept.ids[some])
 
 
 @pytest.mark.parametrize(

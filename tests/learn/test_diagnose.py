@@ -149,14 +149,15 @@ def test_loops():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_alpha_is_one_minus_total_variation(temperature):
     """Against probabilities written out in fp64, the sampler's from a forward pass under an explicit mask."""
-    from sparse_rl.attention import use_attention
+    from sparse_rl.attention import Given, giving, use_attention
 
     model = tiny("llama")
     t = Engine(model, budget=12, interval=4, rows=1).generate(prompts_of(20), sampling=Sampling(30, temperature))[0]
     with torch.no_grad():
         dense = model(t.tokens[None], use_cache=False).logits[0]
-        with use_attention(model, "shadow"):
-            shadow = model(t.tokens[None], use_cache=False, replay=replay_of(model, [(t.tokens, t.trace)])).logits[0]
+        given = Given(torch.arange(len(t.tokens))[None], replay=replay_of(model, [(t.tokens, t.trace)]))
+        with use_attention(model, "shadow"), giving(given):
+            shadow = model(t.tokens[None], use_cache=False).logits[0]
     p, q = ((x.double() / temperature).softmax(-1)[t.num_prompt_tokens - 1 : -1] for x in (dense, shadow))
     expected = 1 - (p - q).abs().sum(-1) / 2
     assert expected.min() < 0.9  # compression matters here

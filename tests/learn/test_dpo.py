@@ -19,8 +19,11 @@ from sparse_rl.learn.dpo import DPO, Pairs, choose_pairs
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
-from sparse_rl.models import tiny_tokenizer
+from sparse_rl.models import load_model, tiny_tokenizer
+from sparse_rl.tasks import make
+from sparse_rl.train.log import Clock
 from sparse_rl.train.run import train
+from sparse_rl.train.worker import Sampler
 from tests.helpers.learning import moved
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.processes import recorded
@@ -228,3 +231,17 @@ def test_what_makes_no_sense_is_refused():
             make_recipe({**base, **sections})
     kept = only_rejection(PRESETS["sparse-rl-released"], "sparse-rl-released")
     assert kept.reject_below == 1e-4 and kept.cap is None and kept.mask_outside is None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "online-dpo"])
+def test_only_online_dpo_has_a_dense_reference(algorithm):
+    """At the start of a run the reference is the policy: GRPO's sees what the sampler saw, whatever `dpo` says."""
+    model, tokenizer = load_model("tiny-sums")
+    given_recipe = recipe(
+        learn={"method": "shadow", "algorithm": algorithm, "rescore": "always"},
+        loss={"beta": 0.0 if algorithm == "online-dpo" else 0.1},
+        dpo={"reference": "dense"},
+    )
+    scored = Sampler(given_recipe, model, tokenizer, make("sums")).step(0, Clock()).scored
+    apart = (scored.old_logprobs - scored.reference_logprobs).abs().max()
+    assert apart > 1e-2 if algorithm == "online-dpo" else apart < 1e-4

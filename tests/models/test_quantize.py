@@ -5,11 +5,13 @@ import json
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.models import load_config, load_model
-from sparse_rl.models.quantize import dequantise, quantised_bytes
+from sparse_rl.models.quantize import dequantise, quantised_bytes, quantised_layers
 from sparse_rl.train.run import plan_run, train
+from tests.helpers.models import tiny
 from tests.helpers.runs import recipe, run
 
 MODEL = {"name": "tiny:2x64", "dtype": "bfloat16", "lora_rank": 4, "quantize": "4bit"}
@@ -105,3 +107,18 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path):
         assert done.returncode == 0, done.stderr
         merged, _ = load_model(str(tmp_path / "merged"), device="cpu")
         torch.testing.assert_close(merged(tokens).logits.float(), expected.float(), rtol=0, atol=0.05)
+
+
+def test_a_model_without_linear_layers_is_refused():
+    """GPT-2 has transposed ones of its own."""
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(SparseRLError, match="GPT2LMHeadModel has no linear layers of the usual kind"):
+        quantised_bytes(config, torch.bfloat16)
+
+
+def test_experts_that_are_one_tensor_keep_their_dtype():
+    model = tiny("qwen3-moe")
+    layers = quantised_layers(model)
+    assert layers and not any("experts" in name for name in layers)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert quantised_bytes(model.config, torch.bfloat16) > 2 * experts > 0

@@ -40,14 +40,9 @@ def test_unsupported_architectures_are_refused_by_their_config(config, message):
 @pytest.mark.parametrize(
     "name, own, message",
     [
-        ("gptj", dict(n_embd=32, n_head=4, n_layer=2, rotary_dim=4, n_positions=64), "attention be replaced"),
+        ("roformer", dict(is_decoder=True), "attention be replaced"),
         ("diffllama", {}, "attends twice in layer 0"),
         ("doge", {}, "attention mask of its own"),
-        (
-            "bart",
-            dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False),
-            "takes no position_ids",
-        ),
         ("bert", dict(is_decoder=False), "is not causal"),
         (
             "phimoe",

@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeLiteConfig, LlamaConfig
 
 from sparse_rl.compressors import make
 from sparse_rl.config import load_recipe
@@ -109,6 +110,24 @@ def test_a_training_plan_counts_what_segments_keep():
     settings = dict(trained=10, micro_batch_tokens=2048, checkpointing=False, reference=False, evaluates=False) | STEP
     plans = [make_training_plan(rollout, shape, **settings, shadow=True) for rollout in (often, rarely)]
     assert plans[0].update_bytes > plans[1].update_bytes
+
+
+def test_a_training_plan_counts_masks_where_there_are_no_segments():
+    """Heads whose keys and values differ in width, or are wider than kernels take, attend under tokens x tokens."""
+    latent = DeepseekV3Config()
+    alike = Glm4MoeLiteConfig()  # 192 + 64 numbers of a key, 256 of a value
+    wide = LlamaConfig(head_dim=512, num_attention_heads=8, num_key_value_heads=2)
+    settings = dict(trained=10, micro_batch_tokens=4096, reference=False, evaluates=False, shadow=True) | STEP
+    for config, masks in ((latent, 1), (alike, 0), (wide, 8)):
+        shape = ModelShape.of(config, torch.bfloat16)
+        assert shape.learner_masks == masks
+        rollout = make_plan(shape, make("rkv"), rows=4, prompt_tokens=64, new_tokens=4032, weight_bytes=2**20)
+        narrow = replace(shape, value_dim=None, head_dim=min(shape.head_dim, 256))
+        for checkpointing in (True, False):
+            plans = [make_training_plan(rollout, s, **settings, checkpointing=checkpointing) for s in (shape, narrow)]
+            more = plans[0].update_bytes - plans[1].update_bytes
+            least = masks * 4096 * 4096 * (1 + 2) * (1 if checkpointing else shape.slot_layers)  # bool, bf16
+            assert more >= least and (masks or more == 0)
 
 
 def test_the_plan_counts_the_weights_of_rollouts_ahead():

@@ -361,6 +361,18 @@ def test_trajectory_filters_and_order(show):
     assert steps() == [t["step"] for t in sorted(planted, key=worst, reverse=True)]
 
 
+def test_what_others_wrote_in_a_conversation_is_shown(show):
+    t = trajectory(tokens=50, prompt=12, given=[[20, 25], [40, 43]])
+    for i in (*range(20, 25), *range(40, 43)):
+        t["sampler"][i - 12] = t["old"][i - 12] = None
+    tab = show(document(run("a", trajectories=[t])))
+    assert tab.locator("#tokens .given").count() == 8
+    head = tab.locator("#t-head").inner_text()
+    assert "turns 3" in head and "given tokens 8" in head
+    tab.locator("#tokens .t").nth(41).hover()
+    assert told(tab)[1][1][1] == "given: the model did not sample it"
+
+
 def test_tokens_tell_their_numbers_and_the_worst_one_is_found(show):
     t = trajectory(tokens=400, prompt=12, seed=3, beacons=(40, 60))
     tab = show(document(run("a", trajectories=[t])))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sparse_rl import COMPRESSORS, Engine, Sampling
 from sparse_rl.attention import register
+from sparse_rl.attention.given import given as passed
 from tests.helpers.compressors import STANDALONE
 from tests.helpers.models import prompts_of, tiny
 
@@ -59,7 +60,7 @@ def watch(monkeypatch) -> list[dict]:
 
     def watching(module, query, key, value, mask, **kwargs):
         out = original(module, query, key, value, mask, **kwargs)
-        feed = kwargs["slots_feed"]
+        feed = passed().feed
         for row in range(feed.slot.shape[0]):  # a batch may carry padding beyond
             for t in range(query.shape[2]):
                 slots = slice(0, int(feed.slot[row, t]) + 1)

@@ -83,7 +83,7 @@ def test_a_row_that_waits_keeps_its_state_to_the_bit():
     engine = Engine(model, "rkv", budget=16, interval=8, rows=4, poll=(2, 2))
     engine.generate(prompts_of(9, 9), 2, Sampling(8, stop_ids=()))
     engine.reserve(9, 8)
-    state, (decoder, *_) = engine.state, (engine.decoder(Sampling(8), torch.tensor([3])),)
+    state, (decoder, *_) = engine.state, (engine.decoder(Sampling(8, stop_ids=(3,))),)
     state.begin(8, engine.capacity)
     state.done[:2] = False
     state.used[:4] = torch.tensor([5, engine.capacity, 5, 5])  # row 1 is full, rows 2 and 3 are done

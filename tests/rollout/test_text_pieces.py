@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sparse_rl.rollout.text as generation
+import sparse_rl.rollout.pieces as generation
 from sparse_rl import generate
 from sparse_rl.models import tiny_tokenizer
-from sparse_rl.rollout.text import TextPieces
+from sparse_rl.rollout.pieces import TextPieces
 from tests.helpers.models import tiny
 
 TOKENIZER = tiny_tokenizer()
@@ -92,9 +92,9 @@ def test_whole_characters_are_not_held_back():
 
 def test_a_long_text_is_not_decoded_again_and_again(monkeypatch):
     asked, text, long = [], TextPieces(BYTEWISE), "a long text, 你好 " * 200
-    original = generation._decode
+    original = generation.decode
     monkeypatch.setattr(
-        generation, "_decode", lambda tokenizer, tokens: asked.append(len(tokens)) or original(tokenizer, tokens)
+        generation, "decode", lambda tokenizer, tokens: asked.append(len(tokens)) or original(tokenizer, tokens)
     )
     assert "".join(text.add([token]) for token in BYTEWISE.encode(long)) + text.rest() == long
     assert max(asked) < 140

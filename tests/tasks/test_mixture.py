@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl.errors import SparseRLError
-from sparse_rl.tasks import Grade, by_task, make
+from sparse_rl.tasks import Grade, base, by_task, make
 from sparse_rl.tasks.mixture import BLOCK, order_of, shares_of
 
 THREE = [{"name": "sums", "count": 4, "weight": 2}, "countdown", {"name": "sums", "label": "long", "count": 9}]
@@ -45,6 +45,19 @@ def test_shares_and_orders_of_any_weights(weights, seed, block):
     assert sorted(order) == [(which, turn) for which, share in enumerate(shares) for turn in range(share)]
     for which in range(len(shares)):
         assert [turn for w, turn in order if w == which] == list(range(shares[which]))
+
+
+def test_many_tasks_of_files_take_turns_without_being_shuffled_again(tmp_path):
+    tasks = []
+    for size in range(20, 28):
+        (tmp_path / f"own{size}.py").write_text(OWN.replace("7", str(size)))
+        tasks.append(str(tmp_path / f"own{size}.py"))
+    base.shuffled.cache_clear()
+    task = make("mixture", tasks=tasks)
+    prompts = task.sample(0, 100)
+    task.close()
+    assert base.shuffled.cache_info().misses == len(tasks)
+    assert len({prompt.text for prompt in prompts if prompt.task == "own20"}) >= 12
 
 
 def test_any_position_is_known_by_itself_and_held_out_prompts_are_others():
@@ -90,6 +103,8 @@ def test_each_task_grades_and_solves_its_own(tmp_path):
         ([{"name": "sums", "weight": "much"}], "has the weight 'much'"),
         ([{"name": "sums", "weight": True}], "has the weight True"),
         ([{"name": "sums", "weight": float("inf")}], "has the weight inf"),
+        ([{"name": "sums", "weight": 1e308}, {"name": "linsys", "weight": 1e308}], "has the weight 1e+308"),
+        ([{"name": "sums", "weight": 10**400}], "has the weight 1000"),
         (["sums", "sums"], "two tasks are called 'sums'; give each a label of its own"),
         ([{"name": "sums", "label": "a/b"}], "is called 'a/b'; a label is made of letters"),
         ([{"name": "mixture", "tasks": ["sums"]}], "task 1 is a mixture itself"),
@@ -101,6 +116,11 @@ def test_bad_mixtures_get_a_sentence(tasks, said):
     with pytest.raises(SparseRLError) as error:
         make("mixture", tasks=tasks)
     assert said in str(error.value)
+
+
+def test_a_seed_is_a_whole_number():
+    with pytest.raises(SparseRLError, match=r"mixture: seed is \[1\]; it must be a whole number"):
+        make("mixture", tasks=["sums"], seed=[1])
 
 
 def test_weights_of_named_rewards_belong_to_the_tasks():

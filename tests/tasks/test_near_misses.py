@@ -421,7 +421,7 @@ def test_what_hangs_is_a_timeout_here_too(tmp_path, impatient):
 @pytest.fixture
 def sent(monkeypatch):
     """The messages to grading processes; `cpu` replaces the CPU seconds in them."""
-    packed, messages = verify._packed, SimpleNamespace(all=[], cpu=None)
+    packed, messages = verify.packed, SimpleNamespace(all=[], cpu=None)
 
     def keep(thing, what):
         if what.startswith("the answer of prompt"):
@@ -429,7 +429,7 @@ def sent(monkeypatch):
             thing = (*thing[:2], messages.cpu or thing[2])
         return packed(thing, what)
 
-    monkeypatch.setattr(verify, "_packed", keep)
+    monkeypatch.setattr(verify, "packed", keep)
     return messages
 
 

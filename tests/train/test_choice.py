@@ -103,6 +103,10 @@ def test_the_choice_is_learned_and_travels_with_the_model(chosen, tmp_path):
         ),
         ({"rollout": {"compressor": "beacon:2-16"}}, "this student was trained with 2 to 8"),
         ({"learn": {"method": "none"}}, "rollouts with beacons need the shadow view"),
+        (
+            {"learn": {"method": "shadow", "algorithm": "online-dpo"}, "dpo": {"reference": "dense"}},
+            "dpo.reference is dense, but rollouts with beacons have no dense view",
+        ),
         ({"model": {"name": "tiny-sums"}}, "this model has no beacon"),
     ],
 )

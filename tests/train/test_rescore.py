@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sparse_rl.train.complete
 import sparse_rl.train.worker
 from sparse_rl import Engine, Sampling, Trace
 from sparse_rl.config import make_recipe
@@ -130,14 +131,14 @@ def test_a_whole_run_is_that_of_rescoring_up_to_rounding(tmp_path):
 
 
 def test_few_trajectories_go_through_the_model_before_the_update(tmp_path, monkeypatch):
-    tokens, scored = [], sparse_rl.train.worker.score
+    tokens, scored = [], sparse_rl.train.complete.score
 
     def spy(model, sampled, *args, only=None, **options):
         *args, last = args if only is None else (*args, only)
         tokens.append(len(sampled.lengths) if last is None else len(last))
         return scored(model, sampled, *args, only=last, **options)
 
-    monkeypatch.setattr(sparse_rl.train.worker, "score", spy)
+    monkeypatch.setattr(sparse_rl.train.complete, "score", spy)
     settings = recipe(learn={**SHADOW, "minibatches": 2}, run={"steps": 2, "samples": 5}, eval={"every": 0})
     train(settings, tmp_path / "run", show=False)
     assert tokens == [2, 5, 2, 5]  # of 16: one of each minibatch, and those of samples/

@@ -14,10 +14,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
+from sparse_rl.learn.advantage import without_variance
 from sparse_rl.models import load_model, load_reward_model, tiny_tokenizer
 from sparse_rl.planning.training import classifier_bytes
 from sparse_rl.tasks import Grade, Prompt, make
 from sparse_rl.train.log import Clock
+from sparse_rl.train.loop import Trainer
 from sparse_rl.train.merge import merge
 from sparse_rl.train.rewards import AddedRewards
 from sparse_rl.train.run import plan_run, train
@@ -117,6 +119,72 @@ def test_what_cannot_be_scored_costs_the_completion(tmp_path):
     rewards.model.model.score.weight.fill_(torch.nan)
     rewards.last_error = None
     assert rewards.grade(task, prompts[:1], [], ["2"]) == [Grade(0.0, "error")] and "score is nan" in rewards.last_error
+
+
+class FailsNow:
+    """A reward model that cannot score some completions, and likes those of a later call less."""
+
+    name, context = "scorer", 1000
+
+    def __init__(self):
+        self.calls = 0
+
+    def scores(self, prompts, texts):
+        self.calls += 1
+        return [None if row % 4 == 3 else -float(self.calls) for row in range(len(texts))]
+
+
+def test_what_cannot_be_scored_gets_the_lowest_reward_of_the_step(tmp_path):
+    """Whichever round, and so whichever process, graded it."""
+    settings = recipe(**SMALL, task={"reward_model": make_reward_model(tmp_path / "scorer")}, learn={"dynamic": 1})
+    trainer = Trainer(settings, tmp_path / "run", show=False)
+    trainer.sampler.rewards.model, trainer.sampler.rewards.whatever_their_length = (
+        FailsNow(),
+        lambda g: torch.zeros(len(g)),
+    )
+    rollout = trainer.collect(Clock())
+    scored = [g.reward for g in rollout.grades if "reward_model" in g.parts]
+    assert len(rollout.grades) == 32 and min(scored) <= -2 < max(scored)
+    assert {g.reward for g in rollout.grades if "reward_model" not in g.parts} == {min(scored)}
+
+
+def test_groups_differ_where_some_completions_have_no_score(tmp_path):
+    """Dynamic sampling sees that from the group alone, not from what other completions got."""
+    rewards = AddedRewards(recipe(**SMALL, task={"reward_model": make_reward_model(tmp_path / "scorer")}))
+    rewards.model = FailsNow()
+    prompts = [Prompt("1+1=", [1, 1])] * 4
+    grades = rewards.grade(make("sums"), prompts, [], ["x"] * 4)
+    assert len({g.reward for g in grades}) == 1  # the lowest of all
+    assert without_variance(rewards.whatever_their_length(grades)[None]).tolist() == [False]
+    assert without_variance(rewards.whatever_their_length(grades[3:] * 4)[None]).tolist() == [True]
+
+
+def test_a_score_that_is_too_large_for_the_reward_costs_the_completion(tmp_path):
+    scorer = make_reward_model(tmp_path / "scorer")
+    rewards = AddedRewards(recipe(**SMALL, task={"reward_model": scorer, "reward_model_weight": 1e308}))
+    rewards.model.model.score.weight.mul_(1e9)
+    assert rewards.grade(make("sums"), [Prompt("1+1=", [1, 1])], [], ["2"]) == [Grade(0.0, "error")]
+    assert "counted 1e+308 times" in rewards.last_error
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no such role') }}", "{% for %}", "{{ messages[5].content }}"]
+)
+def test_a_chat_template_that_fails_is_refused_before_the_rollout(template, tmp_path):
+    scorer = make_reward_model(tmp_path / "scorer", chat=True)
+    tokenizer = AutoTokenizer.from_pretrained(scorer)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(scorer)
+    model, tokenizer = load_model("tiny-sums")
+    with pytest.raises(SparseRLError, match=r"the chat template of the reward model .* on messages of user, assistant"):
+        Sampler(recipe(**SMALL, task={"reward_model": scorer}), model, tokenizer, make("sums"))
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_rollout(tmp_path):
+    scorer = make_reward_model(tmp_path / "scorer", vocab_size=20)
+    model, tokenizer = load_model("tiny-sums")
+    with pytest.raises(SparseRLError, match=r"gave the id \d+, but the model has only 20 tokens"):
+        Sampler(recipe(**SMALL, task={"reward_model": scorer}), model, tokenizer, make("sums"))
 
 
 def test_a_run_learns_from_a_reward_model_and_goes_on_to_the_byte(tmp_path):

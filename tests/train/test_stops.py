@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import sparse_rl.train.worker
+import sparse_rl.train.complete
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.learn.learner import Learner
@@ -49,7 +49,7 @@ def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path, kills):
 
 def test_an_interrupt_saves_and_stops(finished, tmp_path, monkeypatch):
     """Ctrl-C while step 4 is sampled: the three steps before it are saved, and the sentence says how to go on."""
-    plain, calls = sparse_rl.train.worker.score, []
+    plain, calls = sparse_rl.train.complete.score, []
 
     def interrupted(*args, **options):
         calls.append(1)
@@ -59,7 +59,7 @@ def test_an_interrupt_saves_and_stops(finished, tmp_path, monkeypatch):
 
     folder, given = tmp_path / "run", write_recipe(tmp_path, run={"steps": 6, "checkpoint_every": 100})
     with monkeypatch.context() as patch:
-        patch.setattr(sparse_rl.train.worker, "score", interrupted)
+        patch.setattr(sparse_rl.train.complete, "score", interrupted)
         done = run("train", given, "--out", folder)
     assert done.returncode == 130, done.stderr
     assert f"go on with: sparse-rl train {folder} --resume" in done.stderr and "Traceback" not in done.stderr
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_while_learning(finished, tmp_path, monkeypatch, wh
 
 
 def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, monkeypatch):
-    calls, plain = [], sparse_rl.train.worker.score
+    calls, plain = [], sparse_rl.train.complete.score
 
     def greedy(*args, **options):
         calls.append(1)
@@ -126,7 +126,7 @@ def test_memory_that_runs_out_before_an_update_keeps_the_steps_done(tmp_path, mo
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(*args, **options)
 
-    monkeypatch.setattr(sparse_rl.train.worker, "score", greedy)
+    monkeypatch.setattr(sparse_rl.train.complete, "score", greedy)
     with pytest.raises(SparseRLError, match="out of memory while learning"):
         train(recipe(run={"steps": 6, "checkpoint_every": 100}, eval={"every": 0}), tmp_path / "run", show=False)
     assert [step for step, _ in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]

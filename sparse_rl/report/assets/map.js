@@ -181,6 +181,11 @@ function decorate(g, width, height) {
     for (const [dx, dy] of [[0, -4], [3.5, 0], [0, 4], [-3.5, 0]]) g.lineTo(x + dx, PLACE.marks / 2 + dy);
     g.fill();
   }
+  g.fillStyle = colour("given");
+  for (const [begin, end] of t.given ?? []) {
+    const [left, right] = [Math.max(begin, from), Math.min(end, to)];
+    if (left < right) g.fillRect(columnX(left), PLACE.marks / 2 - 2, Math.max(1, columnX(right) - columnX(left)), 4);
+  }
   const line = (x, name) => { g.strokeStyle = colour(name); path(g, [[x, 1], [x, height - PLACE.bottom + 3]]); };
   g.lineWidth = 1.5;
   if (state.map.grey) line(columnX(state.map.query + 1), "accent");
@@ -200,7 +205,7 @@ function showMapLegend(table) {
   bar.style.background = `linear-gradient(90deg, ${[0, 64, 127, 191, 254].map(shadeOf).join(", ")})`;
   const ends = state.map.colour === "kept" ? ["evicted soon", "kept long"] : ["evicted early", "evicted late"];
   $("m-legend").replaceChildren(el("span", {}, ends[0], bar, ends[1]), el("span", {}, swatch(shadeOf(255)), "never evicted"), el("span", {}, swatch(colour("unseen")), "no longer seen"),
-    el("span", {}, swatch(colour("later")), "not yet written"), el("span", { class: "beacon" }, "\u25c6 beacon"), el("span", {}, "dotted: end of the prompt"));
+    el("span", {}, swatch(colour("later")), "not yet written"), el("span", { class: "beacon" }, "\u25c6 beacon"), el("span", {}, swatch(colour("given")), "given"), el("span", {}, "dotted: end of the prompt"));
 }
 
 // Rows for the tip of a token, with the heads chosen.
@@ -245,7 +250,7 @@ function tellCell(r, k, x, y) {
   const q = state.map.query;
   drawMap();
   tip(x, y, el("span", { class: "said mono" }, t.pieces[k] ? visible(t.pieces[k]) : "\u27e8\u27e9"), [
-    ["token", `${k}${(t.beacons ?? []).includes(k) ? " (beacon)" : k < t.num_prompt ? " (prompt)" : ""}`], ["layer", String(Math.floor(row / heads))], ["head", String(row % heads)],
+    ["token", `${k}${(t.beacons ?? []).includes(k) ? " (beacon)" : k < t.num_prompt ? " (prompt)" : isGiven(t, k) ? " (given)" : ""}`], ["layer", String(Math.floor(row / heads))], ["head", String(row % heads)],
     ["evicted at", goneText(g)], ["kept for", g === NEVER ? "all positions that followed" : `${Math.max(0, g - k)} positions`],
     [`seen from ${q}`, k > q ? "not yet written" : seenBy(row, k, q) ? "yes" : "no"], ["heads that see it", k > q ? "\u2013" : `${Math.round(shareOf(k, q) * rows.length)} of ${rows.length}`]]);
 }

@@ -88,11 +88,20 @@ function showHead({ run, t }) {
     fact("run", said(run.name)), fact("step", num(t.step)), fact("reward", num(t.reward, 4)),
     ...Object.entries(t.rewards ?? {}).map(([name, value]) => fact(visible(name), num(value, 4))), fact("verdict", said(t.verdict ?? "\u2013")),
     fact("", t.accepted === false ? el("b", { class: "rejected" }, "\u2298 rejected") : t.accepted ? "accepted" : "\u2013"),
-    fact("advantage", num(t.advantage, 4)), fact("ended by", said(t.finish ?? "\u2013")), fact("tokens", `${t.num_prompt} + ${t.pieces.length - t.num_prompt}`));
+    fact("advantage", num(t.advantage, 4)), fact("ended by", said(t.finish ?? "\u2013")), fact("tokens", `${t.num_prompt} + ${t.pieces.length - t.num_prompt}`),
+    ...((t.given ?? []).length ? [fact("turns", num(turnsOf(t))), fact("given tokens", num(t.given.reduce((sum, [begin, end]) => sum + end - begin, 0)))] : []));
   $("worst").disabled = worstOf(t) === null;
 }
 
 const pieceText = (piece) => (piece ? piece.split("\n").map(visible).join("\u21b5\n") : "\u27e8\u27e9");
+
+// Of a conversation: whether somebody else wrote a token, and how often the model spoke.
+const isGiven = (t, i) => (t.given ?? []).some(([begin, end]) => i >= begin && i < end);
+function turnsOf(t) {
+  let [count, last] = [0, t.num_prompt];
+  for (const [begin, end] of t.given) { count += begin > last; last = end; }
+  return count + (last < t.pieces.length);
+}
 
 async function build(t, turn) {
   const box = $("tokens");
@@ -104,7 +113,7 @@ async function build(t, turn) {
     if (turn !== view.turn) return;
     const part = document.createDocumentFragment();
     for (let i = from; i < Math.min(from + CHUNK, t.pieces.length); i++) {
-      const base = i < t.num_prompt ? "t prompt" : beacons.has(i) ? "t beacon" : `t${shade(gapOf(t, i - t.num_prompt))}`;
+      const base = i < t.num_prompt ? "t prompt" : beacons.has(i) ? "t beacon" : isGiven(t, i) ? "t given" : `t${shade(gapOf(t, i - t.num_prompt))}`;
       const span = el("span", { class: base }, beacons.has(i) ? "\u25c6" : pieceText(t.pieces[i]));
       span.index = i;
       view.spans.push(span);
@@ -122,6 +131,7 @@ function facts(t, i) {
   const rows = [["feed index", num(i)]];
   if ((t.beacons ?? []).includes(i)) rows.push(["", "a beacon"]);
   else if (k < 0) rows.push(["", "part of the prompt"]);
+  else if (isGiven(t, i)) rows.push(["", "given: the model did not sample it"]);
   else {
     const gap = gapOf(t, k);
     const probability = (x) => (finite(x) ? num(Math.exp(x)) : "\u2013");
@@ -180,5 +190,5 @@ function listenTokens() {
   $("legend").append(
     el("small", {}, "gap, nats: the learner finds it less likely"),
     ...[...steps].reverse().map((k) => el("span", { class: `t gn${k}` }, `\u2212${LIMITS[k - 1]}`)), el("span", { class: "t" }, "0"), ...steps.map((k) => el("span", { class: `t gp${k}` }, `${LIMITS[k - 1]}`)),
-    el("small", {}, "more likely"), el("span", { class: "t beacon" }, "\u25c6"), el("small", {}, "beacon"));
+    el("small", {}, "more likely"), el("span", { class: "t beacon" }, "\u25c6"), el("small", {}, "beacon"), el("span", { class: "t given" }, "abc"), el("small", {}, "given, in a conversation"));
 }

@@ -1,0 +1,201 @@
+"""Regret: what evicted tokens would have been worth, and what would have been said had they stayed.
+
+In a forward pass under a trace every query and every key of a trajectory exists, whether its token was evicted or not.
+So one more product of queries and keys, a block of queries at a time, says how much attention each token would have
+received had all been there:
+
+    A[l, h, j, s] = sum over queries q of segment s of  softmax over i <= q of (q . k_i)  at j,   mean over query heads
+
+Segments run from one eviction to the next. The queries are those of the compressed run, so this is a counterfactual of
+first order, and costs no second pass; `view="dense"` takes the queries of a dense pass instead, to compare.
+
+    mass[j]    = sum of A[j, s] over segments from the token's eviction on                          of an evicted token
+    lost[s]    = sum of A[j, s] over tokens j that are gone by then, per query                      a share of 1
+    excess[s]  = (M of those evicted when s begins - the least M of as many) / M of all present     M: A from s on
+
+`excess` is 0 for an eviction that nobody could better, with the later queries known. Counterfactuals are exact: change
+the trace, and one forward pass gives the log-probs of every later token.
+
+Shapes: L layers, H KV heads, T tokens, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import Trace
+from ..cache.segments import Observed
+from ..cache.trace import never
+from ..errors import SparseRLError
+from .score import batch_logprobs, hidden_states, replay_of, routes_of
+
+BLOCK = 128  # queries whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class Regret:
+    begins: Tensor  # int64 [S]: the first query of each segment; from the second on something was evicted there
+    received: Tensor  # fp32 [L, H, T, S]: A
+    evicted_at: Tensor  # int64 [L, H, T]
+
+    @property
+    def mass(self) -> Tensor:
+        """fp32 [L, H, T]; 0 for tokens that stayed."""
+        return (self.received * self.gone).sum(-1)
+
+    @property
+    def gone(self) -> Tensor:
+        """bool [L, H, T, S]: whether the queries of a segment no longer see a token."""
+        return self.begins >= self.evicted_at[..., None]
+
+    @property
+    def lost(self) -> Tensor:
+        """fp32 [L, H, S]"""
+        return (self.received * self.gone).sum(2) / self.queries
+
+    @property
+    def queries(self) -> Tensor:
+        """int64 [S]. The last token is fed to nobody, so its query does not count."""
+        ends = torch.cat([self.begins[1:], torch.tensor([self.evicted_at.shape[-1] - 1])])
+        return (ends - self.begins).clamp(min=1)
+
+    @property
+    def to_come(self) -> Tensor:
+        """M: the attention that a token would receive from the beginning of a segment on. fp32 [L, H, T, S]"""
+        return self.received.flip(-1).cumsum(-1).flip(-1)
+
+    @property
+    def excess(self) -> Tensor:
+        """fp32 [L, H, S]; NaN where a head evicted nothing."""
+        tokens = torch.arange(self.evicted_at.shape[-1])
+        worth, found = self.to_come, []
+        for s, begin in enumerate(self.begins.tolist()):
+            present, evicted = (tokens < begin) & (self.evicted_at >= begin), self.evicted_at == begin  # [L, H, T]
+            of_present = torch.where(present, worth[..., s], 0.0)
+            count = evicted.sum(-1, keepdim=True)
+            cheapest = worth[..., s].masked_fill(~present, torch.inf).sort(-1).values
+            least = torch.where(tokens < count, cheapest, 0.0).sum(-1)
+            regret = (of_present * evicted).sum(-1) - least
+            share = regret.clamp(min=0) / of_present.sum(-1).clamp(min=1e-12)
+            found.append(share.masked_fill(count[..., 0] == 0, torch.nan))
+        return torch.stack(found, -1)
+
+
+@torch.no_grad()
+def regret(model: nn.Module, tokens: Tensor, trace: Trace, view: str = "shadow") -> Regret:
+    """The regret of a trajectory's evictions. tokens [T]; view: whose queries ask, those of the `shadow` or of a
+    `dense` pass
+    """
+    if view not in ("shadow", "dense"):
+        raise SparseRLError(f"view is {view!r}; it must be shadow or dense.")
+    tokens = torch.as_tensor(tokens).to(next(model.parameters()).device)
+    seen = trace if view == "shadow" else Trace(Trace.dense(*trace.evicted_at.shape).evicted_at, trace.routes)
+    replay = replay_of(model, [(tokens, seen)])
+    replay.observe = watch = Watch(trace)
+    hidden_states(model, tokens[None], replay, routes_of(model, trace))
+    return watch.regret()
+
+
+class Watch:
+    """Watches a forward pass over one trajectory (`Replay.observe`)."""
+
+    def __init__(self, trace: Trace):
+        self.evicted_at = trace.evicted_at.to(torch.int64)
+        layers, heads, tokens = self.evicted_at.shape
+        moments = self.evicted_at.unique()
+        self.begins = torch.cat([torch.zeros(1, dtype=torch.int64), moments[moments < tokens - 1]])
+        self.received = torch.zeros(layers, heads, tokens, len(self.begins))
+        self.passes = torch.zeros(layers)
+
+    def __call__(self, seen: Observed) -> None:
+        self.received[seen.layer] += received(seen, self.begins, self.evicted_at.shape[1]).cpu()
+        self.passes[seen.layer] += 1
+
+    def regret(self) -> Regret:
+        share = self.received / self.passes.clamp(min=1)[:, None, None, None]  # where layers share slots, their mean
+        return Regret(self.begins, share, self.evicted_at)
+
+
+def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
+    """A of one layer, without a [T, T] matrix. -> fp32 [H, T, S]; heads: those of the trace"""
+    tokens = seen.queries.shape[2]
+    keys = seen.keys[0].float()  # [Hk, T, D]
+    queries = seen.queries[0].float().unflatten(0, (len(keys), -1))  # [Hk, G, T, D]
+    found = keys.new_zeros(heads, tokens, len(begins))
+    ends = [*begins.tolist()[1:], tokens - 1]
+    for segment, (begin, end) in enumerate(zip(begins.tolist(), ends, strict=True)):
+        for start in range(begin, end, BLOCK):
+            stop = min(start + BLOCK, end)
+            probs = _attention(seen, queries[:, :, start:stop], keys[:, :stop], start)  # [Hk, G, b, stop]
+            found[:, :stop, segment] += probs.sum(2).flatten(0, 1).unflatten(0, (heads, -1)).mean(1)
+    return found
+
+
+def _attention(seen: Observed, queries: Tensor, keys: Tensor, start: int) -> Tensor:
+    """What queries from `start` on give to all tokens up to themselves. queries [Hk, G, b, D], keys [Hk, n, D]"""
+    logits = queries @ keys[:, None].transpose(-1, -2) * seen.scaling  # [Hk, G, b, n]
+    if seen.bias is not None:
+        rows = slice(start, start + queries.shape[2])
+        logits = logits + seen.bias[0, :, rows, : keys.shape[1]].float().view(logits.shape)
+    if seen.softcap is not None:
+        logits = torch.tanh(logits / seen.softcap) * seen.softcap
+    place = torch.arange(keys.shape[1], device=keys.device)
+    distance = start + torch.arange(queries.shape[2], device=keys.device)[:, None] - place  # [b, n]
+    hidden = distance < 0
+    if seen.sliding_window is not None:
+        hidden |= distance >= seen.sliding_window
+    logits = logits.masked_fill(hidden, -torch.inf)
+    total = logits.logsumexp(-1, keepdim=True)
+    if seen.sinks is not None:
+        total = torch.logaddexp(total, seen.sinks.float().view(*logits.shape[:2], 1, 1))
+    return (logits - total).exp()
+
+
+def give_back(trace: Trace, chosen: Tensor) -> Trace:
+    """The trace in which some tokens are never evicted. chosen bool [L, H, T], or broadcast to it"""
+    evicted_at = trace.evicted_at.to(torch.int64)
+    given = torch.where(chosen, never(trace.evicted_at.dtype), evicted_at)
+    return replace(trace, evicted_at=given.to(trace.evicted_at.dtype))
+
+
+@torch.no_grad()
+def counterfactuals(
+    model: nn.Module, tokens: Tensor, trace: Trace, others: Sequence[Trace], temperature: float = 1.0, rows: int = 8
+) -> Tensor:
+    """How the log-prob of every token would change under other traces, `rows` of them in a forward pass. fp32 [n, T]"""
+    device = next(model.parameters()).device
+    tokens = torch.as_tensor(tokens).to(device)
+    found = []
+    traces = [trace, *others]
+    for start in range(0, len(traces), rows):
+        part = [(tokens, it) for it in traces[start : start + rows]]
+        repeated = tokens.expand(len(part), -1)
+        targets = (torch.arange(len(tokens), device=device) > 0).expand_as(repeated)
+        found.append(batch_logprobs(model, repeated, targets, temperature, replay_of(model, part)).cpu())
+    logprobs = torch.cat(found)
+    return logprobs[1:] - logprobs[0]
+
+
+def regret_metrics(found: Sequence[Tensor]) -> dict[str, float]:
+    """Of the summaries of some trajectories."""
+    lost, excess, worst = torch.stack(list(found)).unbind(-1)
+    return {
+        "cache/regret/lost/mean": lost.mean().item(),
+        "cache/regret/excess/mean": excess.mean().item(),
+        "cache/regret/worst/max": worst.max().item(),
+    }
+
+
+def summary(found: Regret) -> Tensor | None:
+    """Share of attention lost since the first eviction, mean excess, largest mass of a token; None: nothing was evicted
+    early enough to be asked for. fp64 [3]
+    """
+    if len(found.begins) < 2:
+        return None
+    weights = found.queries[1:].double()
+    lost = (found.lost[..., 1:].double() * weights).sum(-1) / weights.sum()
+    return torch.stack([lost.mean(), found.excess.double().nanmean(), found.mass.max().double()])

@@ -1,0 +1,193 @@
+"""Members as actors of a Ray cluster.
+
+    ray               a cluster of this machine's own, which nothing outside it can reach; it ends with the run
+    ray://HOST:PORT   a cluster that runs already, by the address of its head; this machine is one of its nodes
+    ray://auto        the cluster that this machine is a node of
+
+Weights go through Ray's object store, once for every version and node; results come back with the answers to polls.
+Ray unpickles what it is sent: the network of a cluster must be trusted (SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import SparseRLError
+from ..files import first_line
+from .pieces import Piece, Place
+from .pool import Answered, Event, Joined, Lost
+from .worker import About, Answer, Hands, Worker
+
+POLL = 5.0  # seconds after which a member answers a poll even if nothing happened
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray gives its own processes no address but 127.0.0.1
+_MINIMUM = 128 * 2**20  # bytes of an object store
+
+
+class Actor:
+    """What runs in a member's process."""
+
+    def __init__(self, make_hands: Callable[[], Hands]):
+        self.hands = make_hands()
+        self.worker = Worker(self.hands)
+
+    def about(self) -> About:
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return About(self.hands.rows, socket.gethostname(), os.getpid(), node)
+
+    def start(self, work: Sequence[tuple[Place, Piece]], weights: list[Any], seconds: float) -> Answer:
+        import ray
+
+        self.worker.start(work, lambda: ray.get(weights[0]))
+        return self.worker.poll(seconds)
+
+    def poll(self, seconds: float) -> Answer:
+        return self.worker.poll(seconds)
+
+    def stop(self) -> None:
+        self.worker.stop()
+
+
+class RayTransport:
+    def __init__(
+        self,
+        address: str,
+        make_hands: Callable[[], Hands],
+        samplers: int,
+        on_gpu: bool,
+        store_bytes: int,
+        processes: int = 1,
+    ):
+        """`samplers`: as many as are wanted, or 0; they share what the cluster has. `processes`: of the run, each of
+        which has samplers of its own.
+        """
+        self.processes = processes
+        self.ray, self.own = connect(address, store_bytes)
+        self.make_hands = make_hands
+        found = self.ray.cluster_resources()
+        self.kind = "GPU" if on_gpu and found.get("GPU") else "CPU"
+        self.each = min(1.0, found.get(self.kind, 1.0) / samplers) if samplers else 1.0
+        self.each = max(0.01, int(self.each * 100) / 100)  # Ray counts in ten-thousandths
+        self.node = self.ray.get_runtime_context().get_node_id()
+        self.actors: dict[int, Any] = {}
+        self.about: dict[int, About] = {}
+        self.asked: dict[Any, int] = {}  # what members have not answered yet -> who
+        self.weights: dict[int, Any] = {}  # by version: where they are in the object store
+
+    def room(self) -> int:
+        return int(self.ray.cluster_resources().get(self.kind, 0.0) / self.each + 1e-6) // self.processes
+
+    def start(self, member: int) -> None:
+        needs = {"num_cpus": 0, "num_gpus": self.each} if self.kind == "GPU" else {"num_cpus": self.each}
+        actor = self.ray.remote(Actor).options(max_concurrency=4, max_restarts=0, **needs).remote(self.make_hands)
+        self.actors[member] = actor
+        self.asked[actor.about.remote()] = member
+
+    def hand(self, member: int, work: Sequence[tuple[Place, Piece]]) -> None:
+        weights = [self.weights[work[0][1].version]]  # in a list, so that they are fetched when they are needed
+        self.asked[self.actors[member].start.remote(list(work), weights, POLL)] = member
+
+    def stop(self, member: int) -> None:
+        self.actors[member].stop.remote()
+
+    def kill(self, member: int) -> None:
+        actor, about = self.actors.pop(member), self.about.pop(member, None)
+        self.asked = {ref: who for ref, who in self.asked.items() if who != member}
+        self.ray.kill(actor)
+        if about is not None and about.node == self.node:  # Ray waits for a process that is stopped
+            _kill_process(about.pid)
+
+    def events(self, seconds: float) -> list[Event]:
+        if not self.asked:
+            time.sleep(min(seconds, 0.05))
+            return []
+        ready, _ = self.ray.wait(list(self.asked), num_returns=1, timeout=seconds)
+        if ready:  # and whatever else is there
+            ready, _ = self.ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)
+        return [self._event(ref) for ref in ready]
+
+    def _event(self, ref: Any) -> Event:
+        member = self.asked.pop(ref)
+        try:
+            answer = self.ray.get(ref)
+        except self.ray.exceptions.RayError as error:
+            actor = self.actors.pop(member)
+            self.about.pop(member, None)
+            self.ray.kill(actor)  # it may only be out of reach
+            return Lost(member, why(error))
+        if isinstance(answer, About):
+            self.about[member] = answer
+            return Joined(member, answer)
+        if answer.busy:
+            self.asked[self.actors[member].poll.remote(POLL)] = member
+        return Answered(member, answer)
+
+    def publish(self, version: int, weights: Mapping[str, Any], oldest: int) -> int:
+        size = sum(array.nbytes for array in weights.values())
+        self.weights = {known: ref for known, ref in self.weights.items() if oldest <= known < version}
+        try:
+            self.weights[version] = self.ray.put(dict(weights))
+        except self.ray.exceptions.ObjectStoreFullError as error:
+            raise SparseRLError(
+                f"Ray's object store has no room for {size / 2**20:,.0f} MiB of weights ({first_line(error)}); start "
+                "the node with a larger --object-store-memory, or make room on the disk that it spills to."
+            ) from error
+        return size
+
+    def close(self) -> None:
+        for member in list(self.actors):
+            self.kill(member)
+        self.weights.clear()
+        if self.own:
+            self.ray.shutdown()
+
+
+def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
+    """The module, connected; and whether the cluster is this run's own."""
+    local = address == "ray"
+    if local and "ray" not in sys.modules:
+        os.environ.setdefault(_LOOPBACK, "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise SparseRLError("rollout.pool is ray, but Ray is not installed; pip install 'sparse-rl[ray]'.") from error
+    if ray.is_initialized():
+        return ray, False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if local:
+        store = max(_MINIMUM, store_bytes)
+        ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+        return ray, True
+    head = address.removeprefix("ray://")
+    try:
+        ray.init(address=head, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise SparseRLError(
+            f"rollout.pool is {address}, but there is no cluster to join ({first_line(error)}); start its head with "
+            "`ray start --head`, and on this machine `ray start --address=HOST:PORT`."
+        ) from error
+    return ray, True
+
+
+def why(error: Exception) -> str:
+    """What Ray says of a member that is gone, without its ids: the first error of our own, or the first line."""
+    cause = getattr(error, "cause", None)
+    text = str(cause or error)
+    ours = [line for line in text.splitlines() if "SparseRLError" in line or "Error:" in line]
+    return ours[-1].strip() if ours else first_line(error)
+
+
+def _kill_process(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

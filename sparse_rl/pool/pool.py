@@ -1,0 +1,319 @@
+"""A pool of samplers, any of which may be lost at any time: what was asked for is then asked for elsewhere.
+
+Whoever waits for a request drives the pool, so nothing runs between steps. Several threads may wait for requests of
+their own. Members are reached through a `Transport`: Ray (cluster.py), or threads in tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .. import errors
+from ..errors import SparseRLError
+from .ledger import Brought, Ledger
+from .pieces import Piece, Place
+from .worker import About, Answer
+
+MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
+MOST_STARTS = 3  # members in a row that failed before they had joined
+JOINING = 600.0  # seconds that may pass until somebody has joined: models are loaded meanwhile
+TURN = 0.5  # seconds that the driver waits for news
+_ROOM_EVERY = 5.0  # seconds between two looks at how many members the cluster has room for
+
+
+@dataclass(frozen=True)
+class Joined:
+    member: int
+    about: About
+
+
+@dataclass(frozen=True)
+class Answered:
+    member: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Lost:
+    member: int
+    why: str
+
+
+Event = Joined | Answered | Lost
+
+
+class Transport(Protocol):
+    """How members are reached. Nothing here waits, except `events`."""
+
+    def room(self) -> int:
+        """How many members there can be now."""
+        ...
+
+    def start(self, member: int) -> None:
+        """Begin a member; `Joined` or `Lost` tells what became of it."""
+        ...
+
+    def hand(self, member: int, work: Sequence[tuple[Place, Piece]]) -> None:
+        """Give work to a member that is idle; `Answered` events follow until one says that it is not busy."""
+        ...
+
+    def stop(self, member: int) -> None:
+        """Ask a member to end what it does."""
+        ...
+
+    def kill(self, member: int) -> None:
+        """Give a member up, and end it if it lives."""
+        ...
+
+    def events(self, seconds: float) -> list[Event]:
+        """What has happened; waits so long if nothing has."""
+        ...
+
+    def publish(self, version: int, weights: Mapping[str, Any], oldest: int) -> int:
+        """Make weights available, and forget those before `oldest`. Returns their bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Sampler:
+    """What the pool knows of a member."""
+
+    about: About | None = None  # None: it has not joined yet
+    moved: float = 0.0  # when it last got on with its work, or was given some
+    beats: int = -1
+    completions: int = 0
+    seconds: float = 0.0
+    cache_bytes: int = 0
+    stopping: bool = False
+
+
+@dataclass
+class Counts:
+    """Since the pool began."""
+
+    lost: int = 0
+    joined: int = 0
+    duplicates: int = 0
+    different: int = 0
+    late: int = 0
+    messages: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0  # weights, once per version
+
+
+@dataclass
+class _Waiting:
+    results: dict[int, bytes] = field(default_factory=dict)  # by piece
+
+
+class Pool:
+    def __init__(
+        self,
+        transport: Transport,
+        wanted: int = 0,
+        patience: float = 600.0,
+        over_ask: float = 0.0,
+        keep: int = 2,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        """`wanted`: members; 0: as many as there is room for. `patience`: seconds in which a member must get on.
+        `keep`: versions of the weights that may be asked for.
+        """
+        self.transport, self.wanted, self.patience, self.keep, self.say = transport, wanted, patience, keep, say
+        self.ledger = Ledger(wanted, over_ask)
+        self.samplers: dict[int, Sampler] = {}
+        self.counts = Counts()
+        self.versions: list[int] = []
+        self.started = 0  # members so far
+        self.failed_starts = 0  # in a row
+        self.alone_since: float | None = None  # since when no member is there
+        self.looked = -_ROOM_EVERY
+        self.room = wanted
+        self.waiting: dict[int, _Waiting] = {}
+        self.why = ""  # why the last member was lost
+        self.error: BaseException | None = None
+        self.closed = False
+        self.driving = threading.Lock()
+
+    def publish(self, version: int, weights: Callable[[], Mapping[str, Any]]) -> None:
+        """Make the weights of a version available, if they are not yet."""
+        if version in self.versions:
+            return
+        self.versions = [*self.versions, version][-self.keep :]
+        self.counts.bytes_out += self.transport.publish(version, weights(), self.versions[0])
+
+    def complete(self, pieces: Sequence[Piece]) -> list[bytes]:
+        """The results of pieces, in their order, whatever happens to members meanwhile."""
+        if not pieces:
+            return []
+        with self.driving:
+            self._check()
+            request = self.ledger.ask(pieces)
+            waiting = self.waiting[request] = _Waiting()
+            now = time.monotonic()
+            for sampler in self.samplers.values():  # nobody listened between requests
+                sampler.moved = now
+            self.alone_since = None
+        try:
+            while len(waiting.results) < len(pieces):
+                if self.driving.acquire(timeout=0.05):
+                    try:
+                        self._check()
+                        if len(waiting.results) < len(pieces):
+                            self.turn()
+                    finally:
+                        self.driving.release()
+        except BaseException:
+            self.ledger.forget(request)
+            raise
+        finally:
+            del self.waiting[request]
+        return [waiting.results[i] for i in range(len(pieces))]
+
+    def turn(self) -> None:
+        """One round: start members, hand out work, hear what happened."""
+        try:
+            self._grow()
+            for member, work in self.ledger.assign().items():
+                self.samplers[member].stopping, self.samplers[member].moved = False, time.monotonic()
+                self.counts.messages += 1
+                self.transport.hand(member, work)
+            for event in self.transport.events(TURN):
+                self._hear(event)
+            self._give_up_on_silent()
+            for member in self.ledger.useless():
+                if not self.samplers[member].stopping:
+                    self.samplers[member].stopping = True
+                    self.transport.stop(member)
+            worst = self.ledger.most_lost()
+            if worst is not None and worst[0] >= MOST_LOSSES:
+                raise SparseRLError(
+                    f"{worst[0]} samplers were lost one after the other while they sampled prompt "
+                    f"{worst[1].prompt_index} of a step ({len(worst[1].prompt)} tokens); the last: {self.why}"
+                )
+        except SparseRLError as error:
+            self.error = error
+            raise
+
+    def close(self) -> None:
+        """End all members. Requests under way are interrupted."""
+        self.closed = True
+        with self.driving:
+            self.transport.close()
+
+    @property
+    def live(self) -> int:
+        return len(self.ledger.members)
+
+    # ------------------------------------------------------------------------------------------------------ members
+
+    def _check(self) -> None:
+        if self.closed:
+            raise KeyboardInterrupt
+        if self.error is not None:
+            raise self.error
+
+    def _grow(self) -> None:
+        """Start as many members as are wanted."""
+        now = time.monotonic()
+        if not self.wanted and now - self.looked > _ROOM_EVERY:
+            self.looked, self.room = now, self.transport.room()
+        target = self.wanted or max(1, self.room)
+        self.ledger.wanted = target
+        while len(self.samplers) < target:
+            self.samplers[self.started] = Sampler(moved=now)
+            self.transport.start(self.started)
+            self.started += 1
+
+    def _hear(self, event: Event) -> None:
+        self.counts.messages += 1
+        known = self.samplers.get(event.member)
+        if isinstance(event, Answered):
+            self._take(event.member, event.answer, known)
+        elif known is None:
+            return
+        elif isinstance(event, Joined):
+            known.about, known.moved, self.failed_starts = event.about, time.monotonic(), 0
+            self.counts.joined += 1
+            self.ledger.join(event.member, event.about.rows)
+        else:
+            self._lose(event.member, event.why)
+
+    def _take(self, member: int, answer: Answer, known: Sampler | None) -> None:
+        """`known`: None of a member that was given up; its results count all the same."""
+        for place, payload in answer.finished:
+            self._bring(member, place, payload, known)
+        if known is None:
+            return
+        known.seconds, known.cache_bytes = answer.seconds, answer.cache_bytes
+        if answer.beats != known.beats or answer.finished or not answer.busy:
+            known.beats, known.moved = answer.beats, time.monotonic()
+        if answer.busy:
+            return
+        if answer.error is None or known.stopping:
+            self.ledger.end(member)
+        else:
+            self._fail(member, *answer.error)
+
+    def _bring(self, member: int, place: Place, payload: bytes, known: Sampler | None) -> None:
+        number, piece = place
+        request = self.ledger.requests.get(number)
+        brought = self.ledger.finish(member, place, hashlib.blake2b(payload).digest())
+        self.counts.bytes_in += len(payload)
+        if brought is Brought.FIRST:
+            if number in self.waiting:
+                self.waiting[number].results[piece] = payload
+            if known is not None and request is not None:
+                known.completions += len(request.pieces[piece].members)
+            return
+        self.counts.late += brought is Brought.UNKNOWN
+        self.counts.duplicates += brought is not Brought.UNKNOWN
+        self.counts.different += brought is Brought.DIFFERENT
+        if brought is Brought.DIFFERENT and self.counts.different == 1:
+            self.say(
+                "sparse-rl: two samplers gave different results for one piece, of which the first counts; this happens "
+                "where their processors round differently."
+            )
+
+    def _fail(self, member: int, kind: str, message: str) -> None:
+        """A member's work ended in an error: what would end it anywhere ends the run, anything else is its own."""
+        if kind not in ("Exception", "OutOfMemory"):
+            raise getattr(errors, kind, SparseRLError)(message)
+        self.transport.kill(member)
+        self._lose(member, message)
+
+    def _lose(self, member: int, why: str) -> None:
+        lost, self.why = self.samplers.pop(member), why
+        if lost.about is None:
+            self.failed_starts += 1
+            if self.failed_starts >= MOST_STARTS and not self.live:
+                raise SparseRLError(f"{self.failed_starts} samplers in a row could not be started; the last: {why}")
+            return
+        self.counts.lost += 1
+        self.ledger.lose(member)
+        told = why.splitlines()[0] if why else "it is gone"
+        self.say(f"sparse-rl: a sampler was lost ({told}); what it held is sampled elsewhere.")
+
+    def _give_up_on_silent(self) -> None:
+        now = time.monotonic()
+        for member, sampler in list(self.samplers.items()):
+            if sampler.about is None or self.ledger.members[member].idle or now - sampler.moved < self.patience:
+                continue
+            self.transport.kill(member)
+            self._lose(member, f"it did not get on for {self.patience:g} s")
+        if self.live:
+            self.alone_since = None
+        elif self.alone_since is None:
+            self.alone_since = now
+        elif now - self.alone_since > JOINING:
+            raise SparseRLError(
+                f"no sampler has been there for {JOINING:g} s; {len(self.samplers)} are asked for, and the "
+                f"cluster has room for {self.transport.room()}; start more nodes, or set rollout.samplers lower."
+            )

@@ -1,0 +1,99 @@
+"""A member's side: it computes what it is handed in a thread, and answers polls meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import SparseRLError
+from .pieces import Piece, Place
+
+Work = Sequence[tuple[Place, Piece]]
+Fetch = Callable[[], Any]  # -> the weights of the version that the pieces ask for
+Deliver = Callable[[Place, bytes], None]
+
+
+class Hands(Protocol):
+    """What computes pieces."""
+
+    rows: int
+
+    def complete(self, work: Work, fetch: Fetch, deliver: Deliver) -> None:
+        """Deliver every piece. After `stop` the rest may be left out."""
+        ...
+
+    def stop(self) -> None: ...
+
+    def beats(self) -> int:
+        """A number that changes as long as the work goes on."""
+        ...
+
+    def cache_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class About:
+    """Who a member is."""
+
+    rows: int
+    host: str
+    pid: int
+    node: str = ""
+
+
+@dataclass
+class Answer:
+    """What a member says when it is polled."""
+
+    finished: list[tuple[Place, bytes]] = field(default_factory=list)
+    busy: bool = False
+    beats: int = 0
+    seconds: float = 0.0  # that it has worked so far
+    cache_bytes: int = 0
+    error: tuple[str, str] | None = None  # (class, message) of what ended its work
+
+
+class Worker:
+    def __init__(self, hands: Hands):
+        self.hands = hands
+        self.changed = threading.Condition()
+        self.finished: list[tuple[Place, bytes]] = []
+        self.error: tuple[str, str] | None = None
+        self.busy, self.seconds = False, 0.0
+
+    def start(self, work: Work, fetch: Fetch) -> None:
+        with self.changed:
+            assert not self.busy, "a member is handed work when it has ended what it had"
+            self.busy = True
+        threading.Thread(target=self._run, args=(work, fetch), daemon=True, name="sampler").start()
+
+    def poll(self, seconds: float) -> Answer:
+        """What was finished since the last poll; waits until something is, or the work ends, or time is up."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.finished or not self.busy, seconds)
+            answer = Answer(self.finished, self.busy, self.hands.beats(), self.seconds, self.hands.cache_bytes())
+            answer.error, self.error, self.finished = self.error, None, []
+            return answer
+
+    def stop(self) -> None:
+        self.hands.stop()
+
+    def _run(self, work: Work, fetch: Fetch) -> None:
+        start, error = time.perf_counter(), None
+        try:
+            self.hands.complete(work, fetch, self._deliver)
+        except BaseException as found:  # whatever it is, the pool decides
+            kind = type(found).__name__ if isinstance(found, SparseRLError) else "Exception"
+            error = (kind, f"{type(found).__name__}: {found}" if kind == "Exception" else str(found))
+        with self.changed:
+            self.busy, self.error = False, error
+            self.seconds += time.perf_counter() - start
+            self.changed.notify_all()
+
+    def _deliver(self, place: Place, payload: bytes) -> None:
+        with self.changed:
+            self.finished.append((place, payload))
+            self.changed.notify_all()

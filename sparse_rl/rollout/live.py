@@ -1,0 +1,305 @@
+"""An engine that stays open: prompts come at any time, each with its own settings; a conversation that stopped goes on.
+
+    with engine.open(prompt_tokens=512, max_tokens=4096) as live:
+        chat = live.submit(prompt, Sampling(max_new_tokens=256), seed=0)
+        while chat.status != "stopped":
+            live.step()                     # a round for all conversations; chat.read() has the new tokens
+        live.extend(chat, tool_output)      # fed in chunks, evicting as they come; then sampled on
+        ...
+        trajectory = live.release(chat)     # one trace over all turns; its row is free
+
+What a conversation samples depends on its own tokens, settings and seed alone, not on when they arrive or who else runs
+(to the bit on a CPU). `submit`, `extend` and `cancel` may be called from any thread: they take effect with the next
+round. Everything else belongs to the thread that steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from ..errors import SparseRLError, require_int
+from ..records import Trajectory
+from ..signals import uninterrupted
+from ..streams import stream_key
+from .conversation import Conversation
+from .live_loop import LiveLoop
+from .pieces import StopText
+from .requests import token_list
+from .sampling import Sampling
+from .schedule import stop_list
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class QueueFull(SparseRLError):
+    """More conversations wait than may: try again when some have ended."""
+
+
+class LiveEngine:
+    """What `Engine.open` returns. Leaving its `with` ends all conversations and frees the rows."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        call: AbstractContextManager[int],
+        prompt_tokens: int,
+        max_tokens: int,
+        waiting: int,
+        conversations: int,
+        hold: int,
+        hold_seconds: float | None,
+        park: int,
+        tokenizer=None,
+    ):
+        self.engine, self.prompt_tokens, self.max_tokens, self.tokenizer = engine, prompt_tokens, max_tokens, tokenizer
+        self.most_waiting, self.most_conversations = waiting, conversations
+        self._call, self._number = call, call.__enter__()
+        self._inbox: list[Callable[[], None]] = []  # what other threads asked for since the last round
+        self._lock = threading.Lock()  # of the inbox and of what callers are refused by; never held for long
+        self._open: dict[int, Conversation] = {}  # by number: those that have not ended
+        self._waiting = self._submitted = 0
+        self.closed = False
+        try:
+            self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    # ------------------------------------------------------------------------------------------- from any thread
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        *,
+        sample: int = 0,
+        prompt_index: int = 0,
+        stop_strings: Sequence[str] = (),
+    ) -> Conversation:
+        """Begin a conversation. Its first turn is the completion that `generate([prompt], ..., seed=seed)` has as its
+        `sample`-th. More conversations than may wait are refused (`QueueFull`).
+        """
+        self._check_open()
+        prompt, sampling = token_list(prompt), sampling or Sampling()
+        self._check_tokens(prompt, "the prompt")
+        if len(prompt) > self.prompt_tokens:
+            raise SparseRLError(
+                f"the prompt has {len(prompt)} tokens, but this engine was opened for up to {self.prompt_tokens}; "
+                f"shorten it, or open with prompt_tokens={len(prompt)}."
+            )
+        self._check_room(len(prompt), 0)
+        self.engine.compressor.check_prompt(len(prompt))
+        stop_ids, text = self._check_sampling(sampling, stop_strings)
+        require_int(at_least=0, sample=sample, prompt_index=prompt_index)
+        with self._lock:
+            self._check_open()
+            if self._waiting >= self.most_waiting or len(self._open) >= self.most_conversations:
+                raise QueueFull(
+                    f"{self._waiting} conversations wait (at most {self.most_waiting} may) and {len(self._open)} are "
+                    f"open (at most {self.most_conversations}); release or await some, then submit again."
+                )
+            conversation = Conversation(
+                self._submitted, prompt, seed, stream_key(seed, prompt, 0, sample), stream_key(seed, prompt), sampling,
+                stop_ids, prompt_index, sample, stop_strings=tuple(stop_strings), text=text,
+            )  # fmt: skip
+            self._submitted += 1
+            self._waiting += 1
+            self._open[conversation.number] = conversation
+            self._inbox.append(lambda: self._enter(conversation))
+        return conversation
+
+    def extend(
+        self,
+        conversation: Conversation,
+        tokens: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        *,
+        stop_strings: Sequence[str] = (),
+    ) -> None:
+        """Go on with a conversation that stopped: feed it `tokens` after what it said last, then sample. Without
+        tokens it goes on as if it had not stopped.
+        """
+        self._check_open()
+        given, sampling = token_list(tokens), sampling or conversation.sampling
+        if given:
+            self._check_tokens(given, "what is given")
+        self._check_room(len(conversation.tokens), len(given))
+        stop_ids, text = self._check_sampling(sampling, stop_strings)
+        if sampling.support != conversation.sampling.support:
+            raise SparseRLError(
+                f"support is {sampling.support!r}, but this conversation began with {conversation.sampling.support!r}; "
+                "keep it for all of its turns."
+            )
+        with self._lock:
+            self._check_open()
+            if conversation.status != "stopped":
+                raise SparseRLError(
+                    f"conversation {conversation.number} is {conversation.status}; only one that stopped can go on."
+                )
+            conversation.status = "waiting"
+
+            def go_on() -> None:
+                if conversation.number in self._loop.alive:
+                    conversation.sampling, conversation.stop_ids = sampling, stop_ids
+                    conversation.stop_strings, conversation.text = tuple(stop_strings), text
+                    self._loop.extend(conversation, given)
+
+            self._inbox.append(go_on)
+
+    def cancel(self, conversation: Conversation) -> None:
+        """End a conversation, wherever it is, and free its row. Its trajectory is lost; its tokens so far stay."""
+        with self._lock:
+            self._check_open()
+            self._inbox.append(lambda: self._end(conversation, "cancelled"))
+
+    # --------------------------------------------------------------------------------------- from one thread alone
+
+    @property
+    def idle(self) -> bool:
+        """Whether a round would do nothing."""
+        return not self._inbox and self._loop.idle
+
+    def step(self) -> list[Conversation]:
+        """One round: some tokens for every conversation that runs. -> those of which there is news: tokens, or a stop
+
+        An interrupt is held back until the round has ended, so nothing is lost, and one may step on.
+        """
+        self._check_open()
+        with uninterrupted():
+            try:
+                self._take_orders()
+                self._loop.news = {}
+                if not self._loop.idle or self._loop.held:
+                    with self.engine._switched():
+                        self._loop.round()
+            except KeyboardInterrupt:  # another thread asked for it, before the round began
+                raise
+            except BaseException as error:
+                self._leave(error)
+                raise
+        news = list(self._loop.news.values())
+        with self._lock:
+            self._waiting = len(self._loop.queue) + len(self._inbox)
+        return news
+
+    def run(self) -> None:
+        """Rounds until every conversation has stopped."""
+        while not self.idle:
+            self.step()
+
+    def trajectory(self, conversation: Conversation) -> Trajectory:
+        """The record of a conversation that stopped: all its turns under one trace."""
+        if conversation.status != "stopped":
+            raise SparseRLError(
+                f"conversation {conversation.number} is {conversation.status}; its trajectory is there when it has "
+                "stopped."
+            )
+        return conversation.trajectory(self._loop.trace_of(conversation))
+
+    def release(self, conversation: Conversation) -> Trajectory:
+        """The record of a conversation that stopped, which ends; its row is free."""
+        trajectory = self.trajectory(conversation)
+        reason = conversation.finish_reason
+        assert reason is not None
+        self._end(conversation, reason)
+        return trajectory
+
+    @property
+    def rows_in_use(self) -> int:
+        return self.engine.rows - len(self._loop.free_rows())
+
+    def close(self) -> None:
+        """End all conversations."""
+        if not self.closed:
+            self._leave(None)
+
+    def __enter__(self) -> LiveEngine:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _take_orders(self) -> None:
+        with self._lock:
+            orders, self._inbox = self._inbox, []
+        for order in orders:
+            order()
+
+    def _enter(self, conversation: Conversation) -> None:
+        if conversation.status != "ended":
+            self._loop.alive[conversation.number] = conversation
+            self._loop.queue.append(conversation)
+
+    def _end(self, conversation: Conversation, reason: str) -> None:
+        if conversation.status == "ended":
+            return
+        if conversation.number in self._loop.alive:
+            self._loop.drop(conversation)
+        conversation.status, conversation.finish_reason = "ended", reason
+        with self._lock:
+            del self._open[conversation.number]
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Close. After an error, what rows hold is not trusted."""
+        self.closed = True
+        with self._lock:
+            left, self._open, self._inbox = list(self._open.values()), {}, []
+        for conversation in left:
+            conversation.status, conversation.finish_reason = "ended", "closed"
+            conversation.parked = conversation.trace = conversation.row = conversation.sequence = None
+        kind = None if error is None else type(error)
+        self._call.__exit__(kind, error, None if error is None else error.__traceback__)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SparseRLError("this engine was closed; open it again with Engine.open.")
+        if self.engine.calls != self._number:
+            self.closed = True
+            raise SparseRLError(
+                "this open engine was cut off, because its engine was used for another call; close it before, or use a "
+                "second engine."
+            )
+
+    def _check_tokens(self, tokens: list[int], what: str) -> None:
+        vocabulary = self.engine.shape.vocabulary
+        if not tokens:
+            raise SparseRLError(f"{what} is empty; give at least one token, such as the beginning-of-sequence token.")
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            outside = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise SparseRLError(
+                f"{what} holds token id {outside}, outside the vocabulary of {vocabulary}; was it made with another "
+                "tokenizer?"
+            )
+
+    def _check_room(self, tokens: int, more: int) -> None:
+        if tokens + more >= self.max_tokens:
+            given = f"{tokens} tokens and {more} that are given" if more else f"{tokens} tokens"
+            raise SparseRLError(
+                f"a conversation of {given} leaves no room for an answer, because this engine was opened for "
+                f"conversations of up to {self.max_tokens}; open it with max_tokens={tokens + more + 1} or more."
+            )
+
+    def _check_sampling(self, sampling: Sampling, stop_strings: Sequence[str]) -> tuple[list[int], StopText | None]:
+        """-> stop ids, and what looks for stop strings"""
+        state = self.engine.state
+        assert state.settings is not None
+        ids, most = stop_list(self.engine.model, sampling), state.settings.stop_ids.shape[1]
+        if len(ids) > most:
+            raise SparseRLError(f"{len(ids)} stop ids were given, but a conversation has at most {most}; give fewer.")
+        room = sampling.room(self.engine.shape.vocabulary)
+        if not state.has_room(room):
+            raise SparseRLError(
+                f"this engine was not opened to record support={sampling.support!r}; open it with such a sampling."
+            )
+        if isinstance(stop_strings, str) or not all(isinstance(text, str) and text for text in stop_strings):
+            raise SparseRLError(f"stop_strings is {stop_strings!r:.60}; give a list of texts, none of them empty.")
+        if stop_strings and self.tokenizer is None:
+            raise SparseRLError("stop strings need a tokenizer; open the engine with tokenizer=...")
+        return ids, StopText(self.tokenizer, stop_strings) if stop_strings else None

@@ -1,0 +1,73 @@
+"""The text of tokens that come one by one, and stop strings in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_CONTEXT = 64  # tokens that are decoded again with those that follow
+
+
+def decode(tokenizer, tokens: list[int]) -> str:
+    """Spaces stay as the tokens have them: a stream could not remove them later."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class TextPieces:
+    """The text of tokens that come one by one, as far as it is certain: `add(...)` + ... + `rest()` is the whole text.
+
+    What later tokens can change is held back: a character whose bytes are not all there (it reads as U+FFFD), and,
+    where a vocabulary has tokens for single bytes, a run of them, which is read as a whole.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []  # all tokens; the last ones of a long text
+        self.told = 0  # characters of their text that have been returned
+
+    def add(self, tokens: list[int]) -> str:
+        self.tokens += tokens
+        if self.in_bytes():
+            return ""
+        text = decode(self.tokenizer, self.tokens)
+        certain = text.rstrip("\ufffd")
+        piece = certain[self.told :]
+        self.told = max(self.told, len(certain))
+        if len(certain) == len(text):
+            self.forget()
+        return piece
+
+    def rest(self) -> str:
+        return decode(self.tokenizer, self.tokens)[self.told :]
+
+    def in_bytes(self) -> bool:
+        """Whether the last token that has a text stands for a byte."""
+        last = next((token for token in reversed(self.tokens) if decode(self.tokenizer, [token])), None)
+        if last is None:
+            return False
+        return re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
+
+    def forget(self) -> None:
+        """Once all of a long text has been returned, keep only as many tokens as the next ones need to be read."""
+        if len(self.tokens) < 2 * _CONTEXT:
+            return
+        context = decode(self.tokenizer, self.tokens[-_CONTEXT:])
+        if context.strip():  # it now begins the text, where a tokenizer may omit a space
+            self.tokens, self.told = self.tokens[-_CONTEXT:], len(context)
+
+
+class StopText:
+    """Looks for stop strings in the text of tokens that come one by one."""
+
+    def __init__(self, tokenizer, strings: Sequence[str]):
+        self.pieces, self.strings = TextPieces(tokenizer), tuple(strings)
+        self.tail = ""  # of the text so far, as long as a string could begin in it
+        self.matched: str | None = None  # the string that was found first
+
+    def add(self, tokens: list[int]) -> bool:
+        """Whether one was found."""
+        text = self.tail + self.pieces.add(tokens)
+        found = [(text.find(string), string) for string in self.strings if string in text]
+        self.matched = min(found)[1] if found else None
+        self.tail = text[-(max(map(len, self.strings)) - 1) :] if max(map(len, self.strings)) > 1 else ""
+        return bool(found)

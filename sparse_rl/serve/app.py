@@ -1,0 +1,263 @@
+"""The routes: OpenAI's, those that RL clients need, and the page.
+
+/v1/chat/completions   /v1/completions   /v1/models   /inference/v1/generate   /tokenize   /detokenize
+/v1/traces/ID          what was evicted when, of an answer that was asked for with `trace: true`
+/health  /liveness  /metrics  /
+with the admin key: /pause  /resume  /update_weights
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from ..errors import SparseRLError
+from . import weights
+from .answer import Answer, chat_logprobs, completion_logprobs, head, usage
+from .guard import Guard
+from .metrics import metrics
+from .page import page
+from .prompts import chat_prompt, text_prompt
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Refusal,
+    parse_json,
+    parsed,
+)
+from .reader import Reader, go_on, streaming
+from .service import Service
+from .tools import calls_in
+
+
+def make_app(service: Service) -> FastAPI:
+    desk, tokenizer = service.desk, service.tokenizer
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(desk.stop)
+
+    app = FastAPI(title="sparse-rl serve", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, settings=service.settings)  # pyright: ignore[reportArgumentType]
+
+    @app.exception_handler(Refusal)
+    async def refuse(_: Request, error: Refusal) -> JSONResponse:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(404)
+    async def nothing_there(request: Request, _: Exception) -> JSONResponse:
+        refusal = Refusal(404, f"there is no {request.url.path[:100]}.", code="not_found")
+        return JSONResponse(refusal.body, 404)
+
+    @app.exception_handler(405)
+    async def other_method(request: Request, _: Exception) -> JSONResponse:
+        return JSONResponse(Refusal(405, f"{request.method} is not for {request.url.path[:100]}.").body, 405)
+
+    # --------------------------------------------------------------------------------------------------- OpenAI's
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        asked = parsed(ChatRequest, parse_json(await request.body()))
+        asked.check()
+        name = service.name_of(asked.model)
+        reader = go_on(service, asked, name, request.state.owner)
+        if reader is None:
+            prompts = [chat_prompt(tokenizer, service.template, asked)]
+            reader = Reader(service, asked, name, prompts, request.state.owner, keep=asked.conversation is not None)
+        prompt = reader.answers[0].prompt
+        identity = f"chatcmpl-{secrets.token_hex(12)}"
+        if asked.stream:
+            return await streaming(reader, chat_chunks(reader, asked, identity))
+        answers = await reader.whole(request)
+        choices = []
+        for answer in answers:
+            content, calls = calls_in(tokenizer, answer.text) if asked.tools else (answer.text, [])
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message["tool_calls"] = calls
+            logprobs = None
+            if asked.logprobs:
+                _, top = await reader.scored(answer, asked.top) if asked.top else (None, None)
+                logprobs = chat_logprobs(tokenizer, answer.tokens, answer.logprobs, top)
+            reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+            choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+            choices.append(choice | reader.own(answer, asked.return_token_ids))
+            reader.keep(message)
+        more: dict[str, Any] = {"prompt_token_ids": prompt} if asked.return_token_ids else {}
+        if asked.conversation is not None:
+            more["conversation"] = reader.how
+        return JSONResponse(
+            head("chat.completion", name, identity)
+            | {"choices": choices, "usage": usage(answers, len(prompt)), **more, **reader.version(answers)}
+        )
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        asked = parsed(CompletionRequest, parse_json(await request.body()))
+        asked.check()
+        name = service.name_of(asked.model)
+        prompts = [text_prompt(tokenizer, prompt) for prompt in asked.prompts]
+        reader = Reader(service, asked, name, prompts, request.state.owner)
+        identity = f"cmpl-{secrets.token_hex(12)}"
+        if asked.stream:
+            return await streaming(reader, completion_chunks(reader, asked, identity))
+        answers = await reader.whole(request)
+        choices = [await completion_choice(reader, asked, answer) for answer in answers]
+        total = sum(map(len, prompts))
+        body = head("text_completion", name, identity) | {"choices": choices, "usage": usage(answers, total)}
+        return JSONResponse(body | reader.version(answers))
+
+    async def completion_choice(reader: Reader, asked: CompletionRequest, answer: Answer) -> dict[str, Any]:
+        text, logprobs = answer.text, None
+        if asked.echo:
+            text = tokenizer.decode(answer.prompt, skip_special_tokens=True) + text
+        if asked.logprobs is not None:
+            tokens, values, top = answer.tokens, list(answer.logprobs), None
+            if asked.echo:
+                found, top = await reader.scored(answer, asked.top, first=1)
+                tokens, values = answer.prompt + answer.tokens, [None, *found]
+                if top is not None:
+                    top.ids.insert(0, [])
+                    top.logprobs.insert(0, [])
+            elif asked.top:
+                _, top = await reader.scored(answer, asked.top)
+            logprobs = completion_logprobs(tokenizer, tokens, values, top)
+        choice = {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+        if asked.return_token_ids:
+            choice["prompt_token_ids"] = answer.prompt
+        return choice | reader.own(answer, asked.return_token_ids)
+
+    async def chat_chunks(reader: Reader, asked: ChatRequest, identity: str) -> AsyncIterator[dict[str, Any]]:
+        first = head("chat.completion.chunk", reader.name, identity)
+        for i in range(asked.n):
+            yield first | {"choices": [{"index": i, "delta": {"role": "assistant", "content": ""}}]}
+        held: dict[int, str] = {}  # with tools, a text may be a call: it is told when it is whole
+        async for answer, event, piece in reader.events():
+            delta: dict[str, Any] = {} if asked.tools else {"content": piece}
+            told: dict[str, Any] = {"content": answer.text}
+            reason = event.finish_reason
+            if asked.tools:
+                held[answer.index] = held.get(answer.index, "") + piece
+                if reason is not None:
+                    content, calls = calls_in(tokenizer, held[answer.index])
+                    delta = {"content": content} if content else {}
+                    told = {"content": content, "tool_calls": calls}
+                    if calls:
+                        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+                        reason = "tool_calls" if reason == "stop" else reason
+            logprobs = chat_logprobs(tokenizer, event.tokens, event.logprobs) if asked.logprobs else None
+            choice = {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            if event.finish_reason is not None:
+                reader.keep({"role": "assistant", **told})
+                choice |= {} if asked.conversation is None else {"conversation": reader.how}
+            yield first | {"choices": [choice | reader.news(answer, event, asked.return_token_ids)]}
+
+    async def completion_chunks(
+        reader: Reader, asked: CompletionRequest, identity: str
+    ) -> AsyncIterator[dict[str, Any]]:
+        first = head("text_completion", reader.name, identity)
+        async for answer, event, piece in reader.events():
+            logprobs = None
+            if asked.logprobs is not None:
+                logprobs = completion_logprobs(tokenizer, event.tokens, event.logprobs, None, len(answer.text))
+            choice = {"index": answer.index, "text": piece, "logprobs": logprobs, "finish_reason": event.finish_reason}
+            yield first | {"choices": [choice | reader.news(answer, event, asked.return_token_ids)]}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.about(name) for name in desk.places]}
+
+    # ----------------------------------------------------------------------------------------- what RL clients need
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        body = parsed(GenerateRequest, parse_json(await request.body()))
+        asked = body.asked()
+        if body.stream or asked.stream:
+            raise Refusal(400, "generate does not stream; leave out stream.", param="stream")
+        asked.check()
+        reader = Reader(service, asked, service.name_of(body.model), [list(body.token_ids)], request.state.owner)
+        answers = await reader.whole(request)
+        choices = []
+        for answer in answers:
+            _, top = await reader.scored(answer, asked.top) if asked.top else (None, None)
+            choice = {
+                "index": answer.index,
+                "token_ids": answer.tokens,
+                "logprobs": chat_logprobs(tokenizer, answer.tokens, answer.logprobs, top),
+                "finish_reason": answer.finish_reason,
+            }
+            choices.append(choice | reader.own(answer, False))
+        identity = body.request_id or f"generate-{secrets.token_hex(12)}"
+        more = {"request_id": identity, "prompt_logprobs": None, "usage": usage(answers, len(body.token_ids))}
+        return JSONResponse({"choices": choices, **more, **reader.version(answers)})
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        data = parse_json(await request.body())
+        if isinstance(data, dict) and "messages" in data:
+            tokens = chat_prompt(tokenizer, service.template, parsed(ChatRequest, data))
+        else:
+            tokens = text_prompt(tokenizer, parsed(CompletionRequest, data).prompts[0])
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.settings.max_tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        data = parse_json(await request.body())
+        tokens = data.get("tokens") if isinstance(data, dict) else None
+        if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < service.vocabulary for i in tokens):
+            raise Refusal(400, "tokens is not a list of token ids of this model.", param="tokens")
+        return {"prompt": tokenizer.decode(tokens)}
+
+    @app.get("/v1/traces/{identity}")
+    async def trace(request: Request, identity: str) -> Response:
+        content = service.traces.get(identity, request.state.owner)
+        if content is None:
+            raise Refusal(404, "there is no such trace; it is kept for a bounded time, if it was asked for.")
+        return Response(content, media_type="application/octet-stream")
+
+    @app.post("/pause")
+    async def pause() -> dict[str, Any]:
+        await desk.work(lambda: setattr(desk, "paused", True))
+        return {"paused": True}
+
+    @app.post("/resume")
+    async def resume() -> dict[str, Any]:
+        await desk.work(lambda: setattr(desk, "paused", False))
+        return {"paused": False}
+
+    @app.post("/update_weights")
+    async def update_weights(request: Request) -> dict[str, Any]:
+        data = parse_json(await request.body())
+        folder, version = weights.wanted(data, service.settings.weights_root)
+        try:
+            return await desk.work(lambda: weights.update(service, folder, version))
+        except SparseRLError as error:
+            raise Refusal(400, str(error)) from error
+
+    # ------------------------------------------------------------------------------------------- health and the page
+
+    @app.get("/health")
+    @app.get("/liveness")
+    async def health() -> dict[str, Any]:
+        if not desk.alive:
+            raise Refusal(503, "the engine's thread has ended.", "server_error")
+        return {"status": "ok", "paused": desk.paused, "running": desk.running, "waiting": desk.waiting}
+
+    @app.get("/metrics")
+    async def show_metrics() -> PlainTextResponse:
+        return PlainTextResponse(metrics(service), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def show_page() -> HTMLResponse:
+        return HTMLResponse(page(service))
+
+    return app

@@ -1,0 +1,68 @@
+"""Conversations that go on in their rows: a client that names one is extended, not read anew.
+
+A name belongs to the key that it came with. What was said must be what the server answered: the new messages begin with
+the old ones, and only what follows is fed. Otherwise, or when the conversation was given up meanwhile, all messages are
+read anew, under a new trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .desk import Desk, Ticket
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass
+class Kept:
+    ticket: Ticket
+    messages: Messages  # the answer included
+    since: float
+
+
+class Conversations:
+    """The last ones, for a bounded time."""
+
+    def __init__(self, desk: Desk, most: int, seconds: float):
+        self.desk, self.most, self.seconds = desk, most, seconds
+        self._kept: OrderedDict[tuple[str, str, str], Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, key: tuple[str, str, str], messages: Messages) -> tuple[Ticket, Messages] | None:
+        """(conversation, its messages), if these messages go on with it. It is the caller's until `put` again.
+
+        key: owner, name of the conversation, name of the model
+        """
+        self.expire()
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            return None
+        known = len(kept.messages)
+        goes_on = len(messages) > known and messages[:known] == kept.messages
+        if goes_on and kept.ticket.conversation.status == "stopped":
+            return kept.ticket, kept.messages
+        self.desk.forget(kept.ticket)
+        return None
+
+    def put(self, key: tuple[str, str, str], ticket: Ticket, messages: Messages) -> None:
+        other = self._kept.pop(key, None)
+        if other is not None:
+            self.desk.forget(other.ticket)
+        self._kept[key] = Kept(ticket, messages, time.monotonic())
+        self.expire()
+
+    def expire(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Give up those that are too old or too many."""
+        while self._kept:
+            kept = next(iter(self._kept.values()))
+            if len(self._kept) <= self.most and now() - kept.since <= self.seconds:
+                return
+            self._kept.popitem(last=False)
+            self.desk.forget(kept.ticket)

@@ -1,0 +1,326 @@
+"""The thread that owns the model: it steps the open engines, and hands tokens to whoever waits for them.
+
+Web handlers run in an event loop. They submit requests and await events; nothing of the model runs there. Between two
+rounds the thread also does other work that needs the model (scoring a prompt, new weights): `Desk.work`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import SparseRLError
+from ..records import Trajectory
+from ..rollout import Engine, Sampling
+from ..rollout.conversation import Conversation
+from ..rollout.live import LiveEngine, QueueFull
+from .protocol import Refusal
+from .seen import Seen, seen_at_end, seen_by
+
+Result = TypeVar("Result")
+_LOOK = 0.2  # seconds between two looks at what an answer still sees
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one answer."""
+
+    tokens: list[int]  # sampled since the last event
+    logprobs: list[float]  # of them
+    finish_reason: str | None = None  # stop or length: this is the last event
+    matched: str | None = None  # the stop string that ended it
+    trajectory: Trajectory | None = None  # of an answer that ended
+    version: int = 0  # optimizer steps behind the weights
+    seen: Seen | None = None  # what every head still sees, of an answer that is watched
+    error: Refusal | None = None
+
+
+@dataclass
+class Place:
+    """One of the engines: its settings, and what is open of it."""
+
+    engine: Engine
+    open: Callable[[Engine], LiveEngine]
+    live: LiveEngine | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An answer that somebody waits for."""
+
+    place: str
+    conversation: Conversation
+    events: asyncio.Queue[Event]
+    loop: asyncio.AbstractEventLoop
+    told: int  # tokens of the conversation that its events have had
+    watch: bool  # whether events say what is seen
+    keep: bool = False  # whether the conversation may go on when the answer has ended
+    looked: float = 0.0  # when they last said it
+
+    def tell(self, event: Event) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+@dataclass
+class Counts:
+    """What /metrics reports."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by reason
+
+
+class Desk:
+    def __init__(self, places: dict[str, Place]):
+        """places: by the name of the model that requests ask for; the first one serves requests that name none."""
+        self.places = places
+        self.counts = Counts()
+        self._tickets: dict[tuple[str, int], Ticket] = {}
+        self._jobs: list[tuple[Callable[[], Any], concurrent.futures.Future]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self.paused = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ready: concurrent.futures.Future = concurrent.futures.Future()
+
+    def start(self) -> None:
+        """Open the engines; raises what they raise."""
+        self._thread.start()
+        self._ready.result()
+
+    def stop(self) -> None:
+        """End all answers, and the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def running(self) -> int:
+        return sum(ticket.conversation.status == "running" for ticket in list(self._tickets.values()))
+
+    @property
+    def waiting(self) -> int:
+        return sum(ticket.conversation.status == "waiting" for ticket in list(self._tickets.values()))
+
+    @property
+    def rows_in_use(self) -> int:
+        return sum(place.live.rows_in_use for place in self.places.values() if place.live is not None)
+
+    # ------------------------------------------------------------------------------------------ from the event loop
+
+    def submit(
+        self,
+        place: str,
+        prompt: list[int],
+        sampling: Sampling,
+        seed: int,
+        sample: int,
+        stop_strings: list[str],
+        watch: bool = False,
+        keep: bool = False,
+    ) -> Ticket:
+        """Ask for an answer; `events` has its news. keep: `extend` may follow"""
+        live = self.places[place].live
+        if live is None or self._stopping:
+            raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
+        with self._wake:
+            try:
+                conversation = live.submit(prompt, sampling, seed, sample=sample, stop_strings=stop_strings)
+            except QueueFull as error:
+                raise Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
+            except SparseRLError as error:
+                raise Refusal(400, str(error)) from error
+            return self._ticket(place, conversation, len(prompt), watch, keep)
+
+    def extend(
+        self, old: Ticket, given: list[int], sampling: Sampling, stop_strings: list[str], watch: bool = False
+    ) -> tuple[Ticket, str]:
+        """Go on with a conversation that was kept, in its row (`extended`), or in one that is made from its trace
+        (`restored`).
+        """
+        live, conversation = self.places[old.place].live, old.conversation
+        if live is None or self._stopping:
+            raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
+        with self._wake:
+            how = "restored" if conversation.row is None and conversation.parked is None else "extended"
+            try:
+                live.extend(conversation, given, sampling, stop_strings=stop_strings)
+            except SparseRLError as error:
+                raise Refusal(400, str(error)) from error
+            return self._ticket(old.place, conversation, len(given), watch, True), how
+
+    def _ticket(self, place: str, conversation: Conversation, read: int, watch: bool, keep: bool) -> Ticket:
+        """read: tokens that are fed before the answer"""
+        queue, loop = asyncio.Queue(), asyncio.get_running_loop()
+        ticket = Ticket(place, conversation, queue, loop, len(conversation.tokens), watch, keep)
+        self._tickets[place, conversation.number] = ticket
+        self.counts.requests += 1
+        self.counts.prompt_tokens += read
+        self._wake.notify()
+        return ticket
+
+    def forget(self, ticket: Ticket) -> None:
+        """End a conversation that was kept."""
+        with self._wake:
+            live = self.places[ticket.place].live
+            if live is not None and not live.closed and ticket.conversation.status != "ended":
+                live.cancel(ticket.conversation)
+            self._wake.notify()
+
+    async def events(self, ticket: Ticket) -> AsyncIterator[Event]:
+        """The news of an answer until it ends; whoever stops reading cancels it."""
+        ended = False
+        try:
+            while not ended:
+                event = await ticket.events.get()
+                if event.error is not None:
+                    raise event.error
+                ended = event.finish_reason is not None
+                yield event
+        finally:
+            if not ended:
+                self.cancel(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._wake:
+            if self._tickets.pop((ticket.place, ticket.conversation.number), None) is None:
+                return
+            self.counts.cancelled += 1
+            live = self.places[ticket.place].live
+            if live is not None and not live.closed:
+                live.cancel(ticket.conversation)
+            self._wake.notify()
+
+    async def work(self, job: Callable[[], Result]) -> Result:
+        """Run a job in the thread of the model, between two rounds."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        with self._wake:
+            if self._stopping:
+                raise Refusal(503, "the server is stopping.", "server_error")
+            self._jobs.append((job, future))
+            self._wake.notify()
+        return await asyncio.wrap_future(future)
+
+    # ------------------------------------------------------------------------------------------- the thread's own
+
+    def _run(self) -> None:
+        try:
+            for place in self.places.values():
+                place.live = place.open(place.engine)
+        except BaseException as error:
+            self._close()
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(None)
+        try:
+            while self._work_there_is():
+                self._do_jobs()
+                for name, place in self.places.items():
+                    if not self.paused and place.live is not None and not place.live.idle:
+                        self._round(name, place)
+        finally:
+            self._close()
+
+    def _work_there_is(self) -> bool:
+        """Wait for something to do. -> False: stop"""
+        with self._wake:
+            while not self._stopping and not self._jobs and (self.paused or self._idle()):
+                self._wake.wait()
+            return not self._stopping
+
+    def _idle(self) -> bool:
+        return all(place.live is None or place.live.idle for place in self.places.values())
+
+    def _do_jobs(self) -> None:
+        with self._wake:
+            jobs, self._jobs = self._jobs, []
+        for job, future in jobs:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _round(self, name: str, place: Place) -> None:
+        live = place.live
+        assert live is not None
+        try:
+            news = live.step()
+        except Exception as error:
+            self._fail(name, place, error)
+            return
+        for conversation in news:
+            ticket = self._tickets.get((name, conversation.number))
+            if ticket is None:  # cancelled meanwhile
+                continue
+            self._tell(live, ticket)
+
+    def _tell(self, live: LiveEngine, ticket: Ticket) -> None:
+        conversation, first = ticket.conversation, ticket.told
+        sampled = [i for i in range(first, len(conversation.tokens)) if not conversation.given[i]]
+        tokens, logprobs = [conversation.tokens[i] for i in sampled], [conversation.logprobs[i] for i in sampled]
+        ticket.told = len(conversation.tokens)
+        self.counts.generated_tokens += len(tokens)
+        version = live.engine.version
+        if conversation.status != "stopped":
+            ticket.tell(Event(tokens, logprobs, version=version, seen=self._look(live, ticket)))
+            return
+        reason = conversation.finish_reason or "stop"
+        trajectory = live.trajectory(conversation) if ticket.keep else live.release(conversation)
+        with self._wake:
+            self._tickets.pop((ticket.place, conversation.number), None)
+            self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
+        seen = seen_at_end(trajectory) if ticket.watch and trajectory.beacon_id is None else None
+        ticket.tell(Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version, seen))
+
+    def _look(self, live: LiveEngine, ticket: Ticket) -> Seen | None:
+        """What the answer still sees, for somebody who watches, a few times a second."""
+        now = time.monotonic()
+        if not ticket.watch or now - ticket.looked < _LOOK:
+            return None
+        ticket.looked = now
+        return seen_by(live, ticket.conversation)
+
+    def _fail(self, name: str, place: Place, error: Exception) -> None:
+        """An engine that failed has lost its conversations; it is opened again."""
+        message = f"the engine failed ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})."
+        with self._wake:
+            lost = [key for key in self._tickets if key[0] == name]
+            tickets = [self._tickets.pop(key) for key in lost]
+            self.counts.failed += len(tickets)
+        for ticket in tickets:
+            ticket.tell(Event([], [], error=Refusal(500, message, "server_error")))
+        if place.live is not None:
+            place.live.close()
+        place.live = place.open(place.engine)
+
+    def _close(self) -> None:
+        with self._wake:
+            self._stopping = True
+            jobs, self._jobs = self._jobs, []
+            tickets, self._tickets = list(self._tickets.values()), {}
+        gone = Refusal(503, "the server has stopped.", "server_error")
+        for _, future in jobs:
+            future.set_exception(gone)
+        for ticket in tickets:
+            ticket.tell(Event([], [], error=gone))
+        for place in self.places.values():
+            if place.live is not None:
+                place.live.close()
+                place.live = None

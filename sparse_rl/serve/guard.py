@@ -1,0 +1,99 @@
+"""Who may ask, and how much: keys, hosts, sizes and patience, before any route sees a request.
+
+Without keys the server listens on loopback alone, and answers under loopback's names alone, so that no page of the web
+can reach it through a name of its own that points here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .protocol import Refusal
+from .service import Settings
+
+ADMIN = ("/pause", "/resume", "/update_weights")
+OPEN = ("/health", "/liveness", "/", "/favicon.ico")  # the page asks for the key itself
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: Settings):
+        self.app, self.settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            scope.setdefault("state", {})["owner"] = self.owner(scope["path"], headers)
+            size = headers.get("content-length", "0")
+            if not size.isdigit() or int(size) > self.settings.most_bytes:
+                raise self.too_large()
+            receive = await self.whole_body(receive)
+        except Refusal as error:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def owner(self, path: str, headers: dict[str, str]) -> str | None:
+        """Whose request it is; None: the administrator's, who may see everything."""
+        settings = self.settings
+        host = headers.get("host", "").rsplit(":", 1)[0] if "]" not in headers.get("host", "") else "[::1]"
+        if settings.loopback and not settings.api_keys and host not in _LOOPBACK:
+            raise Refusal(403, "without a key this server answers under loopback's names only.", "permission_error")
+        key = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        admin = settings.admin_key is not None and _is_one(key, [settings.admin_key])
+        if path in ADMIN and not admin:
+            why = "it needs the admin key" if settings.admin_key else "the server was started without --admin-key"
+            raise Refusal(403, f"{path} is not allowed: {why}.", "permission_error")
+        if settings.api_keys and path not in OPEN and not admin and not _is_one(key, settings.api_keys):
+            raise Refusal(401, "the API key is wrong or missing.", "authentication_error", code="invalid_api_key")
+        return None if admin else hashlib.sha256(key.encode()).hexdigest()
+
+    def too_large(self) -> Refusal:
+        return Refusal(413, f"a request may have up to {self.settings.most_bytes:,} bytes.", code="request_too_large")
+
+    async def whole_body(self, receive: Receive) -> Receive:
+        """Read the body, within bounds of size and time; the app then gets it at once."""
+        body, more = bytearray(), True
+
+        async def read() -> bool:
+            nonlocal more
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return False
+                body.extend(message.get("body", b""))
+                more = message.get("more_body", False)
+                if len(body) > self.settings.most_bytes:
+                    raise self.too_large()
+            return True
+
+        try:
+            there = await asyncio.wait_for(read(), self.settings.patience)
+        except TimeoutError:
+            raise Refusal(408, "the request did not arrive in time.", code="request_timeout") from None
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        if not there:
+            first = [{"type": "http.disconnect"}]
+
+        async def again() -> Any:
+            return first.pop() if first else await receive()
+
+        return again
+
+
+def _is_one(key: str, keys: Iterable[str]) -> bool:
+    """Whether a key is one of these; takes as long whichever it is."""
+    found = False
+    for known in keys:
+        found |= hmac.compare_digest(key.encode(), known.encode())
+    return found

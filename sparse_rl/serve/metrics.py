@@ -1,0 +1,57 @@
+"""/metrics, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from .service import Service
+
+
+def metrics(service: Service) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(Reading(service))
+    return generate_latest(registry)
+
+
+class Reading(Collector):
+    """What the server counts, at one moment."""
+
+    def __init__(self, service: Service):
+        self.service = service
+
+    def collect(self) -> Iterator[Metric]:
+        desk = self.service.desk
+        counts = desk.counts
+        for name, about, value in (
+            ("requests", "Answers that were asked for", counts.requests),
+            ("prompt_tokens", "Tokens of prompts", counts.prompt_tokens),
+            ("generated_tokens", "Tokens that were sampled", counts.generated_tokens),
+            ("cancelled", "Answers that nobody waited for any more", counts.cancelled),
+            ("failed", "Answers that were lost to an error of the engine", counts.failed),
+        ):
+            yield CounterMetricFamily(f"sparse_rl_{name}", about, value)
+        finished = CounterMetricFamily("sparse_rl_finished", "Answers that ended", labels=["reason"])
+        for reason, count in list(counts.finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+        for name, about, value in (
+            ("running", "Answers that run", desk.running),
+            ("waiting", "Answers that wait for a row", desk.waiting),
+            ("rows_in_use", "Rows of the cache in use", desk.rows_in_use),
+            ("trace_bytes", "Bytes of traces that are kept", self.service.traces.size),
+            ("paused", "1: no tokens are sampled", int(desk.paused)),
+        ):
+            yield GaugeMetricFamily(f"sparse_rl_{name}", about, value)
+        version = GaugeMetricFamily("sparse_rl_weight_version", "Optimizer steps behind the weights", labels=["model"])
+        rows = GaugeMetricFamily("sparse_rl_rows", "Rows of the cache", labels=["model"])
+        for name, place in desk.places.items():
+            version.add_metric([name], place.engine.version)
+            rows.add_metric([name], place.engine.rows)
+        yield version
+        yield rows

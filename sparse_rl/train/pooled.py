@@ -1,0 +1,101 @@
+"""A run's pool of samplers: started from its recipe, given the weights of every version, and reported on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..config import Recipe
+from ..distributed.world import World
+from ..errors import SparseRLError
+from ..pool.cluster import RayTransport
+from ..pool.pool import Pool
+from ..records import Trajectory
+from ..rollout import Engine
+from .ask import FromPool
+from .remote import MakeHands, store_bytes, weights_of
+from .worker import Sampler
+
+
+class RunPool:
+    def __init__(self, recipe: Recipe, sampler: Sampler, world: World, say: Callable[[str], None]):
+        settings, self.sampler = recipe.rollout, sampler
+        assert settings.pool is not None
+        if sampler.chats is not None:
+            raise SparseRLError(
+                f"rollout.pool is {settings.pool!r}, but the task {recipe.task.name} holds conversations, which are "
+                "sampled in the learner's process; leave out rollout.pool."
+            )
+        scores, keep = bool(settings.ahead), settings.ahead + 2
+        own = share_of(settings.pool, settings.samplers, world)
+        transport = RayTransport(
+            settings.pool,
+            MakeHands(recipe, torch.get_num_threads(), scores),
+            settings.samplers,
+            sampler.engine.device.type == "cuda",
+            store_bytes(weights_of(sampler.model, sampler.critic), keep),
+            world.size,
+        )
+        self.pool = Pool(transport, own, settings.patience, settings.over_ask, keep, say)
+        sampler.asks = FromPool(self.pool, sampler, scores, world.rank)
+
+    def publish(self, version: int) -> None:
+        self.pool.publish(version, lambda: weights_of(self.sampler.model, self.sampler.critic))
+
+    def timing(self) -> dict[str, float]:
+        """Of this process's samplers; counts are since the run was started."""
+        pool, counts = self.pool, self.pool.counts
+        found = {
+            "pool/samplers/count": pool.live,
+            "pool/joined/count": counts.joined,
+            "pool/lost/count": counts.lost,
+            "pool/asked_again/count": pool.ledger.asked_again,
+            "pool/asked_twice/count": pool.ledger.asked_twice,
+            "pool/duplicates/count": counts.duplicates,
+            "pool/duplicates/different": counts.different,
+            "pool/messages/count": counts.messages,
+            "pool/bytes/received": counts.bytes_in,
+            "pool/bytes/weights": counts.bytes_out,
+        }
+        return {name: float(value) for name, value in found.items()}
+
+
+def share_of(address: str, samplers: int, world: World) -> int:
+    """How many of the samplers are this process's; 0: as many as there is room for."""
+    if world.size == 1 or not samplers:
+        return samplers
+    if address == "ray":
+        raise SparseRLError(
+            f"rollout.pool is ray, a cluster of one process, but the run has {world.size}; start a cluster, and give "
+            "its address (ray://HOST:PORT)."
+        )
+    if samplers < world.size:
+        raise SparseRLError(
+            f"rollout.samplers is {samplers}, but each of {world.size} processes needs one; use at least {world.size}."
+        )
+    return samplers // world.size + (world.rank < samplers % world.size)
+
+
+def start_pool(recipe: Recipe, sampler: Sampler, world: World, say: Callable[[str], None]) -> RunPool | None:
+    """Samplers in processes of their own, where the recipe asks for them."""
+    return None if recipe.rollout.pool is None else RunPool(recipe, sampler, world, say)
+
+
+def end_pool(pool: RunPool | None) -> None:
+    if pool is not None:
+        pool.pool.close()
+
+
+def sampler_timing(engine: Engine, trajectories: Sequence[Trajectory], pool: RunPool | None) -> dict[str, float]:
+    """Bytes of the rows that sampled, and what they saved: of this process's engine, or of its pool's; and what the
+    pool did.
+    """
+    if pool is None:
+        allocated, saved = engine.cache.nbytes + engine.scratch.nbytes, engine.kv_bytes_saved(trajectories)
+    else:
+        held = [sampler.cache_bytes for sampler in pool.pool.samplers.values() if sampler.cache_bytes]
+        allocated = sum(held)
+        saved = engine.kv_bytes_saved(trajectories, allocated, max(1, len(held)))
+    found = {"cache/bytes/allocated": float(allocated), "cache/bytes_saved/frac": saved}
+    return found if pool is None else found | pool.timing()

@@ -1,0 +1,129 @@
+"""The sampler of a pool, in its own process: an engine, and weights that it is sent.
+
+It has a recipe, loads the starting model by itself, and computes pieces: completions, and, if it runs ahead of the
+learner, their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..config import Recipe
+from ..learn.batch import collate
+from ..pool.pieces import Piece, completions, engine_call, piece_of
+from ..pool.worker import Deliver, Fetch, Work
+from ..records import Trajectory
+from .ask import Done, closed
+from .complete import Completer
+from .parts import load_for_training, make_critic
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+
+def weights_of(*modules: nn.Module | None) -> dict[str, np.ndarray]:
+    """The trained weights of modules as integers of their width, which need no copy in a store."""
+    return {
+        f"{i}.{name}": value.detach().cpu().contiguous().view(_AS_INTEGERS[value.element_size()]).numpy()
+        for i, module in enumerate(modules)
+        if module is not None
+        for name, value in module.named_parameters()
+        if value.requires_grad
+    }
+
+
+@torch.no_grad()
+def load_weights(found: Mapping[str, np.ndarray], *modules: nn.Module | None) -> None:
+    """Put the weights of `weights_of` into modules of the same kind. Those of a critic are left out where it is not."""
+    for i, module in enumerate(modules):
+        for name, value in module.named_parameters() if module is not None else ():
+            if value.requires_grad:
+                value.copy_(_tensor(found[f"{i}.{name}"], value.dtype))
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(array.copy()).view(dtype)
+
+
+@dataclass(frozen=True)
+class MakeHands:
+    """Makes the hands of a sampler where it runs. threads: those of the learner, on whose number rounding depends"""
+
+    recipe: Recipe
+    threads: int
+    scores: bool
+
+    def __call__(self) -> RecipeHands:
+        torch.set_num_threads(self.threads)
+        model, tokenizer = load_for_training(self.recipe)
+        critic = make_critic(self.recipe, model) if self.scores else None
+        return RecipeHands(Completer(self.recipe, model, tokenizer, critic, self.scores), self.threads, self.scores)
+
+
+class RecipeHands:
+    def __init__(self, completer: Completer, threads: int, scores: bool):
+        self.completer, self.threads, self.scores = completer, threads, scores
+        self.rows = completer.recipe.rollout.rows
+        self.version: int | None = None  # of the weights that are loaded
+        self.scored = 0  # pieces
+
+    def complete(self, work: Work, fetch: Fetch, deliver: Deliver) -> None:
+        torch.set_num_threads(self.threads)  # of this thread
+        completer, engine = self.completer, self.completer.engine
+        pieces = [piece for _, piece in work]
+        first = pieces[0]
+        if self.version != first.version:
+            load_weights(fetch(), completer.model, completer.critic)
+            self.version = engine.version = first.version
+        if first.budget is not None and first.budget != engine.compressor.budget:
+            engine.set_budget(first.budget)
+        prompts, samples, indices = engine_call(pieces)
+        number_of, found = piece_of(pieces), [[] for _ in pieces]
+
+        def note(trajectory: Trajectory) -> None:
+            own = replace(trajectory, prompt_index=indices[trajectory.prompt_index])
+            number = number_of[own.prompt_index, own.sample_index]
+            found[number].append(own)
+            if len(found[number]) == len(pieces[number].members) and not self.scores:
+                deliver(work[number][0], closed(Done(in_order(found[number]))))
+
+        engine.stopped = False
+        engine.generate(prompts, 1, completer.sampling, first.seed, on_finish=note, samples=samples, keep=False)
+        if self.scores:
+            for number, piece in enumerate(pieces):
+                deliver(work[number][0], closed(self._score(piece, in_order(found[number]))))
+
+    def _score(self, piece: Piece, trajectories: list[Trajectory]) -> Done:
+        self.scored += 1
+        places = list(completions(piece))
+        scored = self.completer.score(collate(trajectories), 0, list(range(len(places))))
+        diagnosed = {
+            place: self.completer.diagnose(t)
+            for place, t in zip(sorted(places), trajectories, strict=True)
+            if place[1] in piece.diagnose
+        }
+        return Done(trajectories, scored, diagnosed)
+
+    def stop(self) -> None:
+        self.completer.engine.stopped = True
+
+    def beats(self) -> int:
+        return self.completer.engine.rounds + self.scored
+
+    def cache_bytes(self) -> int:
+        storage = self.completer.engine.storage
+        return sum(cache.nbytes for cache in (storage.cache, storage.scratch) if cache is not None)
+
+
+def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return sorted(trajectories, key=lambda t: t.sample_index)
+
+
+def store_bytes(weights: Mapping[str, Any], versions: int) -> int:
+    """Room for some versions of the weights, and as much again for what is under way."""
+    return 2 * versions * sum(array.nbytes for array in weights.values())

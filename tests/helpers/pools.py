@@ -1,0 +1,68 @@
+"""A pool's members as threads of this process, which can be lost on purpose; the real engines, without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sparse_rl.pool.pool import Answered, Joined, Lost
+from sparse_rl.pool.worker import About, Worker
+
+
+class Threads:
+    """A transport. `mishap(member, finished)` says what happens to a member that has something to say: "lose" it before
+    it is heard, "late": it counts as lost, and is heard afterwards.
+    """
+
+    def __init__(self, make_hands, mishap=lambda member, finished: None, room=2):
+        self.make_hands, self.mishap, self.most = make_hands, mishap, room
+        self.workers, self.open, self.late, self.news = {}, [], [], []
+        self.weights, self.stopped, self.handed = {}, [], []
+
+    def room(self):
+        return self.most
+
+    def start(self, member):
+        hands = self.make_hands()
+        self.workers[member] = Worker(hands)
+        self.news.append(Joined(member, About(hands.rows, "here", member)))
+
+    def hand(self, member, work):
+        weights = self.weights[work[0][1].version]
+        self.handed.append((member, [place for place, _ in work]))
+        self.workers[member].start(work, lambda: weights)
+        self.open.append(member)
+
+    def stop(self, member):
+        self.stopped.append(member)
+        self.workers[member].stop()
+
+    def kill(self, member):
+        self.workers.pop(member).stop()
+        self.open = [other for other in self.open if other != member]
+
+    def events(self, seconds):
+        found, self.news = self.news, []
+        if self.late:
+            found.append(self.late.pop(0))
+        for member in list(self.open):
+            answer = self.workers[member].poll(0.01)
+            what = self.mishap(member, answer.finished)
+            if what is None:
+                found.append(Answered(member, answer))
+                if not answer.busy:
+                    self.open.remove(member)
+                continue
+            if what == "late":
+                self.late.append(Answered(member, replace(answer, busy=True, error=None)))  # and then no more
+            self.kill(member)
+            found.append(Lost(member, "a mishap"))
+        return found
+
+    def publish(self, version, weights, oldest):
+        self.weights = {known: kept for known, kept in self.weights.items() if known >= oldest}
+        self.weights[version] = {name: array.copy() for name, array in weights.items()}
+        return sum(array.nbytes for array in weights.values())
+
+    def close(self):
+        for member in list(self.workers):
+            self.kill(member)

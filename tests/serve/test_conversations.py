@@ -1,0 +1,102 @@
+"""Conversations that go on in their rows."""
+
+import openai
+import pytest
+import torch
+
+from sparse_rl import Trace, token_logprobs
+from tests.helpers.serving import all_free, served, until
+
+TURNS = ["1+2+3=", "4+5+6+7+8=", "1+1=", "9+9+9="]
+SETTINGS = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "model": "sums"}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with served(rows=2) as (address, service):
+        yield address, service
+
+
+def client_of(address, key="none"):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def talk(client, name, turns=TURNS):
+    """(answers, the messages of all) of a conversation."""
+    messages, answers = [], []
+    for text in turns:
+        messages.append({"role": "user", "content": text})
+        extra = {"conversation": name, "return_token_ids": True, "trace": True}
+        answers.append(client.chat.completions.create(messages=messages, extra_body=extra, logprobs=True, **SETTINGS))
+        messages.append(answers[-1].choices[0].message.model_dump())
+    return answers, messages
+
+
+def test_a_conversation_goes_on_under_one_trace(running):
+    address, service = running
+    client = client_of(address)
+    answers, _ = talk(client, "one")
+    assert [answer.model_extra["conversation"] for answer in answers] == ["prefilled"] + ["extended"] * 3
+    last = answers[-1]
+    more = last.choices[0].model_extra
+    tokens = last.model_extra["prompt_token_ids"] + more["token_ids"]
+    content = client.get(f"/traces/{more['trace_id']}", cast_to=openai.HttpxBinaryResponseContent)
+    trace = Trace.from_bytes(content.read())
+    assert trace.num_tokens == len(tokens) and (trace.evicted_at.int() < len(tokens)).any()
+    replayed = token_logprobs(service.model, torch.tensor(tokens), trace)
+    for answer in answers:  # every turn's log-probs are those of the one trace
+        choice, at = answer.choices[0], len(answer.model_extra["prompt_token_ids"])
+        found = torch.tensor([entry.logprob for entry in choice.logprobs.content])
+        torch.testing.assert_close(found, replayed[at : at + len(found)], atol=1e-4, rtol=0)
+        assert tokens[at : at + len(found)] == choice.model_extra["token_ids"]
+
+
+def test_other_company_changes_nothing(running):
+    address, _ = running
+    client = client_of(address)
+    alone, _ = talk(client, "two")
+    _, messages = talk(client, "three", TURNS[:3])
+    for i in range(5):  # more than there are rows: they are parked, and some keep their traces alone
+        talk(client, f"another {i}", TURNS[:2])
+    messages.append({"role": "user", "content": TURNS[3]})
+    again = client.chat.completions.create(messages=messages, extra_body={"conversation": "three"}, **SETTINGS)
+    assert again.model_extra["conversation"] in ("extended", "restored")
+    assert again.choices[0].message.content == alone[-1].choices[0].message.content
+
+
+def test_another_past_is_read_anew(running):
+    address, _ = running
+    client = client_of(address)
+    _, messages = talk(client, "four", TURNS[:2])
+    messages[1]["content"] += "1"
+    messages.append({"role": "user", "content": "2+2="})
+    again = client.chat.completions.create(messages=messages, extra_body={"conversation": "four"}, **SETTINGS)
+    assert again.model_extra["conversation"] == "prefilled"
+
+
+def test_a_conversation_belongs_to_its_key():
+    with served(rows=2, dense_rows=0, api_keys=("a", "b")) as (address, service):
+        _, messages = talk(client_of(address, "a"), "same name", TURNS[:1])
+        messages.append({"role": "user", "content": "2+2="})
+        for key, how in (("b", "prefilled"), ("a", "extended")):
+            ask = client_of(address, key).chat.completions.create
+            again = ask(messages=messages, extra_body={"conversation": "same name"}, **SETTINGS)
+            assert again.model_extra["conversation"] == how
+        service.conversations.expire(lambda: 1e12)
+        assert until(lambda: all_free(service)) and len(service.conversations) == 0
+
+
+def test_a_streamed_turn_is_kept_and_a_cancelled_one_is_not(running):
+    address, service = running
+    client = client_of(address)
+    messages = [{"role": "user", "content": TURNS[0]}]
+    asked = {"extra_body": {"conversation": "five"}, **SETTINGS}
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **asked))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": TURNS[1]}]
+    asked = {"messages": messages, "extra_body": {"conversation": "five", "ignore_eos": True}, **SETTINGS}
+    stream = client.chat.completions.create(stream=True, **{**asked, "max_tokens": 100})
+    next(iter(stream))
+    stream.close()
+    assert until(lambda: service.desk.running == 0)
+    assert client.chat.completions.create(**asked).model_extra["conversation"] == "prefilled"

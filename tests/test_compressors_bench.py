@@ -1,0 +1,43 @@
+"""The benchmark of compressors: points are made once, and traces chosen offline are those of a full row."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import compressors
+from compressors import chosen_trace, table
+
+from sparse_rl import Engine, Sampling, load_model
+from sparse_rl.compressors import make
+from sparse_rl.learn.regret import regret
+
+
+def test_offline_traces_keep_the_budget_and_the_oracle_has_the_least_excess():
+    model, tokenizer = load_model("tiny-sums")
+    engine = Engine(model, compressor="dense", rows=1)
+    done = engine.generate([tokenizer.encode("12+7+30+5=")], sampling=Sampling(50, stop_ids=()))[0]
+    excess = {}
+    for rule, oracle in (("snapkv", True), ("random", False), ("rkv", False)):
+        compressor = make(rule).bind(24, 4)
+        trace = chosen_trace(model, done, compressor, oracle)
+        evicted_at = trace.evicted_at.long()
+        for begin in range(max(done.num_prompt_tokens, 28), len(done.tokens) - 1, 4):
+            present = (torch.arange(len(done.tokens)) < begin) & (evicted_at > begin)
+            assert (present.sum(-1) == 24).all() and ((evicted_at == begin).sum(-1) > 0).all()
+        excess[rule] = float(regret(model, done.tokens, trace, "dense").excess.nanmean())
+    assert excess["snapkv"] < 0.3 * min(excess["random"], excess["rkv"])
+    assert chosen_trace(model, done, make("rkv").bind(200, 4), False) is None
+
+
+def test_a_point_is_made_once(tmp_path):
+    few = ["--seeds", "1", "--budgets", "24", "--rules", "random", "--prompts", "2", "--no-offline", "--new", "30"]
+    command = [sys.executable, compressors.__file__, "--out", str(tmp_path), *few]
+    for _ in range(2):
+        subprocess.run(command, check=True, capture_output=True)
+        rows = [json.loads(line) for line in (tmp_path / "points.jsonl").open()]
+        assert [row["rule"] for row in rows] == ["dense", "random", "random"]
+    assert "| random | 24 | yes | " in table(rows)

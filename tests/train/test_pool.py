@@ -1,0 +1,129 @@
+"""A run whose samplers are a pool is the run of one process, to the byte, whatever happens to them.
+
+Here they are threads of this process; tests/pool/test_ray.py has them as processes of a Ray cluster.
+"""
+
+import random
+
+import pytest
+
+import sparse_rl.train.pooled
+from sparse_rl.errors import SparseRLError
+from sparse_rl.files import read_lines
+from sparse_rl.train.run import train
+from tests.helpers.pools import Threads
+from tests.helpers.runs import recipe
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """The transports of runs that follow; `mishap` of the fixture is what happens to their members."""
+    made = []
+
+    def threads(address, make_hands, samplers, on_gpu, store_bytes, processes=1):
+        made.append(Threads(make_hands, threads.mishap))
+        return made[-1]
+
+    threads.mishap = lambda member, finished: None
+    threads.made = made
+    monkeypatch.setattr(sparse_rl.train.pooled, "RayTransport", threads)
+    return threads
+
+
+def losing(seed, most=6):
+    draw, lost = random.Random(seed), []
+
+    def mishap(member, finished):
+        what = draw.choice([None, None, None, "lose", "late"]) if len(lost) < most else None
+        lost.extend([what] if what else [])
+        return what
+
+    mishap.lost = lost
+    return mishap
+
+
+def small(**sections):
+    """Half as many completions, and no evaluations."""
+    rollout = {"prompts": 3, "group_size": 3, "max_new_tokens": 32, **sections.pop("rollout", {})}
+    return recipe(**{"eval": {"every": 0}, **sections}, rollout=rollout)
+
+
+def metrics(folder):
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {
+            "rollout": {"budget": {"min": 36, "max": 42, "target": {"rejection": 0.1}}},
+            "learn": {"method": "sparse-rl", "refill": 1},
+        },
+        {"rollout": {"top_p": 0.9}, "learn": {"method": "shadow"}, "loss": {"beta": 0.01}},
+        {"learn": {"dynamic": 1}},
+    ],
+    ids=["plain", "refill", "top-p", "dynamic"],
+)
+def test_a_pool_that_loses_samplers_trains_to_the_byte(pools, tmp_path, sections):
+    def settings(**rollout):
+        return small(**{**sections, "rollout": {**sections.get("rollout", {}), **rollout}}, run={"steps": 2})
+
+    train(settings(), tmp_path / "one", show=False)
+    pools.mishap = losing(3)
+    train(settings(pool="ray", samplers=3, over_ask=0.3), tmp_path / "pool", show=False)
+    assert metrics(tmp_path / "pool") == metrics(tmp_path / "one")
+    for file in sorted((tmp_path / "one" / "samples").rglob("*.*")):
+        assert (tmp_path / "pool" / file.relative_to(tmp_path / "one")).read_bytes() == file.read_bytes()
+    last = next(line for line in reversed(read_lines(tmp_path / "pool" / "timing.jsonl")) if "pool/lost/count" in line)
+    assert last["pool/lost/count"] == len(pools.mishap.lost) > 0 and last["pool/asked_again/count"] > 0
+    assert last["pool/duplicates/different"] == 0 and last["pool/bytes/weights"] > 0
+    assert last["cache/bytes/allocated"] > 0 and last["cache/bytes_saved/frac"] < 1
+
+
+def test_a_run_goes_on_with_a_pool_or_without(pools, tmp_path):
+    """The learner is lost; the pool is attached again, and has the weights of the checkpoint."""
+    train(small(run={"steps": 4}), tmp_path / "whole", show=False)
+    train(small(run={"steps": 2}, rollout={"pool": "ray", "samplers": 2}), tmp_path / "run", show=False)
+    train(small(run={"steps": 3}), tmp_path / "run", resume=True, show=False)
+    train(small(run={"steps": 4}, rollout={"pool": "ray"}), tmp_path / "run", resume=True, show=False)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert len(pools.made) == 2 and not any(transport.workers for transport in pools.made)
+
+
+def test_samplers_that_run_ahead_and_are_lost_train_to_the_byte(pools, tmp_path):
+    settings = small(
+        run={"steps": 4}, rollout={"pool": "ray", "samplers": 2, "ahead": 2}, eval={"every": 2, "prompts": 2}
+    )
+    train(settings, tmp_path / "calm", show=False)
+    pools.mishap = losing(4)
+    train(settings, tmp_path / "stormy", show=False)
+    assert metrics(tmp_path / "stormy") == metrics(tmp_path / "calm") and pools.mishap.lost
+    lines = [line for line in read_lines(tmp_path / "calm" / "metrics.jsonl") if "reward/mean" in line]
+    assert len(lines) == 4 and all("gap/alpha/p05" in line for line in lines)
+
+
+def test_one_step_ahead_is_what_a_thread_does(pools, tmp_path):
+    """The same weights sample the same tokens; scores come in other micro-batches, so the last digits may differ."""
+    same = {"run": {"steps": 3}}
+    train(small(**same, rollout={"ahead": 1}), tmp_path / "thread", show=False)
+    train(small(**same, rollout={"ahead": 1, "pool": "ray"}), tmp_path / "pool", show=False)
+    ours, theirs = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("pool", "thread"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            assert one[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+def test_mistakes():
+    for given, said in [
+        ({"pool": "slurm"}, "rollout.pool is 'slurm'; it must be ray"),
+        ({"samplers": 2}, "rollout.samplers is 2, but there is no pool"),
+        ({"ahead": 2}, r"or up to 1 \(with rollout.pool up to 8\)"),
+        ({"ahead": 9, "pool": "ray"}, "rollout.ahead is 9; .* or up to 8"),
+        ({"over_ask": 0.5}, "rollout.over_ask is 0.5, but there is no pool"),
+        ({"pool": "ray", "over_ask": 2.0}, "it must be a share from 0 to 1"),
+        ({"pool": "ray", "patience": 0.0}, "rollout.patience is 0.0"),
+    ]:
+        with pytest.raises(SparseRLError, match=said):
+            recipe(rollout=given)
