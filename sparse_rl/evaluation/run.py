@@ -203,7 +203,13 @@ def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
         options = {"folder": asked.data, **options}
     if asked.template is not None and issubclass(kind, Math):
         options = {"template": asked.template, **options}
-    return tasks.make(bench, **options).held_out(), options
+    task = tasks.make(bench, **options)
+    if task.converses:
+        raise SparseRLError(
+            f"{bench} holds conversations, which this command does not; a run evaluates them while it trains "
+            "(eval.every)."
+        )
+    return task.held_out(), options
 
 
 def make_exam(

@@ -73,6 +73,8 @@ class Card:
         parts = ["## Use", "On the dense cache, with transformers alone:", f"```python\n{dense}\n```"]
         if record.compressor not in (None, "dense"):
             parts += ["On the cache of training, which the folder remembers:", f"```python\n{self._sparse()}\n```"]
+            trust = " --trust" if names_python_file(record.compressor or "") else ""
+            parts += ["Served on it, to clients of OpenAI's protocol:", f"```\nsparse-rl serve {self.name}{trust}\n```"]
             own = [name for name in (*record.task_names, record.compressor) if name and names_python_file(name)]
             given = record.task_options.get("files") or []
             files = [name for name in ([given] if isinstance(given, str) else given) if not name.startswith("hub:")]

@@ -3,15 +3,13 @@
 /v1/chat/completions   /v1/completions   /v1/models   /inference/v1/generate   /tokenize   /detokenize
 /v1/traces/ID          what was evicted when, of an answer that was asked for with `trace: true`
 /health  /liveness  /metrics  /
-with the admin key: /pause  /resume  /update_weights
+with the admin key: /pause  /resume  /update_weights; /init_broadcaster is refused
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -40,12 +38,7 @@ from .tools import calls_in
 def make_app(service: Service) -> FastAPI:
     desk, tokenizer = service.desk, service.tokenizer
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(desk.stop)
-
-    app = FastAPI(title="sparse-rl serve", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="sparse-rl serve", docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=service.settings)  # pyright: ignore[reportArgumentType]
 
     @app.exception_handler(Refusal)
@@ -197,8 +190,15 @@ def make_app(service: Service) -> FastAPI:
             }
             choices.append(choice | reader.own(answer, False))
         identity = body.request_id or f"generate-{secrets.token_hex(12)}"
-        more = {"request_id": identity, "prompt_logprobs": None, "usage": usage(answers, len(body.token_ids))}
+        known = await prompt_logprobs(reader, answers[0]) if body.sampling_params.get("prompt_logprobs") else None
+        more = {"request_id": identity, "prompt_logprobs": known, "usage": usage(answers, len(body.token_ids))}
         return JSONResponse({"choices": choices, **more, **reader.version(answers)})
+
+    async def prompt_logprobs(reader: Reader, answer: Answer) -> list[dict[str, Any] | None]:
+        """As vLLM writes them: for every token its id and log-prob; the first one has none."""
+        found, _ = await reader.scored(answer, 0, first=1)
+        own = zip(answer.prompt[1:], found, strict=False)  # those of the answer follow
+        return [None, *({str(token): {"logprob": max(value, -9999.0)}} for token, value in own)]
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -233,6 +233,11 @@ def make_app(service: Service) -> FastAPI:
     async def resume() -> dict[str, Any]:
         await desk.work(lambda: setattr(desk, "paused", False))
         return {"paused": False}
+
+    @app.post("/init_broadcaster")
+    async def init_broadcaster() -> None:
+        message = "weights come from a folder (update_weights with weight_dir), not over a process group."
+        raise Refusal(501, message, code="not_supported")
 
     @app.post("/update_weights")
     async def update_weights(request: Request) -> dict[str, Any]:

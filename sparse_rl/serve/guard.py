@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .protocol import Refusal
 from .service import Settings
 
-ADMIN = ("/pause", "/resume", "/update_weights")
+ADMIN = ("/pause", "/resume", "/update_weights", "/init_broadcaster")
 OPEN = ("/health", "/liveness", "/", "/favicon.ico")  # the page asks for the key itself
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,16 @@ from .desk import Desk, Place
 from .service import Service, Settings
 
 _DRAIN = 60  # seconds that answers may take to end after SIGTERM
+
+
+class _Server(uvicorn.Server):
+    """The first SIGTERM or Ctrl-C lets running answers end; the second one ends them."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.force_exit = self.should_exit
+        if self.force_exit:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off are no errors
+        self.should_exit = True
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,16 @@ def run(
             say(f"{name}: {about['compressor']}{budget}, {about['rows']} rows of up to {max_tokens:,} tokens")
         say(f"http://{shown}:{listening.getsockname()[1]} (Ctrl-C ends)")
         config = uvicorn.Config(
-            make_app(service), log_level="warning", timeout_graceful_shutdown=_DRAIN, timeout_keep_alive=30
+            make_app(service),
+            lifespan="off",  # `desk` is stopped below
+            log_level="warning",
+            timeout_graceful_shutdown=_DRAIN,
+            timeout_keep_alive=30,
         )
+        server = _Server(config)
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             service.desk.stop()
+        if server.force_exit:
+            raise KeyboardInterrupt

@@ -1,0 +1,84 @@
+"""What trainers send: prime-rl's requests, in our words, and our own client's trajectories."""
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
+from sparse_rl.integrations.client import RolloutClient
+from tests.helpers.serving import served
+
+PROMPTS = ["1+2+3+4+5+6+7+8=", "9+9=", "3+4+5+6="]
+ADMIN = {"Authorization": "Bearer root"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    root = tmp_path_factory.mktemp("broadcasts")
+    with served(dense_rows=0, admin_key="root", weights_root=root) as (address, service):
+        yield address, service, root
+
+
+def test_trajectories_of_a_server_are_those_of_the_engine_and_replay(running):
+    address, service, _ = running
+    prompts = [service.tokenizer.encode(prompt) for prompt in PROMPTS]
+    with RolloutClient(address) as client:
+        got = client.generate(prompts, group_size=2, max_tokens=60, temperature=0.8, seed=4)
+    engine = Engine(service.model, "rkv", budget=24, interval=4, rows=4)
+    sampling = Sampling(60, temperature=0.8, stop_ids=service.stop_ids)
+    assert [(t.prompt_index, t.sample_index) for t in got] == [(i, j) for i in range(3) for j in range(2)]
+    for trajectory in got:
+        (*_, own) = engine.generate(
+            [prompts[trajectory.prompt_index]], group_size=trajectory.sample_index + 1, sampling=sampling, seed=4
+        )
+        assert trajectory.tokens.equal(own.tokens) and trajectory.finish_reason == own.finish_reason
+        assert trajectory.trace.evicted_at.int().equal(own.trace.evicted_at.int())
+        replayed = token_logprobs(service.model, trajectory.tokens, trajectory.trace, temperature=0.8)
+        at = trajectory.num_prompt_tokens
+        torch.testing.assert_close(trajectory.sampler_logprobs[at:], replayed[at:], atol=1e-4, rtol=0)
+    assert any((t.trace.evicted_at.int() < len(t.tokens)).any() for t in got)
+
+
+def test_a_refusal_reaches_the_caller(running):
+    with RolloutClient(running[0]) as client, pytest.raises(SparseRLError, match="the prompt has 150 tokens"):
+        client.generate([[5] * 150])
+    with RolloutClient("http://127.0.0.1:9") as client, pytest.raises(SparseRLError, match="does not answer"):
+        client.generate([[5]])
+
+
+def test_prime_rl_updates_weights(running):
+    """Health and models, then pause, update from an absolute folder with a marker in it, and resume."""
+    address, service, root = running
+    folder = root / "step_3"
+    folder.mkdir()
+    (folder / "NCCL_READY").touch()
+    save_file({n: p.detach().clone() for n, p in service.model.named_parameters()}, folder / "model.safetensors")
+    with httpx.Client(base_url=address, headers=ADMIN, timeout=60) as admin:
+        assert admin.get("/health").status_code == 200
+        assert "sums" in [model["id"] for model in admin.get("/v1/models").json()["data"]]
+        assert admin.post("/pause", params={"mode": "keep", "clear_cache": "false"}).status_code == 200
+        before = service.desk.places["sums"].engine.version
+        updated = admin.post("/update_weights", json={"weight_dir": folder.as_posix()})
+        assert updated.status_code == 200 and updated.json()["version"] == before + 1
+        assert admin.post("/resume").status_code == 200
+        refused = admin.post("/init_broadcaster", json={"host": "x", "port": 1, "rank_offset": 0, "timeout": 1})
+        assert refused.status_code == 501 and "folder" in refused.json()["error"]["message"]
+        assert httpx.post(f"{address}/init_broadcaster", json={}).status_code == 403
+        without = admin.post("/update_weights", json={"weight_dir": None})  # what comes over a broadcast
+        assert without.status_code == 400
+
+
+def test_prime_rl_scores_a_prompt(running):
+    address, service, _ = running
+    tokens = service.tokenizer.encode(PROMPTS[0])
+    sampling = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+    body = {"model": "sums", "token_ids": tokens, "sampling_params": sampling, "cache_salt": "3", "priority": 0}
+    answer = httpx.post(f"{address}/inference/v1/generate", json=body, timeout=60).json()
+    first, *rest = answer["prompt_logprobs"]
+    assert first is None and [int(next(iter(entry))) for entry in rest] == tokens[1:]
+    found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in rest])
+    with torch.no_grad():
+        logits = service.model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
