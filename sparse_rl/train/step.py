@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache import Support, Trace
+from ..cache import SlotFormat, Support, Trace
 from ..chat import Talk
 from ..distributed.world import exchanged
 from ..learn.batch import Batch, Sampled, Scored
@@ -57,7 +57,7 @@ class StepRollout:
         return torch.tensor([g.right for g in self.grades], dtype=torch.bool)
 
 
-exchanged(StepRollout, Prompt, Trajectory, Trace, Support, Grade, Scored, Sampled, Talk)
+exchanged(StepRollout, Prompt, Trajectory, Trace, SlotFormat, Support, Grade, Scored, Sampled, Talk)
 
 
 def with_seen(rollout: StepRollout, batches: Sequence[Batch], updates: Sequence[UpdateResult]) -> StepRollout:

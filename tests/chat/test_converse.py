@@ -132,6 +132,7 @@ def recipe(file, name="Echo", **keys):
     rollout = {
         "compressor": "rkv", "budget": 16, "interval": 4, "rows": 6, "prompts": 4, "group_size": 2,
         "max_new_tokens": 40, "max_turns": 4, "max_given_tokens": 40, "stop": list("0123456789"),
+        "slots": keys.pop("slots", "model"),
     }  # fmt: skip
     run = {"steps": keys.pop("steps", 2), "checkpoint_every": 1, "diagnose": 2}
     options = keys.pop("options", {})
@@ -147,11 +148,14 @@ def recipe(file, name="Echo", **keys):
     )
 
 
-@pytest.mark.parametrize("learn", [{"method": "shadow", "algorithm": "ppo"}, {"method": "sparse-rl", "minibatches": 2}])
-def test_a_run_of_conversations_goes_on_to_the_byte(learn, file, tmp_path):
-    train(recipe(file, learn=learn), tmp_path / "straight", show=False)
-    train(recipe(file, learn=learn, steps=1), tmp_path / "halved", show=False)
-    train(recipe(file, learn=learn, steps=2), tmp_path / "halved", resume=True, show=False)
+@pytest.mark.parametrize(
+    "learn, slots",
+    [({"method": "shadow", "algorithm": "ppo"}, "model"), ({"method": "sparse-rl", "minibatches": 2}, "fp8")],
+)
+def test_a_run_of_conversations_goes_on_to_the_byte(learn, slots, file, tmp_path):
+    train(recipe(file, learn=learn, slots=slots), tmp_path / "straight", show=False)
+    train(recipe(file, learn=learn, slots=slots, steps=1), tmp_path / "halved", show=False)
+    train(recipe(file, learn=learn, slots=slots, steps=2), tmp_path / "halved", resume=True, show=False)
     straight, halved = ((tmp_path / f / "metrics.jsonl").read_text().splitlines() for f in ("straight", "halved"))
     steps = [[line for line in lines if "update/loss" in line] for lines in (straight, halved)]
     assert steps[0] == steps[1] and len(steps[0]) == 2
@@ -164,6 +168,7 @@ def test_a_run_of_conversations_goes_on_to_the_byte(learn, file, tmp_path):
     assert evaluated["eval/sparse/talk/turns/mean"] > 1 and evaluated["eval/dense/talk/given/mean"] > 0
     written = list(read_trajectories(tmp_path / "straight" / "samples" / "step-000001"))
     assert any(t.given is not None for t in written)
+    assert all((t.trace.slots is None) == (slots == "model") for t in written)
     line = json.loads((tmp_path / "straight/samples/step-000001/trajectories.jsonl").read_text().splitlines()[0])
     assert "abcdefgh" in line["text"] and line["given"]
 

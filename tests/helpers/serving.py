@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from sparse_rl import Engine, load_model
+from sparse_rl.compressors import make
 from sparse_rl.serve.app import make_app
 from sparse_rl.serve.run import Placed, service_of
 from sparse_rl.serve.service import Service, Settings
@@ -21,11 +22,13 @@ TOKENS = 200  # of a prompt and its answer
 
 
 @contextlib.contextmanager
-def served(rows: int = 4, waiting: int = 64, dense_rows: int = 1, **settings) -> Iterator[tuple[str, Service]]:
+def served(
+    rows: int = 4, waiting: int = 64, dense_rows: int = 1, slots: str = "model", **settings
+) -> Iterator[tuple[str, Service]]:
     """(address, service) of a server that listens."""
     model, tokenizer = load_model("tiny-sums", "float32")
     tokenizer.chat_template = CHAT
-    engines = {"sums": Engine(model, "rkv", budget=24, interval=4, rows=rows, max_tokens=TOKENS)}
+    engines = {"sums": Engine(model, make("rkv", slots=slots), 24, 4, rows, max_tokens=TOKENS)}
     if dense_rows:
         engines["sums:dense"] = Engine(model, "dense", rows=dense_rows, max_tokens=TOKENS)
     service = service_of(Placed(model, tokenizer, engines, waiting=waiting), Settings(100, TOKENS, **settings))

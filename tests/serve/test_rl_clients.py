@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
+from sparse_rl.cache import SlotFormat
 from sparse_rl.integrations.client import RolloutClient
 from tests.helpers.serving import served
 
@@ -38,6 +39,18 @@ def test_trajectories_of_a_server_are_those_of_the_engine_and_replay(running):
         at = trajectory.num_prompt_tokens
         torch.testing.assert_close(trajectory.sampler_logprobs[at:], replayed[at:], atol=1e-4, rtol=0)
     assert any((t.trace.evicted_at.int() < len(t.tokens)).any() for t in got)
+
+
+def test_a_trace_says_to_the_client_how_slots_were_stored():
+    with served(dense_rows=0, slots="int8") as (address, service), RolloutClient(address) as client:
+        (got,) = client.generate([service.tokenizer.encode(PROMPTS[0])], max_tokens=60, seed=4)
+    assert got.trace.slots == SlotFormat("int8")
+    at = got.num_prompt_tokens
+    replayed = token_logprobs(service.model, got.tokens, got.trace)
+    gap = (got.sampler_logprobs - replayed)[at:].abs()
+    assert gap.median() < 1e-4 and gap.max() < 0.05  # in fp32 a code may differ
+    plain = token_logprobs(service.model, got.tokens, type(got.trace)(got.trace.evicted_at))
+    assert (got.sampler_logprobs - plain)[at:].abs().mean() > 10 * gap.mean()
 
 
 def test_a_refusal_reaches_the_caller(running):

@@ -60,10 +60,14 @@ def metrics(folder):
             "rollout": {"budget": {"min": 36, "max": 42, "target": {"rejection": 0.1}}},
             "learn": {"method": "sparse-rl", "refill": 1},
         },
-        {"rollout": {"top_p": 0.9}, "learn": {"method": "shadow"}, "loss": {"beta": 0.01}},
+        {
+            "rollout": {"top_p": 0.9, "slots": "int8", "slots_kept": [0]},
+            "learn": {"method": "shadow"},
+            "loss": {"beta": 0.01},
+        },
         {"learn": {"dynamic": 1}},
     ],
-    ids=["plain", "refill", "top-p", "dynamic"],
+    ids=["plain", "refill", "top-p-int8", "dynamic"],
 )
 def test_a_pool_that_loses_samplers_trains_to_the_byte(pools, tmp_path, sections):
     def settings(**rollout):
