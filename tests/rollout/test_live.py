@@ -303,6 +303,7 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
             for turn in range(1, len(plan.given)):
                 rows.add(chat.row)
                 without.append((chat.parked is not None, chat.trace is not None))
+                assert live.trajectory(chat).trace.slots == live.engine.cache.shape.slots  # wherever it is
                 if stranger and turn == 1:  # takes the row that is free
                     live.submit(prompts_of(9)[0], Sampling(200, stop_ids=()))
                     live.step()
