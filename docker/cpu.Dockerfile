@@ -7,7 +7,6 @@ WORKDIR /app
 # torch first and alone, in its build for CPUs: the one from the default index brings gigabytes of CUDA
 RUN pip install "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu
 COPY pyproject.toml README.md LICENSE ./
-COPY recipes recipes
 COPY sparse_rl sparse_rl
 RUN pip install ".[serve,lora]" && useradd --create-home runner && mkdir /models && chown runner /models
 USER runner

@@ -9,7 +9,6 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 WORKDIR /app
 RUN pip install "torch==2.13.0"
 COPY pyproject.toml README.md LICENSE ./
-COPY recipes recipes
 COPY sparse_rl sparse_rl
 RUN pip install ".[serve,lora,datasets]" && useradd --create-home runner && mkdir /models && chown runner /models
 USER runner
