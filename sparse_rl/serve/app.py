@@ -237,7 +237,7 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/init_broadcaster")
     async def init_broadcaster() -> None:
         message = "weights come from a folder (update_weights with weight_dir), not over a process group."
-        raise Refusal(501, message, code="not_supported")
+        raise Refusal(400, message, code="not_supported")
 
     @app.post("/update_weights")
     async def update_weights(request: Request) -> dict[str, Any]:
