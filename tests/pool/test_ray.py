@@ -14,6 +14,7 @@ from sparse_rl.files import read_lines
 from tests.helpers.runs import PATIENCE, recipe
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'sparse-rl[ray]'")
+pytestmark = pytest.mark.slow  # a cluster of processes for each test: a minute
 
 _RUN = """
 import sys

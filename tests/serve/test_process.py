@@ -65,7 +65,7 @@ def test_an_exported_model_is_served_on_its_cache_and_drains(trained):
         assert "as it was trained" in errors or "snapkv" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_at_once(number):
     arguments = ["tiny-sums", "--rows", 4, "--max-tokens", 200_000, "--dense-rows", 0, "--prompt-tokens", 100]
     with started(*arguments) as (process, address), httpx.Client(base_url=address, timeout=PATIENCE) as client:
