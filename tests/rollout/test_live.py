@@ -197,7 +197,7 @@ def test_what_could_be_drawn_is_recorded_over_all_turns(support, llama):
 
 def test_routes_of_all_turns_are_recorded():
     """Of a mixture of experts: those of prompt, sampled and given tokens, also where a turn goes on without any."""
-    model = tiny("qwen3-moe")
+    model = copy.deepcopy(tiny("qwen3-moe"))  # transformers leaves hooks on a model that was asked for router logits
     engine = Engine(model, "rkv", budget=BUDGET, interval=INTERVAL, rows=2, record_routes=True)
     with engine.open(64, 200) as live:
         chat = live.submit(prompts_of(30)[0], Sampling(9))
