@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -33,6 +34,7 @@ def test_offline_traces_keep_the_budget_and_the_oracle_has_the_least_excess():
     assert chosen_trace(model, done, make("rkv").bind(200, 4), False) is None
 
 
+@pytest.mark.slow
 def test_a_point_is_made_once(tmp_path):
     few = ["--seeds", "1", "--budgets", "24", "--rules", "random", "--prompts", "2", "--no-offline", "--new", "30"]
     command = [sys.executable, compressors.__file__, "--out", str(tmp_path), *few]
