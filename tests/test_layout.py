@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "report": "cache config planning",
     "train": "attention beacon cache chat compressors config learn models planning pool records rollout tasks",
     "scale": "compressors config learn models rollout train",
-    "serve": "cache compressors learn models records rollout tasks",
+    "serve": "cache chat learn models records rollout tasks",
 }
 
 

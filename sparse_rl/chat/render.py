@@ -126,16 +126,7 @@ class TemplateChat:
 
     def given(self, messages: list[Message], reply: list[Message]) -> list[int]:
         before, after = self._rendered(messages, False), self._rendered([*messages, *reply], True)
-        if not after.startswith(before):
-            raise SparseRLError(
-                "the chat template writes earlier turns otherwise once a message follows them (many drop the "
-                "reasoning of earlier turns), so the model would read other tokens than it sampled; use a template "
-                "that only appends, or a model without one."
-            )
-        _, found, rest = before.rpartition(self.ending)
-        if not found:
-            raise SparseRLError(f"the chat template does not end a turn with {self.ending!r}; use one that does.")
-        return self._encoded(rest + after[len(before) :])
+        return self._encoded(appended(before, after, self.ending))
 
     def said(self, messages: list[Message], message: Message) -> list[int]:
         before, after = self._rendered(messages, True), self._rendered([*messages, message], False)
@@ -148,15 +139,8 @@ class TemplateChat:
         return [*self._encoded(text), self.end]
 
     def _calls(self, tokens: list[int]) -> list[Any]:
-        """The calls of a turn, as the model's own format has them. One that cannot be read is told so."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        if getattr(self.tokenizer, "response_template", None) is not None:
-            try:
-                parsed = self.tokenizer.parse_response(text, prefix=self.opening, tools=self.tools)
-                return parsed.get("tool_calls") or []
-            except Exception:  # whatever a parser says of a turn that it cannot read
-                return [_NO_CALL]
-        return [_tagged(found) for found in _TAGGED.findall(text)]
+        assert self.tools is not None
+        return calls_in(self.tokenizer, self.tokenizer.decode(tokens), self.tools, self.opening)
 
     def _check(self) -> None:
         """Refuse, before anything is sampled, a template that cannot hold the conversations of this task."""
@@ -192,6 +176,36 @@ class TemplateChat:
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def appended(before: str, after: str, ending: str) -> str:
+    """What a template writes after the end of the model's last turn.
+
+    before: all messages up to that turn, rendered; after: with what follows; ending: the text of a turn's end token
+    """
+    if not after.startswith(before):
+        raise SparseRLError(
+            "the chat template writes earlier turns otherwise once a message follows them (many drop the "
+            "reasoning of earlier turns), so the model would read other tokens than it sampled; use a template "
+            "that only appends, or a model without one."
+        )
+    _, found, rest = before.rpartition(ending)
+    if not found:
+        raise SparseRLError(f"the chat template does not end a turn with {ending!r}; use one that does.")
+    return rest + after[len(before) :]
+
+
+def calls_in(tokenizer, text: str, tools: list[Any], prefix: str) -> list[Any]:
+    """The calls of a turn, as the model's own format has them. One that cannot be read has no name.
+
+    text: of the turn, with its special tokens; prefix: what stood before, as far as the format needs it
+    """
+    if getattr(tokenizer, "response_template", None) is not None:
+        try:
+            return tokenizer.parse_response(text, prefix=prefix, tools=tools).get("tool_calls") or []
+        except Exception:  # whatever a parser says of a turn that it cannot read
+            return [_NO_CALL]
+    return [_tagged(found) for found in _TAGGED.findall(text)]
 
 
 def _tagged(text: str) -> dict[str, Any]:

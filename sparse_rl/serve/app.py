@@ -32,7 +32,7 @@ from .protocol import (
 )
 from .reader import Reader, go_on, streaming
 from .service import Service
-from .tools import calls_in
+from .tools import called
 
 
 def make_app(service: Service) -> FastAPI:
@@ -72,7 +72,7 @@ def make_app(service: Service) -> FastAPI:
         answers = await reader.whole(request)
         choices = []
         for answer in answers:
-            content, calls = calls_in(tokenizer, answer.text) if asked.tools else (answer.text, [])
+            content, calls = called(tokenizer, answer, asked.tools) if asked.tools else (answer.text, [])
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
                 message["tool_calls"] = calls
@@ -132,20 +132,17 @@ def make_app(service: Service) -> FastAPI:
         first = head("chat.completion.chunk", reader.name, identity)
         for i in range(asked.n):
             yield first | {"choices": [{"index": i, "delta": {"role": "assistant", "content": ""}}]}
-        held: dict[int, str] = {}  # with tools, a text may be a call: it is told when it is whole
         async for answer, event, piece in reader.events():
             delta: dict[str, Any] = {} if asked.tools else {"content": piece}
             told: dict[str, Any] = {"content": answer.text}
             reason = event.finish_reason
-            if asked.tools:
-                held[answer.index] = held.get(answer.index, "") + piece
-                if reason is not None:
-                    content, calls = calls_in(tokenizer, held[answer.index])
-                    delta = {"content": content} if content else {}
-                    told = {"content": content, "tool_calls": calls}
-                    if calls:
-                        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-                        reason = "tool_calls" if reason == "stop" else reason
+            if asked.tools and reason is not None:  # a text may be a call: it is told when it is whole
+                content, calls = called(tokenizer, answer, asked.tools)
+                delta = {"content": content} if content else {}
+                told = {"content": content, "tool_calls": calls}
+                if calls:
+                    delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+                    reason = "tool_calls" if reason == "stop" else reason
             logprobs = chat_logprobs(tokenizer, event.tokens, event.logprobs) if asked.logprobs else None
             choice = {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             if event.finish_reason is not None:

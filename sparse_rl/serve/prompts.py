@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ..chat import appended
 from ..errors import SparseRLError
 from ..models import encode
 from ..tasks.templates import dress
@@ -43,16 +44,11 @@ def continuation(tokenizer, end: int, asked: ChatRequest, known: int) -> list[in
     before, after = (
         _rendered(tokenizer, asked, part, ask) for part, ask in ((messages[:known], False), (messages, True))
     )
-    ending = tokenizer.convert_ids_to_tokens(end)
-    _, found, rest = before.rpartition(ending)
-    if not after.startswith(before) or not found:
-        raise Refusal(
-            400,
-            "the model's chat template writes earlier turns otherwise once a message follows them, so a conversation "
-            "cannot go on in its row; leave out `conversation`.",
-            param="conversation",
-        )
-    return tokenizer.encode(rest + after[len(before) :], add_special_tokens=False)
+    try:
+        text = appended(before, after, tokenizer.convert_ids_to_tokens(end))
+    except SparseRLError as error:
+        raise Refusal(400, f"{error} Or leave out `conversation`.", param="conversation") from error
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def essence(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of tools in an answer's text."""
+"""Calls of tools in an answer, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -7,47 +7,32 @@ import re
 import secrets
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+from ..chat import calls_in
+from .answer import Answer
+
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def calls_in(tokenizer, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """(what is said beside calls, the calls) of an answer.
-
-    Read as the tokenizer's response schema says, or where it has none, as JSON between <tool_call> and </tool_call>,
-    which most open models write. What cannot be read stays text.
-    """
-    found = _by_schema(tokenizer, text) if getattr(tokenizer, "response_schema", None) else _between_marks(text)
-    if not found:
-        return text, []
-    rest = _CALL.sub("", text).strip()
-    return rest or None, [
+def called(tokenizer, answer: Answer, tools: list[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
+    """(what is said beside calls, the calls) of an answer. Where a call cannot be read, all of it stays text."""
+    found = calls_in(tokenizer, spoken(tokenizer, answer), tools, tokenizer.decode(answer.prompt))
+    functions = [call.get("function", call) for call in found]
+    if not found or not all(isinstance(function.get("name"), str) for function in functions):
+        return answer.text, []
+    return _CALL.sub("", answer.text).strip() or None, [
         {
             "id": f"call_{secrets.token_hex(8)}",
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments)},
+            "function": {"name": function["name"], "arguments": _as_json(function.get("arguments", {}))},
         }
-        for name, arguments in found
+        for function in functions
     ]
 
 
-def _between_marks(text: str) -> list[tuple[str, Any]]:
-    found = []
-    for inside in _CALL.findall(text):
-        try:
-            call = json.loads(inside)
-        except (ValueError, RecursionError):
-            return []
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-            return []
-        found.append((call["name"], call.get("arguments", call.get("parameters", {}))))
-    return found
+def spoken(tokenizer, answer: Answer) -> str:
+    """All that the model said, special tokens included."""
+    return tokenizer.decode(answer.tokens)
 
 
-def _by_schema(tokenizer, text: str) -> list[tuple[str, Any]]:
-    try:
-        said = tokenizer.parse_response(text)
-    except (ValueError, KeyError, TypeError):
-        return []
-    calls = said.get("tool_calls") if isinstance(said, dict) else None
-    functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
-    return [(f["name"], f.get("arguments", {})) for f in functions if isinstance(f.get("name"), str)]
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)

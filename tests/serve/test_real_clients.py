@@ -28,6 +28,7 @@ def test_tools_are_called(running, monkeypatch, said, calls, content):
     address, _ = running
     monkeypatch.setattr("sparse_rl.serve.answer.Teller.add", lambda *_: "")
     monkeypatch.setattr("sparse_rl.serve.answer.Teller.end", lambda *_: said)
+    monkeypatch.setattr("sparse_rl.serve.tools.spoken", lambda *_: said)
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
     asked = dict(model="sums", messages=[{"role": "user", "content": "1+2="}], tools=[TOOL], seed=1, temperature=0)
     choice = client.chat.completions.create(**asked).choices[0]
