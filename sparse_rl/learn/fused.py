@@ -81,8 +81,9 @@ def _layer(module: Any) -> Callable | None:
     if any(_MAKERS.get(_name(norm)) is not _norm or _is_touched(norm) for norm in (before, after)):
         return None
     own = _kind(module).forward
+    own = getattr(own, "__wrapped__", own) if _checkpoints_forward() else own
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args:  # transformers names them all
             return own(module, hidden_states, *args, **kwargs)
         residual, x = ops.add_and_norm(None, hidden_states, before.weight, before.variance_epsilon)
@@ -90,7 +91,12 @@ def _layer(module: Any) -> Callable | None:
         residual, x = ops.add_and_norm(x, residual, after.weight, after.variance_epsilon)
         return residual + module.mlp(x)
 
-    return forward
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if module.gradient_checkpointing and module.training:
+            return module._gradient_checkpointing_func(functools.partial(compute, **kwargs), hidden_states, *args)
+        return compute(hidden_states, *args, **kwargs)
+
+    return forward if _checkpoints_forward() else compute
 
 
 _MAKERS: dict[str, Callable[[Any], Callable | None]] = {
@@ -98,6 +104,16 @@ _MAKERS: dict[str, Callable[[Any], Callable | None]] = {
     for room, name in _FAMILIES.items()
     for part, make in (("RMSNorm", _norm), ("MLP", _mlp), ("Attention", _attention), ("DecoderLayer", _layer))
 }
+
+
+@functools.cache
+def _checkpoints_forward() -> bool:
+    """Whether transformers checkpoints a layer inside its forward function (from 5.23 on), which ours replaces; before,
+    the layer's call does it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def _kind(module: nn.Module) -> type:

@@ -122,7 +122,8 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
     """Recompute activations during backward, where the recipe says so, from inputs that may be on the host."""
     if recipe.checkpoints_gradients:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
     if recipe.offloads_activations:

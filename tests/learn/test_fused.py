@@ -260,8 +260,18 @@ def test_gradient_checkpointing_computes_layers_again_by_the_same_kernels(shadow
     done = rollouts(model)
     expected = found_by(model, done, shadow)
     use(monkeypatch, "twins")
+    runs = 0
+
+    def count(*_):
+        nonlocal runs
+        runs += 1
+
+    model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(count)
+    found_by(model, done, shadow)
+    once, runs = runs, 0
     _checkpoint(model, True)
     assert_close(found_by(model, done, shadow), expected, 2e-4)
+    assert runs == 2 * once  # computed again
 
 
 def test_a_backward_pass_after_the_with_is_refused_not_wrong(monkeypatch):
