@@ -28,7 +28,16 @@ from ..cache import Support, Trace
 from ..cache.formats import common_format
 from ..cache.segments import Packing
 from ..errors import SparseRLError
-from ..models import causal_lm_of, decoder_of, decoder_place, head_chunk, num_slot_heads, num_slot_layers, taken_by
+from ..models import (
+    causal_lm_of,
+    decoder_of,
+    decoder_place,
+    head_chunk,
+    last_logits_only,
+    num_slot_heads,
+    num_slot_layers,
+    taken_by,
+)
 from ..models.routing import replaying_routes
 from .head import plain_head, states_before
 from .routes import routes_in_order
@@ -216,15 +225,13 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     packing, beacon = None if replay is None else replay.packing, beacon_of(model)
-    taken = taken_by(model)
     if replay is not None and packing is not None:
         inputs["input_ids"], positions = pack_tokens(tokens, replay.lengths, packing)
     elif beacon is not None:
         positions = beacon.positions(tokens)
-    if "position_ids" in taken:  # as the engine counts: some models would begin elsewhere
+    if "position_ids" in taken_by(model):  # as the engine counts: some models would begin elsewhere
         inputs["position_ids"] = positions
-    if "logits_to_keep" in taken:
-        inputs["logits_to_keep"] = 1  # the head's turn comes later
+    inputs |= last_logits_only(model, inputs["input_ids"])  # the head's turn comes later
     try:
         if replay is None and routes is None:
             model(**inputs)

@@ -8,7 +8,7 @@ from .companion import (
     save_companions,
     set_companion,
 )
-from .decoder import causal_lm_of, decoder_of, decoder_place, taken_by
+from .decoder import causal_lm_of, decoder_of, decoder_place, last_logits_only, taken_by
 from .folder import no_progress_bar, reading
 from .load import (
     encode,
@@ -55,6 +55,7 @@ __all__ = [
     "head_chunk",
     "is_adapter",
     "is_recurrent",
+    "last_logits_only",
     "load_companions",
     "load_config",
     "load_model",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import SparseRLError
 
@@ -30,6 +31,20 @@ def taken_by(model: nn.Module) -> Collection[str]:
 @functools.cache
 def _parameters(kind: type) -> Collection[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def last_logits_only(model: nn.Module, tokens: Tensor) -> dict[str, Any]:
+    """The argument with which the head computes the logits of the last token alone, if the model takes one. [B, T]
+
+    Where layers share keys and values, a number would also make the decoder drop the other tokens from its last layers
+    (Gemma 4 since transformers 5.23), whose queries compressors and the learner need. A tensor of places does not.
+    """
+    if "logits_to_keep" not in taken_by(model):
+        return {}
+    shares = getattr(causal_lm_of(model).config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
+    if not shares or tokens.shape[1] == 1:  # a captured step brings one token, and must not make tensors on the host
+        return {"logits_to_keep": 1}
+    return {"logits_to_keep": torch.full((1,), tokens.shape[1] - 1, device=tokens.device)}
 
 
 def decoder_place(model: nn.Module) -> tuple[nn.Module, str]:

@@ -19,7 +19,7 @@ from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
 from ..kernels.twins_sample import Kept, RowSettings
-from ..models import decoder_of, taken_by
+from ..models import decoder_of, last_logits_only, taken_by
 from ..models.routing import RouteRecorder, Routing, on_device
 from .fold import Chunks
 
@@ -229,13 +229,11 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
         tokens, position = (torch.cat([x, x[:1].expand(padding, -1)]) for x in (tokens, position))
     states = _states(feed, padding)
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **states}
-    taken = taken_by(model)
-    if "position_ids" in taken:
+    if "position_ids" in taken_by(model):
         inputs["position_ids"] = position
     with giving(Given(position, feed=feed)):
         if feed.ends is None:
-            keep = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
-            logits = model(**inputs, **keep).logits
+            logits = model(**inputs, **last_logits_only(model, tokens)).logits
         else:
             last = (feed.ends - 1 - feed.index[:, 0]).clamp(0, length - 1)
             logits = _logits_at(model, last, **inputs)
