@@ -120,7 +120,8 @@ def training_steps() -> list[tuple[str, str, float, float]]:
         work("qwen2.5-1.5b", 256, 4096, round(np.mean(PROMPTS)), **more), H200, Links(), 1, np.full((32, 8), 4096)
     )
     ours = {"rollout": step.rollout, "score": step.sample - step.rollout, "update": step.update, "step": step.step}
-    lines = [line for line in recorded().splitlines() if re.match(r"\| [12](, resumed)? \| .* s \(", line)]
+    page = (RESULTS.with_suffix("") / "training-step.md").read_text()
+    lines = [line for line in page.splitlines() if re.match(r"\| [12](, resumed)? \| .* s \(", line)]
     found = []
     for line, name in zip(
         lines, ("eager, busy host, step 1", "eager, busy host, step 2", "captured modules, fresh"), strict=True

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "integrations": "cache compressors config learn models records rollout",
     "report": "cache config planning",
     "train": "attention beacon cache chat compressors config learn models planning pool records rollout tasks",
-    "scale": "compressors config learn models rollout train",
+    "scale": "compressors config learn models pool rollout train",
     "serve": "cache chat learn models records rollout tasks",
 }
 

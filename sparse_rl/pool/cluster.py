@@ -15,14 +15,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError
 from ..files import first_line
 from .pieces import Piece, Place
 from .pool import Answered, Event, Joined, Lost
-from .worker import About, Answer, Hands, Worker
+from .worker import About, Answer, Hands, Part, Worker
 
 POLL = 5.0  # seconds after which a member answers a poll even if nothing happened
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray gives its own processes no address but 127.0.0.1
@@ -42,10 +43,10 @@ class Actor:
         node = ray.get_runtime_context().get_node_id()
         return About(self.hands.rows, socket.gethostname(), os.getpid(), node)
 
-    def start(self, work: Sequence[tuple[Place, Piece]], weights: list[Any], seconds: float) -> Answer:
+    def start(self, work: Sequence[tuple[Place, Piece]], weights: Sequence[Any], seconds: float) -> Answer:
         import ray
 
-        self.worker.start(work, lambda: ray.get(weights[0]))
+        self.worker.start(work, lambda: (ray.get(part) for part in weights))
         return self.worker.poll(seconds)
 
     def poll(self, seconds: float) -> Answer:
@@ -79,7 +80,7 @@ class RayTransport:
         self.actors: dict[int, Any] = {}
         self.about: dict[int, About] = {}
         self.asked: dict[Any, int] = {}  # what members have not answered yet -> who
-        self.weights: dict[int, Any] = {}  # by version: where they are in the object store
+        self.weights: dict[int, list[Any]] = {}  # by version: where their parts are in the object store
 
     def room(self) -> int:
         return int(self.ray.cluster_resources().get(self.kind, 0.0) / self.each + 1e-6) // self.processes
@@ -91,7 +92,7 @@ class RayTransport:
         self.asked[actor.about.remote()] = member
 
     def hand(self, member: int, work: Sequence[tuple[Place, Piece]]) -> None:
-        weights = [self.weights[work[0][1].version]]  # in a list, so that they are fetched when they are needed
+        weights = self.weights[work[0][1].version]  # where they are: a member fetches them if it has others
         self.asked[self.actors[member].start.remote(list(work), weights, POLL)] = member
 
     def stop(self, member: int) -> None:
@@ -101,8 +102,17 @@ class RayTransport:
         actor, about = self.actors.pop(member), self.about.pop(member, None)
         self.asked = {ref: who for ref, who in self.asked.items() if who != member}
         self.ray.kill(actor)
-        if about is not None and about.node == self.node:  # Ray waits for a process that is stopped
-            _kill_process(about.pid)
+        if about is not None:
+            self._end_process(about)
+
+    def _end_process(self, about: About) -> None:
+        """Ray asks a process to end, and waits for one that hangs: whoever is on its node ends it."""
+        if about.node == self.node:
+            return kill_sampler(about.pid)
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(about.node, soft=False)
+        self.ray.remote(kill_sampler).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(about.pid)
 
     def events(self, seconds: float) -> list[Event]:
         if not self.asked:
@@ -129,16 +139,20 @@ class RayTransport:
             self.asked[self.actors[member].poll.remote(POLL)] = member
         return Answered(member, answer)
 
-    def publish(self, version: int, weights: Mapping[str, Any], oldest: int) -> int:
-        size = sum(array.nbytes for array in weights.values())
-        self.weights = {known: ref for known, ref in self.weights.items() if oldest <= known < version}
-        try:
-            self.weights[version] = self.ray.put(dict(weights))
-        except self.ray.exceptions.ObjectStoreFullError as error:
-            raise SparseRLError(
-                f"Ray's object store has no room for {size / 2**20:,.0f} MiB of weights ({first_line(error)}); start "
-                "the node with a larger --object-store-memory, or make room on the disk that it spills to."
-            ) from error
+    def publish(self, version: int, parts: Iterable[Part], oldest: int) -> int:
+        self.weights = {known: refs for known, refs in self.weights.items() if oldest <= known < version}
+        size, refs = 0, []
+        for part in parts:
+            size += sum(array.nbytes for array in part.values())
+            try:
+                refs.append(self.ray.put(dict(part)))
+            except (self.ray.exceptions.ObjectStoreFullError, self.ray.exceptions.OutOfDiskError) as error:
+                raise SparseRLError(
+                    f"Ray's object store has no room for {size / 2**20:,.0f} MiB of weights and more "
+                    f"({first_line(error)}); start the node with a larger --object-store-memory, or make room on the "
+                    "disk that it spills to."
+                ) from error
+        self.weights[version] = refs
         return size
 
     def close(self) -> None:
@@ -186,8 +200,10 @@ def why(error: Exception) -> str:
     return ours[-1].strip() if ours else first_line(error)
 
 
-def _kill_process(pid: int) -> None:
+def kill_sampler(pid: int) -> None:
+    """End a process of this machine, if it is one of Ray's actors: its number may have been given to another."""
     try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            os.kill(pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
         return

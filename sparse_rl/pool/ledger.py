@@ -19,6 +19,7 @@ from enum import Enum
 
 from .pieces import Piece, Place
 
+FILLS = 4  # times its rows: the most completions that a member is handed at once
 KEPT = 4  # requests that are done and whose digests are kept, to compare results that come late
 
 
@@ -157,14 +158,19 @@ class Ledger:
         member.holding.clear()
 
     def _deal(self, number: int, request: Request, idle: Sequence[int]) -> dict[int, list[tuple[Place, Piece]]]:
-        """A share for every idle member: not more than one of all members, so that nobody is left with all of it."""
-        left = sum(len(request.pieces[piece].members) for piece in request.waiting)
-        share = math.ceil(left / max(len(self.members), self.wanted))
+        """An equal part of the request for every idle member, whenever it is idle: a late one gets as much as others.
+
+        A member whose rows become free fills them from its share, so a share may be several times its rows; what is
+        left over is for those who are faster. A share is rounded up to whole pieces: a few pieces that are left at the
+        end take as long as many.
+        """
+        whole = sum(len(piece.members) for piece in request.pieces)
+        share = math.ceil(whole / max(len(self.members), self.wanted))
         given: dict[int, list[tuple[Place, Piece]]] = {}
         count, load = dict.fromkeys(idle, 0), dict.fromkeys(idle, 0.0)
         for piece in sorted(request.waiting, key=lambda i: (-work(request.pieces[i]), i)):
             size = len(request.pieces[piece].members)
-            able = [m for m in idle if not count[m] or count[m] + size <= min(share, self.members[m].rows)]
+            able = [m for m in idle if count[m] < min(share, FILLS * self.members[m].rows)]
             if not able:
                 break
             member = min(able, key=lambda m: load[m])

@@ -9,19 +9,20 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from .. import errors
 from ..errors import SparseRLError
 from .ledger import Brought, Ledger
 from .pieces import Piece, Place
-from .worker import About, Answer
+from .worker import About, Answer, Part
 
 MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
-MOST_STARTS = 3  # members in a row that failed before they had joined
-JOINING = 600.0  # seconds that may pass until somebody has joined: models are loaded meanwhile
+MOST_STARTS = 3  # times in a row that members failed before they had joined
+JOINING = 600.0  # seconds that may pass until a member has joined: its model is loaded meanwhile
+LONGEST_PAUSE = 60.0  # seconds before another member is started, after many that failed: 1, 2, 4, ... up to this
 TURN = 0.5  # seconds that the driver waits for news
 _ROOM_EVERY = 5.0  # seconds between two looks at how many members the cluster has room for
 
@@ -74,7 +75,7 @@ class Transport(Protocol):
         """What has happened; waits so long if nothing has."""
         ...
 
-    def publish(self, version: int, weights: Mapping[str, Any], oldest: int) -> int:
+    def publish(self, version: int, parts: Iterable[Part], oldest: int) -> int:
         """Make weights available, and forget those before `oldest`. Returns their bytes."""
         ...
 
@@ -133,7 +134,9 @@ class Pool:
         self.versions: list[int] = []
         self.started = 0  # members so far
         self.failed_starts = 0  # in a row
+        self.start_after = 0.0  # no member is started before
         self.alone_since: float | None = None  # since when no member is there
+        self.listened = time.monotonic()  # when the last turn ended
         self.looked = -_ROOM_EVERY
         self.room = wanted
         self.waiting: dict[int, _Waiting] = {}
@@ -142,8 +145,8 @@ class Pool:
         self.closed = False
         self.driving = threading.Lock()
 
-    def publish(self, version: int, weights: Callable[[], Mapping[str, Any]]) -> None:
-        """Make the weights of a version available, if they are not yet."""
+    def publish(self, version: int, weights: Callable[[], Iterable[Part]]) -> None:
+        """Make the weights of a version available, if they are not yet; one part after the other."""
         if version in self.versions:
             return
         self.versions = [*self.versions, version][-self.keep :]
@@ -155,12 +158,10 @@ class Pool:
             return []
         with self.driving:
             self._check()
+            if not self.waiting:
+                self._leave_out_pause()
             request = self.ledger.ask(pieces)
             waiting = self.waiting[request] = _Waiting()
-            now = time.monotonic()
-            for sampler in self.samplers.values():  # nobody listened between requests
-                sampler.moved = now
-            self.alone_since = None
         try:
             while len(waiting.results) < len(pieces):
                 if self.driving.acquire(timeout=0.05):
@@ -170,11 +171,10 @@ class Pool:
                             self.turn()
                     finally:
                         self.driving.release()
-        except BaseException:
-            self.ledger.forget(request)
-            raise
         finally:
-            del self.waiting[request]
+            with self.driving:  # others may be driving
+                self.ledger.forget(request)
+                del self.waiting[request]
         return [waiting.results[i] for i in range(len(pieces))]
 
     def turn(self) -> None:
@@ -201,6 +201,8 @@ class Pool:
         except SparseRLError as error:
             self.error = error
             raise
+        finally:
+            self.listened = time.monotonic()
 
     def close(self) -> None:
         """End all members. Requests under way are interrupted."""
@@ -220,6 +222,14 @@ class Pool:
         if self.error is not None:
             raise self.error
 
+    def _leave_out_pause(self) -> None:
+        """Nobody listened between requests: that time is not counted as a member's silence."""
+        pause = time.monotonic() - self.listened
+        for sampler in self.samplers.values():
+            sampler.moved += pause
+        if self.alone_since is not None:
+            self.alone_since += pause
+
     def _grow(self) -> None:
         """Start as many members as are wanted."""
         now = time.monotonic()
@@ -227,7 +237,7 @@ class Pool:
             self.looked, self.room = now, self.transport.room()
         target = self.wanted or max(1, self.room)
         self.ledger.wanted = target
-        while len(self.samplers) < target:
+        while len(self.samplers) < target and now >= self.start_after:
             self.samplers[self.started] = Sampler(moved=now)
             self.transport.start(self.started)
             self.started += 1
@@ -291,23 +301,37 @@ class Pool:
 
     def _lose(self, member: int, why: str) -> None:
         lost, self.why = self.samplers.pop(member), why
+        told = why.splitlines()[0] if why else "it is gone"
         if lost.about is None:
-            self.failed_starts += 1
-            if self.failed_starts >= MOST_STARTS and not self.live:
-                raise SparseRLError(f"{self.failed_starts} samplers in a row could not be started; the last: {why}")
-            return
+            return self._note_failed_start(told)
         self.counts.lost += 1
         self.ledger.lose(member)
-        told = why.splitlines()[0] if why else "it is gone"
         self.say(f"sparse-rl: a sampler was lost ({told}); what it held is sampled elsewhere.")
+
+    def _note_failed_start(self, why: str) -> None:
+        """Others are tried, at growing intervals; where nobody is there, a few failures in a row end the run. Those
+        that fail together count as one: they may have been on a node that was lost.
+        """
+        if time.monotonic() < self.start_after:
+            return
+        self.failed_starts += 1
+        if self.failed_starts >= MOST_STARTS and not self.live:
+            raise SparseRLError(f"samplers could not be started, {self.failed_starts} times in a row; the last: {why}")
+        if self.failed_starts == 1:
+            self.say(f"sparse-rl: a sampler could not be started ({why}); others will be tried.")
+        self.start_after = time.monotonic() + min(LONGEST_PAUSE, 2.0 ** (self.failed_starts - 1))
 
     def _give_up_on_silent(self) -> None:
         now = time.monotonic()
         for member, sampler in list(self.samplers.items()):
-            if sampler.about is None or self.ledger.members[member].idle or now - sampler.moved < self.patience:
+            joining = sampler.about is None
+            patience = JOINING if joining else self.patience
+            if now - sampler.moved < patience or (not joining and self.ledger.members[member].idle):
                 continue
+            if joining and not self.live:
+                continue  # the sentence below says more
             self.transport.kill(member)
-            self._lose(member, f"it did not get on for {self.patience:g} s")
+            self._lose(member, f"it did not {'join within' if joining else 'get on for'} {patience:g} s")
         if self.live:
             self.alone_since = None
         elif self.alone_since is None:

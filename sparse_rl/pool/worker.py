@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,8 @@ from ..errors import SparseRLError
 from .pieces import Piece, Place
 
 Work = Sequence[tuple[Place, Piece]]
-Fetch = Callable[[], Any]  # -> the weights of the version that the pieces ask for
+Part = Mapping[str, Any]  # of the weights: arrays by name
+Fetch = Callable[[], Iterable[Part]]  # -> the weights of the version that the pieces ask for
 Deliver = Callable[[Place, bytes], None]
 
 

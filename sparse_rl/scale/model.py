@@ -61,9 +61,11 @@ class Links:
     per_node: int = 8  # GPUs
     latency: float = 50e-6  # seconds per collective operation
     records: float = 1e9  # bytes/s at which a process receives the records of a step
+    store: float = 1e9  # bytes/s into Ray's object store, and out of it on another node
+    message: float = 1e-3  # seconds of the learner's process for a message of a pool
 
     def __post_init__(self):
-        for name in ("link", "network", "latency", "records"):
+        for name in ("link", "network", "latency", "records", "store", "message"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SparseRLError(f"{name} is {getattr(self, name)}; it must be a positive number.")
         require_int(**{"GPUs per node": self.per_node})
@@ -135,6 +137,11 @@ class Work:
     def divided_bytes(self) -> int:
         """Bytes of all weights that are gathered from shards, embeddings included."""
         return max(self.trained, self.body + self.head) * self.shape.dtype.itemsize
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Bytes of the weights that a pool's samplers are sent for every step: those that are trained."""
+        return self.trained * self.shape.dtype.itemsize
 
     @property
     def kv_bytes(self) -> int:
@@ -269,6 +276,10 @@ def forecast(
         )
     size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
     drawn = [one_step(work, machine, links, gpus, lengths.draw(*size, seed + i)) for i in range(draws)]
+    return mean_of(drawn)
+
+
+def mean_of(drawn: Sequence[Forecast]) -> Forecast:
     return Forecast(
         **{name: float(np.mean([getattr(f, name) for f in drawn])) for name in Forecast.__dataclass_fields__}
     )
@@ -285,7 +296,7 @@ def one_step(
     rollouts = np.array([work.rollout_seconds(machine, share.ravel(), len(share)) for share in shares])
     scores = np.array([work.views * work.passes_of(machine, share.ravel() + work.prompt_tokens)[0] for share in shares])
     sampled, total = rollouts + scores, new.ravel() + work.prompt_tokens
-    update, learned, communication = _update_seconds(work, machine, links, np.repeat(owner, new.shape[1]), total, gpus)
+    update, learned, communication = update_seconds(work, machine, links, np.repeat(owner, new.shape[1]), total, gpus)
     sample, slowest = float(sampled.max()), int(sampled.argmax())
     padded = float(total.max()) * new.size
     exchange = padded * RECORD_BYTES / links.records if gpus > 1 else 0.0
@@ -320,7 +331,7 @@ def one_step(
     )
 
 
-def _update_seconds(
+def update_seconds(
     work: Work, machine: Machine, links: Links, owners: np.ndarray, total: np.ndarray, gpus: int
 ) -> tuple[float, np.ndarray, float]:
     """All optimizer steps: (seconds on the slowest process, seconds on each process, seconds of communication).

@@ -34,7 +34,7 @@ class RunPool:
             MakeHands(recipe, torch.get_num_threads(), scores),
             settings.samplers,
             sampler.engine.device.type == "cuda",
-            store_bytes(weights_of(sampler.model, sampler.critic), keep),
+            store_bytes(keep, sampler.model, sampler.critic),
             world.size,
         )
         self.pool = Pool(transport, own, settings.patience, settings.over_ask, keep, say)

@@ -6,9 +6,8 @@ learner, their scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,27 +22,42 @@ from .ask import Done, closed
 from .complete import Completer
 from .parts import load_for_training, make_critic
 
+PART = 512 * 2**20  # bytes of weights that travel together
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
-def weights_of(*modules: nn.Module | None) -> dict[str, np.ndarray]:
-    """The trained weights of modules as integers of their width, which need no copy in a store."""
-    return {
-        f"{i}.{name}": value.detach().cpu().contiguous().view(_AS_INTEGERS[value.element_size()]).numpy()
-        for i, module in enumerate(modules)
-        if module is not None
-        for name, value in module.named_parameters()
-        if value.requires_grad
-    }
+def weights_of(*modules: nn.Module | None) -> Iterator[dict[str, np.ndarray]]:
+    """The trained weights of modules as integers of their width, which need no copy in a store; in parts, so that the
+    host holds no second copy of a large model.
+    """
+    part, size = {}, 0
+    for name, value in trained(*modules):
+        part[name] = value.detach().cpu().contiguous().view(_AS_INTEGERS[value.element_size()]).numpy()
+        size += part[name].nbytes
+        if size >= PART:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
 
 
 @torch.no_grad()
-def load_weights(found: Mapping[str, np.ndarray], *modules: nn.Module | None) -> None:
+def load_weights(parts: Iterable[Mapping[str, np.ndarray]], *modules: nn.Module | None) -> None:
     """Put the weights of `weights_of` into modules of the same kind. Those of a critic are left out where it is not."""
+    missing = dict(trained(*modules))
+    for part in parts:
+        for name, array in part.items():
+            if name in missing:
+                value = missing.pop(name)
+                value.copy_(_tensor(array, value.dtype))
+    assert not missing, f"weights that did not come: {list(missing)[:3]}"
+
+
+def trained(*modules: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
     for i, module in enumerate(modules):
         for name, value in module.named_parameters() if module is not None else ():
             if value.requires_grad:
-                value.copy_(_tensor(found[f"{i}.{name}"], value.dtype))
+                yield f"{i}.{name}", value
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -78,6 +92,7 @@ class RecipeHands:
         pieces = [piece for _, piece in work]
         first = pieces[0]
         if self.version != first.version:
+            self.version = None  # until all of them are there
             load_weights(fetch(), completer.model, completer.critic)
             self.version = engine.version = first.version
         if first.budget is not None and first.budget != engine.compressor.budget:
@@ -124,6 +139,6 @@ def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return sorted(trajectories, key=lambda t: t.sample_index)
 
 
-def store_bytes(weights: Mapping[str, Any], versions: int) -> int:
+def store_bytes(versions: int, *modules: nn.Module | None) -> int:
     """Room for some versions of the weights, and as much again for what is under way."""
-    return 2 * versions * sum(array.nbytes for array in weights.values())
+    return 2 * versions * sum(value.numel() * value.element_size() for _, value in trained(*modules))

@@ -60,8 +60,8 @@ class Threads:
 
     def publish(self, version, weights, oldest):
         self.weights = {known: kept for known, kept in self.weights.items() if known >= oldest}
-        self.weights[version] = {name: array.copy() for name, array in weights.items()}
-        return sum(array.nbytes for array in weights.values())
+        self.weights[version] = [{name: array.copy() for name, array in part.items()} for part in weights]
+        return sum(array.nbytes for part in self.weights[version] for array in part.values())
 
     def close(self):
         for member in list(self.workers):

@@ -5,7 +5,7 @@ import hashlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl.pool.ledger import Brought, Ledger
+from sparse_rl.pool.ledger import FILLS, Brought, Ledger
 from sparse_rl.pool.pieces import MOST_TOGETHER, completions, cut, engine_call, piece_of
 
 
@@ -131,11 +131,20 @@ def test_work_is_left_for_members_that_are_still_coming():
     assert sum(len(piece.members) for _, piece in ledger.assign()[0]) == 8  # a quarter
 
 
-def test_a_member_takes_no_more_than_its_rows():
+def test_a_member_takes_no_more_than_a_few_times_its_rows():
     ledger = Ledger()
-    ledger.join(0, rows=8)
+    ledger.join(0, rows=2)
     ledger.ask(request(0, prompts=8, group=4))
-    assert sum(len(piece.members) for _, piece in ledger.assign()[0]) == 8
+    assert sum(len(piece.members) for _, piece in ledger.assign()[0]) == 2 * FILLS == 8
+
+
+def test_nothing_is_left_over_when_shares_are_not_whole_pieces():
+    ledger = Ledger(wanted=6)
+    for member in range(6):
+        ledger.join(member, rows=64)
+    ledger.ask(cut([[i] for i in range(32)], [list(range(4))] * 32, 0, 0))  # 128 completions, 21.3 for each
+    assert sorted(len(work) for work in ledger.assign().values()) == [5, 5, 5, 5, 6, 6]
+    assert not ledger.requests[0].waiting
 
 
 def test_the_last_pieces_are_asked_twice_and_the_slower_copy_is_useless():

@@ -1,14 +1,17 @@
 """The pool with members that are lost, late, slow, hung, out of memory or wrong: made-up work, without Ray."""
 
 import random
+import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sparse_rl.errors import NonFiniteLogits, OutOfMemory, SparseRLError
 from sparse_rl.pool import pool as pool_module
-from sparse_rl.pool.cluster import connect
+from sparse_rl.pool.cluster import RayTransport, connect, kill_sampler
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
 from tests.helpers.pools import Threads
@@ -118,6 +121,77 @@ def test_a_slow_member_is_overtaken():
     pool.close()
 
 
+def test_a_member_that_hangs_is_replaced_though_every_request_is_short():
+    """Others overtake it, so no request waits for it; its silence counts over all of them."""
+    hung = []
+
+    def hang(hands, piece):
+        if not hung:
+            hung.append(hands)
+        while hands is hung[0] and not release.wait(0.01):
+            pass  # it does not hear that it should stop
+
+    release = threading.Event()
+    pool, _ = made(lambda: Echo(hang), over_ask=1.0, patience=0.3)
+    small = request(prompts=2, group=4)
+    for _ in range(500):
+        assert pool.complete(small) == expected(small)
+        if pool.counts.lost:
+            break
+    release.set()
+    assert pool.counts.lost == 1 and pool.why == "it did not get on for 0.3 s"
+    assert pool.complete(request()) == expected(request()) and pool.live == 2
+    pool.close()
+
+
+def test_time_between_requests_is_nobodys_silence(monkeypatch):
+    pool, _ = made(patience=30.0)
+    pool.complete(request())
+    now = pool_module.time.monotonic()
+    monkeypatch.setattr(pool_module.time, "monotonic", lambda: now + 3600.0)
+    assert pool.complete(request()) == expected(request()) and not pool.counts.lost
+    pool.close()
+
+
+def test_members_that_cannot_start_are_tried_at_growing_intervals(monkeypatch):
+    """One machine of several is broken: the others go on, and it is not asked in every turn."""
+    said, now = [], [0.0]
+    pool, transport = made(members=2, say=said.append)
+    start, tried = transport.start, []
+
+    def half(member):
+        tried.append(now[0])
+        if member == 0:
+            return start(member)
+        transport.news.append(pool_module.Lost(member, "no module named sparse_rl"))
+
+    transport.start = half
+    monkeypatch.setattr(pool_module.time, "monotonic", lambda: now[0])
+    pool.complete(request())
+    for _ in range(200):
+        now[0] += 1.0
+        pool.turn()
+    assert tried[:6] == [0.0, 0.0, 1.0, 3.0, 7.0, 15.0] and tried[-1] - tried[-2] == pool_module.LONGEST_PAUSE
+    assert len(said) == 1 and "could not be started (no module named sparse_rl)" in said[0] and pool.live == 1
+    pool.close()
+
+
+def test_a_member_that_hangs_before_it_has_joined_is_replaced(monkeypatch):
+    monkeypatch.setattr(pool_module, "JOINING", 0.2)
+    pool, transport = made(members=2)
+    start, killed = transport.start, []
+    transport.start = lambda member: None if member == 1 else start(member)
+    transport.kill = lambda member, kill=transport.kill: killed.append(member) if member == 1 else kill(member)
+    for _ in range(1000):
+        assert pool.complete(request()) == expected(request())
+        if killed:
+            break
+        pool_module.time.sleep(0.01)
+        pool.turn()
+    assert killed == [1] and pool.why == "it did not join within 0.2 s"
+    pool.close()
+
+
 def test_a_member_out_of_memory_is_replaced():
     poor = []
 
@@ -157,6 +231,18 @@ def test_a_piece_that_ends_all_its_members_ends_the_run(monkeypatch):
     pool.close()
 
 
+def test_a_node_that_is_lost_with_all_its_starting_members_does_not_end_the_run():
+    pool, transport = made(members=5)
+    start = transport.start
+
+    def first_are_lost(member):
+        return transport.news.append(pool_module.Lost(member, "its node died")) if member < 5 else start(member)
+
+    transport.start = first_are_lost
+    assert pool.complete(request()) == expected(request()) and pool.failed_starts == 0
+    pool.close()
+
+
 def test_members_that_cannot_start_end_the_run():
     pool, transport = made()
 
@@ -164,7 +250,7 @@ def test_members_that_cannot_start_end_the_run():
         transport.news.append(pool_module.Lost(member, "no module named sparse_rl"))
 
     transport.start = start
-    with pytest.raises(SparseRLError, match=r"3 samplers in a row could not be started; the last: no module"):
+    with pytest.raises(SparseRLError, match=r"samplers could not be started, 3 times in a row; the last: no module"):
         pool.complete(request())
     pool.close()
 
@@ -235,3 +321,34 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     with pytest.raises(SparseRLError, match=r"pip install 'sparse-rl\[ray\]'"):
         connect("ray://auto", 0)
+
+
+def fake_ray(put):
+    """A module as far as `publish` knows it."""
+    errors = SimpleNamespace(
+        ObjectStoreFullError=type("ObjectStoreFullError", (Exception,), {}),
+        OutOfDiskError=type("OutOfDiskError", (Exception,), {}),
+    )
+    return SimpleNamespace(put=put, exceptions=errors)
+
+
+@pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])
+def test_a_full_object_store_is_told_with_what_it_needed(kind):
+    def put(value):
+        raise getattr(ray.exceptions, kind)("the node is full")
+
+    ray, transport = fake_ray(put), object.__new__(RayTransport)
+    transport.ray, transport.weights = ray, {0: "old"}
+    with pytest.raises(
+        SparseRLError, match=r"no room for 4 MiB of weights and more \(the node is full\); .*object-store-memory"
+    ):
+        transport.publish(1, [{"w": np.zeros(2**20, np.int32)}], 0)
+
+
+def test_only_samplers_are_ended():
+    """The number of a process that ended may be that of another."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    kill_sampler(child.pid)
+    child.communicate(b"\n")
+    assert child.returncode == 0
+    kill_sampler(child.pid)  # nobody has it

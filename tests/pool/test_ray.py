@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from sparse_rl.files import read_lines
-from tests.helpers.runs import PATIENCE, recipe
+from tests.helpers.runs import PATIENCE, command, recipe, write_recipe
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'sparse-rl[ray]'")
 pytestmark = pytest.mark.slow  # a cluster of processes for each test: a minute
@@ -91,6 +92,94 @@ def killed_run(folder):
     ray.shutdown()
     cluster.shutdown()
     print("happened", *happened)
+
+
+def cut_off_run(folder):
+    """Train on two nodes; one freezes while a sampler works there, as a machine does whose cable is pulled."""
+    import psutil
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from sparse_rl.train.loop import Trainer
+    from sparse_rl.train.run import train
+
+    store = 80 * 2**20
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": store, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1, object_store_memory=store)
+    ray.init(address=cluster.address, log_to_driver=False)
+    here = ray.get_runtime_context().get_node_id()
+    frozen = []
+
+    def freeze(trainer):
+        while not frozen:
+            time.sleep(0.01)
+            pool = None if trainer.pool is None else trainer.pool.pool
+            members = [] if pool is None else list(pool.ledger.members.items())
+            busy = [pool.samplers[i].about for i, member in members if not member.idle and i in pool.samplers]
+            for about in [about for about in busy if about.node != here]:
+                raylet = psutil.Process(about.pid).parent()
+                frozen.extend([raylet, *raylet.children(recursive=True)])
+        for process in frozen:
+            process.suspend()
+
+    begin = Trainer.run
+
+    def run(trainer):
+        threading.Thread(target=freeze, args=(trainer,), daemon=True).start()
+        begin(trainer)
+
+    Trainer.run = run
+    try:
+        train(settings(pool=f"ray://{cluster.address}", samplers=2, patience=5.0), folder, show=False)
+    finally:
+        for process in frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        ray.shutdown()
+        cluster.shutdown()
+    print("frozen", len(frozen))
+
+
+def lost_learner(folder, out):
+    """A learner is killed; another goes on with its folder, on the same cluster."""
+    from ray.cluster_utils import Cluster
+
+    store = 80 * 2**20
+    head = {"num_cpus": 2, "object_store_memory": store, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    given = write_recipe(
+        Path(folder), rollout={"pool": f"ray://{cluster.address}", "samplers": 2}, run={"steps": 6}, eval={"every": 0}
+    )
+    learner = subprocess.Popen(command("train", given, "--out", out))
+    metrics = Path(out) / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        assert learner.poll() is None
+        time.sleep(0.01)
+    learner.kill()
+    learner.wait()
+    again = subprocess.run(command("train", out, "--resume"), timeout=PATIENCE)
+    assert again.returncode == 0
+    cluster.shutdown()
+
+
+def test_a_node_is_cut_off(tmp_path):
+    from sparse_rl.train.run import train
+
+    train(settings(), tmp_path / "one", show=False)
+    done = in_a_process("cut_off_run", tmp_path / "pool")
+    assert (tmp_path / "pool" / "metrics.jsonl").read_bytes() == (tmp_path / "one" / "metrics.jsonl").read_bytes()
+    last = read_lines(tmp_path / "pool" / "timing.jsonl")[-1]
+    assert "frozen" in done.stdout and last["pool/lost/count"] >= 1 and last["pool/duplicates/different"] == 0
+
+
+def test_the_learner_is_lost_and_another_attaches_to_the_pool(tmp_path):
+    from sparse_rl.train.run import train
+
+    train(recipe(run={"steps": 6}, eval={"every": 0}), tmp_path / "one", show=False)
+    in_a_process("lost_learner", tmp_path, tmp_path / "pool")
+    assert (tmp_path / "pool" / "metrics.jsonl").read_bytes() == (tmp_path / "one" / "metrics.jsonl").read_bytes()
 
 
 def test_samplers_and_a_node_are_lost_and_the_metrics_are_the_same(tmp_path):

@@ -4,12 +4,17 @@ Here they are threads of this process; tests/pool/test_ray.py has them as proces
 """
 
 import random
+import threading
 
 import pytest
+import torch
+from torch import nn
 
 import sparse_rl.train.pooled
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
+from sparse_rl.train import remote
+from sparse_rl.train.ask import Done, closed, opened
 from sparse_rl.train.run import train
 from tests.helpers.pools import Threads
 from tests.helpers.runs import recipe
@@ -117,6 +122,44 @@ def test_one_step_ahead_is_what_a_thread_does(pools, tmp_path):
         assert one.keys() == other.keys()
         for key, value in other.items():
             assert one[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+def test_results_are_opened_by_several_threads():
+    """Several steps are under way; torch has one list of classes that may be loaded for all threads."""
+    content = closed(Done([], diagnosed={(0, 1): (torch.ones(3), None)}))
+    failed = []
+
+    def open_many():
+        try:
+            for _ in range(150):
+                assert opened(content).diagnosed[0, 1][0].tolist() == [1.0] * 3
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=open_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+
+
+def test_weights_travel_in_parts(monkeypatch):
+    """To the bit, also where a model is tied; a critic's are left out where there is none; none may be missing."""
+    monkeypatch.setattr(remote, "PART", 1000)
+    made = [nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)).to(torch.bfloat16) for _ in range(2)]
+    for model in made:
+        model[1].weight = model[0].weight
+    critic = nn.Linear(8, 1)
+    parts = list(remote.weights_of(made[0], critic))
+    assert len(parts) == 1 and remote.store_bytes(1, made[0], critic) == 2 * (2 * 400 + 4 * 9)
+    monkeypatch.setattr(remote, "PART", 16)
+    parts = list(remote.weights_of(made[0], critic))
+    assert len(parts) == 3 and [len(part) for part in parts] == [1, 1, 1]
+    remote.load_weights(parts, made[1], None)
+    assert torch.equal(made[1][0].weight, made[0][0].weight)
+    with pytest.raises(AssertionError, match="weights that did not come"):
+        remote.load_weights(parts[1:], made[1])
 
 
 def test_mistakes():
