@@ -48,6 +48,7 @@ def serve(
         str | None, typer.Option(help="The key for new weights, pause and resume. Also SPARSE_RL_ADMIN_KEY.")
     ] = None,
     weights_root: Annotated[Path | None, typer.Option(help="The folder under which new weights may lie.")] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that running answers have to end after SIGTERM.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     dtype: Dtype = None,
     trust: Trust = False,
@@ -65,6 +66,13 @@ def serve(
     require_int(prompt_tokens=prompt_tokens)
     keys = tuple(api_key or filter(None, [os.environ.get("SPARSE_RL_API_KEY")]))
     admin = admin_key or os.environ.get("SPARSE_RL_ADMIN_KEY")
+    for option, key in (*(("--api-key", key) for key in keys), ("--admin-key", admin)):
+        if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() and key):
+            raise SparseRLError(f"{option} must be a word of printable ASCII characters, and not an empty one.")
+    if admin in keys:
+        raise SparseRLError("--admin-key is also an --api-key; clients could change the model. Choose another one.")
+    if not 0 <= drain <= 86_400:
+        raise SparseRLError(f"--drain is {drain}; it must be 0 to 86,400 seconds.")
     if host not in _LOOPBACK and not keys:
         raise SparseRLError(f"--host {host} lets others in; give them a key with --api-key, or listen on 127.0.0.1.")
     if weights_root is not None and admin is None:
@@ -100,5 +108,6 @@ def serve(
         admin_key=admin,
         weights_root=weights_root,
         loopback=host in _LOOPBACK,
+        drain=drain,
         say=typer.echo,
     )

@@ -213,6 +213,11 @@ class LiveEngine:
     def rows_in_use(self) -> int:
         return self.engine.rows - len(self._loop.free_rows())
 
+    @property
+    def num_open(self) -> int:
+        """Conversations that have not ended."""
+        return len(self._open)
+
     def close(self) -> None:
         """End all conversations."""
         if not self.closed:

@@ -65,6 +65,7 @@ class LiveLoop(Loop):
 
     def round(self) -> None:
         self.news = {}
+        self.phases.parts.clear()  # an open engine has no end at which somebody would ask where its time went
         if self.hold_seconds is not None:
             before = time.monotonic() - self.hold_seconds
             self.park([row for row, sequence in self.held.items() if self.of(sequence).since <= before])

@@ -67,11 +67,6 @@ class Answer:
         self.text += piece
         return piece
 
-    @property
-    def stop_reason(self) -> str | int | None:
-        """What stopped it, as vLLM says it: the stop string, or the token's id; None at the end of the model's own."""
-        return self.matched
-
 
 @dataclass(frozen=True)
 class Top:
@@ -98,6 +93,19 @@ def chat_logprobs(tokenizer, tokens: list[int], logprobs: list[float], top: Top 
         others = [] if top is None else zip(top.ids[i], top.logprobs[i], strict=True)
         content.append({**entry(token, logprob), "top_logprobs": [entry(other, value) for other, value in others]})
     return {"content": content, "refusal": None}
+
+
+def id_logprobs(tokens: list[int], logprobs: list[float], top: Top | None = None) -> dict[str, Any]:
+    """`choices[].logprobs` of vLLM's generate: tokens are named by their ids, since its clients decode themselves."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": f"token_id:{token}", "logprob": _finite(logprob), "bytes": None}
+
+    content = []
+    for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        others = [] if top is None else zip(top.ids[i], top.logprobs[i], strict=True)
+        content.append({**entry(token, logprob), "top_logprobs": [entry(other, value) for other, value in others]})
+    return {"content": content}
 
 
 def completion_logprobs(
@@ -134,4 +142,4 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)  # JSON has no infinity
 
 
-__all__ = ["Answer", "Teller", "Top", "chat_logprobs", "completion_logprobs", "decode", "head", "usage"]
+__all__ = ["Answer", "Teller", "Top", "chat_logprobs", "completion_logprobs", "decode", "head", "id_logprobs", "usage"]

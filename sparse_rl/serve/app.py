@@ -8,6 +8,7 @@ with the admin key: /pause  /resume  /update_weights; /init_broadcaster is refus
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,11 +18,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 
 from ..errors import SparseRLError
 from . import weights
-from .answer import Answer, chat_logprobs, completion_logprobs, head, usage
+from .answer import Answer, chat_logprobs, completion_logprobs, head, id_logprobs, usage
 from .guard import Guard
 from .metrics import metrics
 from .page import page
-from .prompts import chat_prompt, text_prompt
+from .prompts import chat_prompt, reading, text_prompt
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -54,6 +55,11 @@ def make_app(service: Service) -> FastAPI:
     async def other_method(request: Request, _: Exception) -> JSONResponse:
         return JSONResponse(Refusal(405, f"{request.method} is not for {request.url.path[:100]}.").body, 405)
 
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        """An error of ours, which the log shows."""
+        return JSONResponse(Refusal(500, f"the server failed ({type(error).__name__}).", "server_error").body, 500)
+
     # --------------------------------------------------------------------------------------------------- OpenAI's
 
     @app.post("/v1/chat/completions")
@@ -61,29 +67,17 @@ def make_app(service: Service) -> FastAPI:
         asked = parsed(ChatRequest, parse_json(await request.body()))
         asked.check()
         name = service.name_of(asked.model)
-        reader = go_on(service, asked, name, request.state.owner)
+        reader = await go_on(service, asked, name, request.state.owner)
         if reader is None:
-            prompts = [chat_prompt(tokenizer, service.template, asked)]
+            prompts = [await reading(lambda: chat_prompt(tokenizer, service.template, asked))]
             reader = Reader(service, asked, name, prompts, request.state.owner, keep=asked.conversation is not None)
         prompt = reader.answers[0].prompt
         identity = f"chatcmpl-{secrets.token_hex(12)}"
         if asked.stream:
-            return await streaming(reader, chat_chunks(reader, asked, identity))
-        answers = await reader.whole(request)
-        choices = []
-        for answer in answers:
-            content, calls = called(tokenizer, answer, asked.tools) if asked.tools else (answer.text, [])
-            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-            if calls:
-                message["tool_calls"] = calls
-            logprobs = None
-            if asked.logprobs:
-                _, top = await reader.scored(answer, asked.top) if asked.top else (None, None)
-                logprobs = chat_logprobs(tokenizer, answer.tokens, answer.logprobs, top)
-            reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
-            choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-            choices.append(choice | reader.own(answer, asked.return_token_ids))
-            reader.keep(message)
+            return streaming(reader, chat_chunks(reader, asked, identity))
+        with contextlib.closing(reader):
+            answers = await reader.whole(request)
+            choices = [await chat_choice(reader, asked, answer) for answer in answers]
         more: dict[str, Any] = {"prompt_token_ids": prompt} if asked.return_token_ids else {}
         if asked.conversation is not None:
             more["conversation"] = reader.how
@@ -92,18 +86,33 @@ def make_app(service: Service) -> FastAPI:
             | {"choices": choices, "usage": usage(answers, len(prompt)), **more, **reader.version(answers)}
         )
 
+    async def chat_choice(reader: Reader, asked: ChatRequest, answer: Answer) -> dict[str, Any]:
+        content, calls = called(tokenizer, answer, asked.tools) if asked.tools else (answer.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = None
+        if asked.logprobs:
+            _, top = await reader.scored(answer, asked.top) if asked.top else (None, None)
+            logprobs = chat_logprobs(tokenizer, answer.tokens, answer.logprobs, top)
+        reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+        choice = {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        reader.keep(message)
+        return choice | reader.own(answer, asked.return_token_ids)
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         asked = parsed(CompletionRequest, parse_json(await request.body()))
         asked.check()
         name = service.name_of(asked.model)
-        prompts = [text_prompt(tokenizer, prompt) for prompt in asked.prompts]
+        prompts = await reading(lambda: [text_prompt(tokenizer, prompt) for prompt in asked.prompts])
         reader = Reader(service, asked, name, prompts, request.state.owner)
         identity = f"cmpl-{secrets.token_hex(12)}"
         if asked.stream:
-            return await streaming(reader, completion_chunks(reader, asked, identity))
-        answers = await reader.whole(request)
-        choices = [await completion_choice(reader, asked, answer) for answer in answers]
+            return streaming(reader, completion_chunks(reader, asked, identity))
+        with contextlib.closing(reader):
+            answers = await reader.whole(request)
+            choices = [await completion_choice(reader, asked, answer) for answer in answers]
         total = sum(map(len, prompts))
         body = head("text_completion", name, identity) | {"choices": choices, "usage": usage(answers, total)}
         return JSONResponse(body | reader.version(answers))
@@ -154,16 +163,23 @@ def make_app(service: Service) -> FastAPI:
         reader: Reader, asked: CompletionRequest, identity: str
     ) -> AsyncIterator[dict[str, Any]]:
         first = head("text_completion", reader.name, identity)
+        offsets: dict[int, int] = {}  # of the next token's text, by answer
         async for answer, event, piece in reader.events():
             logprobs = None
             if asked.logprobs is not None:
-                logprobs = completion_logprobs(tokenizer, event.tokens, event.logprobs, None, len(answer.text))
+                at = offsets.get(answer.index, 0)
+                logprobs = completion_logprobs(tokenizer, event.tokens, event.logprobs, None, at)
+                offsets[answer.index] = at + sum(map(len, logprobs["tokens"]))
             choice = {"index": answer.index, "text": piece, "logprobs": logprobs, "finish_reason": event.finish_reason}
             yield first | {"choices": [choice | reader.news(answer, event, asked.return_token_ids)]}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.about(name) for name in desk.places]}
+
+    @app.get("/v1/models/{name}")
+    async def one_model(name: str) -> dict[str, Any]:
+        return service.about(service.name_of(name))
 
     # ----------------------------------------------------------------------------------------- what RL clients need
 
@@ -175,14 +191,15 @@ def make_app(service: Service) -> FastAPI:
             raise Refusal(400, "generate does not stream; leave out stream.", param="stream")
         asked.check()
         reader = Reader(service, asked, service.name_of(body.model), [list(body.token_ids)], request.state.owner)
-        answers = await reader.whole(request)
+        with contextlib.closing(reader):
+            answers = await reader.whole(request)
         choices = []
         for answer in answers:
             _, top = await reader.scored(answer, asked.top) if asked.top else (None, None)
             choice = {
                 "index": answer.index,
                 "token_ids": answer.tokens,
-                "logprobs": chat_logprobs(tokenizer, answer.tokens, answer.logprobs, top),
+                "logprobs": id_logprobs(answer.tokens, answer.logprobs, top),
                 "finish_reason": answer.finish_reason,
             }
             choices.append(choice | reader.own(answer, False))
@@ -201,9 +218,12 @@ def make_app(service: Service) -> FastAPI:
     async def tokenize(request: Request) -> dict[str, Any]:
         data = parse_json(await request.body())
         if isinstance(data, dict) and "messages" in data:
-            tokens = chat_prompt(tokenizer, service.template, parsed(ChatRequest, data))
+            chat = parsed(ChatRequest, data)
+            tokens = await reading(lambda: chat_prompt(tokenizer, service.template, chat))
         else:
-            tokens = text_prompt(tokenizer, parsed(CompletionRequest, data).prompts[0])
+            text = parsed(CompletionRequest, data)
+            text.check_prompts()
+            tokens = await reading(lambda: text_prompt(tokenizer, text.prompts[0]))
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.settings.max_tokens}
 
     @app.post("/detokenize")
@@ -212,7 +232,7 @@ def make_app(service: Service) -> FastAPI:
         tokens = data.get("tokens") if isinstance(data, dict) else None
         if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < service.vocabulary for i in tokens):
             raise Refusal(400, "tokens is not a list of token ids of this model.", param="tokens")
-        return {"prompt": tokenizer.decode(tokens)}
+        return {"prompt": await reading(lambda: tokenizer.decode(tokens))}
 
     @app.get("/v1/traces/{identity}")
     async def trace(request: Request, identity: str) -> Response:

@@ -24,6 +24,7 @@ from .protocol import Refusal
 from .seen import Seen, seen_at_end, seen_by
 
 Result = TypeVar("Result")
+_NEWS = 2000  # events a second at most, of all answers together: each is a line to write, in the model's process
 _LOOK = 0.2  # seconds between two looks at what an answer still sees
 
 
@@ -62,6 +63,7 @@ class Ticket:
     watch: bool  # whether events say what is seen
     keep: bool = False  # whether the conversation may go on when the answer has ended
     looked: float = 0.0  # when they last said it
+    heard: float = 0.0  # when the last event was
 
     def tell(self, event: Event) -> None:
         with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
@@ -98,12 +100,21 @@ class Desk:
         self._thread.start()
         self._ready.result()
 
-    def stop(self) -> None:
-        """End all answers, and the thread."""
+    def end(self) -> None:
+        """End all answers, and the thread, soon."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def stop(self) -> None:
+        """The same, now."""
+        self.end()
         self._thread.join()
+
+    def most_waiting(self, place: str) -> int | None:
+        """How many answers may wait; None: the engine is not open"""
+        live = self.places[place].live
+        return None if live is None else live.most_waiting
 
     @property
     def alive(self) -> bool:
@@ -121,6 +132,10 @@ class Desk:
     def rows_in_use(self) -> int:
         return sum(place.live.rows_in_use for place in self.places.values() if place.live is not None)
 
+    @property
+    def open(self) -> int:
+        return sum(place.live.num_open for place in self.places.values() if place.live is not None)
+
     # ------------------------------------------------------------------------------------------ from the event loop
 
     def submit(
@@ -135,9 +150,7 @@ class Desk:
         keep: bool = False,
     ) -> Ticket:
         """Ask for an answer; `events` has its news. keep: `extend` may follow"""
-        live = self.places[place].live
-        if live is None or self._stopping:
-            raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
+        live = self._open_at(place)
         with self._wake:
             try:
                 conversation = live.submit(prompt, sampling, seed, sample=sample, stop_strings=stop_strings)
@@ -153,9 +166,7 @@ class Desk:
         """Go on with a conversation that was kept, in its row (`extended`), or in one that is made from its trace
         (`restored`).
         """
-        live, conversation = self.places[old.place].live, old.conversation
-        if live is None or self._stopping:
-            raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
+        live, conversation = self._open_at(old.place), old.conversation
         with self._wake:
             how = "restored" if conversation.row is None and conversation.parked is None else "extended"
             try:
@@ -163,6 +174,12 @@ class Desk:
             except SparseRLError as error:
                 raise Refusal(400, str(error)) from error
             return self._ticket(old.place, conversation, len(given), watch, True), how
+
+    def _open_at(self, place: str) -> LiveEngine:
+        live = self.places[place].live
+        if live is None or live.closed or self._stopping:
+            raise Refusal(503, "the server is stopping or starting; try again.", "server_error", retry_after=5)
+        return live
 
     def _ticket(self, place: str, conversation: Conversation, read: int, watch: bool, keep: bool) -> Ticket:
         """read: tokens that are fed before the answer"""
@@ -177,10 +194,14 @@ class Desk:
     def forget(self, ticket: Ticket) -> None:
         """End a conversation that was kept."""
         with self._wake:
-            live = self.places[ticket.place].live
-            if live is not None and not live.closed and ticket.conversation.status != "ended":
+            self._give_up(ticket)
+
+    def _give_up(self, ticket: Ticket) -> None:
+        live = self.places[ticket.place].live
+        if live is not None and ticket.conversation.status != "ended":
+            with suppress(SparseRLError):  # an engine that was closed meanwhile has given up all of them
                 live.cancel(ticket.conversation)
-            self._wake.notify()
+        self._wake.notify()
 
     async def events(self, ticket: Ticket) -> AsyncIterator[Event]:
         """The news of an answer until it ends; whoever stops reading cancels it."""
@@ -201,10 +222,7 @@ class Desk:
             if self._tickets.pop((ticket.place, ticket.conversation.number), None) is None:
                 return
             self.counts.cancelled += 1
-            live = self.places[ticket.place].live
-            if live is not None and not live.closed:
-                live.cancel(ticket.conversation)
-            self._wake.notify()
+            self._give_up(ticket)
 
     async def work(self, job: Callable[[], Result]) -> Result:
         """Run a job in the thread of the model, between two rounds."""
@@ -272,7 +290,11 @@ class Desk:
             self._tell(live, ticket)
 
     def _tell(self, live: LiveEngine, ticket: Ticket) -> None:
-        conversation, first = ticket.conversation, ticket.told
+        """The first token and the last one are told at once; where many answers run, others are told together."""
+        conversation, first, now = ticket.conversation, ticket.told, time.monotonic()
+        if conversation.status != "stopped" and now - ticket.heard < len(self._tickets) / _NEWS:
+            return
+        ticket.heard = now
         sampled = [i for i in range(first, len(conversation.tokens)) if not conversation.given[i]]
         tokens, logprobs = [conversation.tokens[i] for i in sampled], [conversation.logprobs[i] for i in sampled]
         ticket.told = len(conversation.tokens)

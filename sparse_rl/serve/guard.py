@@ -1,7 +1,7 @@
 """Who may ask, and how much: keys, hosts, sizes and patience, before any route sees a request.
 
-Without keys the server listens on loopback alone, and answers under loopback's names alone, so that no page of the web
-can reach it through a name of its own that points here.
+Without keys the server listens on loopback alone, and answers under loopback's names and to loopback's pages alone, so
+that no page of the web can use it, neither through a name of its own that points here nor by a request across sites.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from .service import Settings
 
 ADMIN = ("/pause", "/resume", "/update_weights", "/init_broadcaster")
 OPEN = ("/health", "/liveness", "/", "/favicon.ico")  # the page asks for the key itself
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+_HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)  # names of loopback
 
 
 class Guard:
@@ -35,20 +36,25 @@ class Guard:
         try:
             scope.setdefault("state", {})["owner"] = self.owner(scope["path"], headers)
             size = headers.get("content-length", "0")
-            if not size.isdigit() or int(size) > self.settings.most_bytes:
+            if len(size) > 18 or not size.isdecimal() or int(size) > self.settings.most_bytes:
                 raise self.too_large()
-            receive = await self.whole_body(receive)
+            whole = await self.whole_body(receive)
         except Refusal as error:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        if whole is not None:  # else the client has gone
+            await self.app(scope, whole, send)
 
     def owner(self, path: str, headers: dict[str, str]) -> str | None:
         """Whose request it is; None: the administrator's, who may see everything."""
         settings = self.settings
-        host = headers.get("host", "").rsplit(":", 1)[0] if "]" not in headers.get("host", "") else "[::1]"
-        if settings.loopback and not settings.api_keys and host not in _LOOPBACK:
-            raise Refusal(403, "without a key this server answers under loopback's names only.", "permission_error")
+        if settings.loopback and not settings.api_keys:
+            if not _HERE.fullmatch(headers.get("host", "")):
+                message = "without a key this server answers under loopback's names only."
+                raise Refusal(403, message, "permission_error")
+            if (origin := headers.get("origin")) is not None and not _HERE.fullmatch(origin.partition("://")[2]):
+                message = "without a key this server does not answer pages of other servers."
+                raise Refusal(403, message, "permission_error")
         key = headers.get("authorization", "").removeprefix("Bearer ").strip()
         admin = settings.admin_key is not None and _is_one(key, [settings.admin_key])
         if path in ADMIN and not admin:
@@ -61,8 +67,8 @@ class Guard:
     def too_large(self) -> Refusal:
         return Refusal(413, f"a request may have up to {self.settings.most_bytes:,} bytes.", code="request_too_large")
 
-    async def whole_body(self, receive: Receive) -> Receive:
-        """Read the body, within bounds of size and time; the app then gets it at once."""
+    async def whole_body(self, receive: Receive) -> Receive | None:
+        """Read the body, within bounds of size and time; the app then gets it at once. None: the client has gone"""
         body, more = bytearray(), True
 
         async def read() -> bool:
@@ -81,9 +87,9 @@ class Guard:
             there = await asyncio.wait_for(read(), self.settings.patience)
         except TimeoutError:
             raise Refusal(408, "the request did not arrive in time.", code="request_timeout") from None
-        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         if not there:
-            first = [{"type": "http.disconnect"}]
+            return None
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def again() -> Any:
             return first.pop() if first else await receive()

@@ -43,6 +43,8 @@ class Reading(Collector):
         for name, about, value in (
             ("running", "Answers that run", desk.running),
             ("waiting", "Answers that wait for a row", desk.waiting),
+            ("open", "Answers and conversations that the engines know", desk.open),
+            ("conversations", "Conversations that may go on", len(self.service.conversations)),
             ("rows_in_use", "Rows of the cache in use", desk.rows_in_use),
             ("trace_bytes", "Bytes of traces that are kept", self.service.traces.size),
             ("paused", "1: no tokens are sampled", int(desk.paused)),

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
-
-from jinja2 import TemplateError
+from typing import Any, TypeVar
 
 from ..chat import appended
 from ..errors import SparseRLError
 from ..models import encode
 from ..tasks.templates import dress
 from .protocol import ChatRequest, Refusal
+
+Result = TypeVar("Result")
+_READING = ThreadPoolExecutor(1, "prompts")  # one thread: tokenizers are not made for several
+
+
+async def reading(job: Callable[[], Result]) -> Result:
+    """Read a prompt in a thread of its own: megabytes of text take seconds, in which other streams go on."""
+    return await asyncio.get_running_loop().run_in_executor(_READING, job)
 
 
 def chat_prompt(tokenizer, template: str | None, asked: ChatRequest) -> list[int]:
@@ -21,17 +31,28 @@ def chat_prompt(tokenizer, template: str | None, asked: ChatRequest) -> list[int
     if getattr(tokenizer, "chat_template", None) is None:
         return _question(tokenizer, template, messages, asked)
     text = _rendered(tokenizer, asked, messages, asked.add_generation_prompt)
+    return _encoded(tokenizer, text)
+
+
+def _encoded(tokenizer, text: str) -> list[int]:
+    """The tokens of a rendered chat."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refusal(400, "a message holds half of a surrogate pair, which is not text.", param="messages") from None
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _rendered(tokenizer, asked: ChatRequest, messages: list[dict[str, Any]], ask: bool) -> str:
     """ask: with what makes the model speak"""
     tools = asked.tools if asked.tools and asked.tool_choice != "none" else None
-    reserved = {"tokenize", "tools", "add_generation_prompt", "return_dict", "return_tensors"}
-    more = {name: value for name, value in asked.chat_template_kwargs.items() if name not in reserved}
+    more = asked.chat_template_kwargs  # values for the template; nothing that changes how it is rendered, nor which
+    if odd := [name for name in more if name in inspect.signature(tokenizer.apply_chat_template).parameters]:
+        message = f"chat_template_kwargs may not hold {odd[0]}; it holds values for the model's template."
+        raise Refusal(400, message, param="chat_template_kwargs")
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=ask, tokenize=False, **more)
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except Exception as error:  # the template is the model's own program: whatever it raises is about the messages
         raise Refusal(400, f"the model's chat template refuses these messages ({str(error)[:200]}).") from error
 
 
@@ -48,7 +69,7 @@ def continuation(tokenizer, end: int, asked: ChatRequest, known: int) -> list[in
         text = appended(before, after, tokenizer.convert_ids_to_tokens(end))
     except SparseRLError as error:
         raise Refusal(400, f"{error} Or leave out `conversation`.", param="conversation") from error
-    return tokenizer.encode(text, add_special_tokens=False)
+    return _encoded(tokenizer, text)
 
 
 def essence(message: dict[str, Any]) -> dict[str, Any]:

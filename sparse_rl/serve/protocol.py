@@ -15,6 +15,11 @@ MOST_STOPS = 16
 MOST_TOP = 20  # top_logprobs
 
 
+def _printable(text: str) -> str:
+    """Text that a request may have brought, with half surrogates replaced: UTF-8 cannot write them."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class Refusal(Exception):
     """An answer that is an error, in OpenAI's shape."""
 
@@ -27,6 +32,8 @@ class Refusal(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ):
+        message = _printable(message)
+        param = param and _printable(param)
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.retry_after = retry_after
@@ -50,7 +57,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=100)  # below 1e-5: greedy, as vLLM has it
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     max_tokens: int | None = Field(None, ge=1)
@@ -86,6 +93,8 @@ class Asked(BaseModel):
             raise Refusal(400, "response_format is not supported but for text; leave it out.", param="response_format")
         if len(self.stops) > MOST_STOPS or not all(self.stops):
             raise Refusal(400, f"stop holds up to {MOST_STOPS} texts, none of them empty.", param="stop")
+        if odd := [i for i in self.stop_token_ids if not 0 <= i < 2**31]:
+            raise Refusal(400, f"stop_token_ids holds {str(odd[0])[:30]}, which is no token.", param="stop_token_ids")
         if self.map and not self.stream:
             raise Refusal(400, "map needs stream: true; it is sent while the answer grows.", param="map")
 
@@ -148,13 +157,16 @@ class CompletionRequest(Asked):
             raise Refusal(400, "suffix is not supported; leave it out.", param="suffix")
         if self.best_of not in (None, self.n):
             raise Refusal(400, f"best_of is {self.best_of}, but only n ({self.n}) is supported.", param="best_of")
-        if not self.prompts:
-            raise Refusal(400, "prompt is empty; give a text or a list of token ids.", param="prompt")
+        self.check_prompts()
         if len(self.prompts) * self.n > 256:
             raise Refusal(400, f"{len(self.prompts)} prompts x n {self.n} are more than 256 answers.", param="prompt")
         _check_top(self.top, self.stream, "logprobs")
         if self.echo and self.stream:
             raise Refusal(400, "echo cannot be streamed; leave out one of the two.", param="echo")
+
+    def check_prompts(self) -> None:
+        if not self.prompts:
+            raise Refusal(400, "prompt is empty; give a text or a list of token ids.", param="prompt")
 
 
 class GenerateRequest(BaseModel):
@@ -165,14 +177,17 @@ class GenerateRequest(BaseModel):
     token_ids: list[int] = Field(min_length=1)
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=200)
     stream: bool = False
     trace: bool = False
 
     def asked(self) -> CompletionRequest:
-        """The same as a completion. Log-probs are always those of the distribution that was sampled from."""
+        """The same as a completion. Log-probs are always those of the distribution that was sampled from.
+
+        Clients that want those of sampled tokens alone write 0 or 1; other tokens would cost a pass of their own.
+        """
         known = {name: value for name, value in self.sampling_params.items() if value is not None}
-        known["logprobs"] = known.get("logprobs", 0)
+        known["logprobs"] = 0 if known.get("logprobs", 0) in (0, 1) else known["logprobs"]
         known.setdefault("max_tokens", None)
         return parsed(CompletionRequest, {**known, "prompt": self.token_ids, "model": self.model, "trace": self.trace})
 

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..rollout import Sampling
 from .answer import Answer, Teller, usage
 from .desk import Event, Ticket
-from .prompts import continuation, essence
+from .prompts import continuation, essence, reading
 from .protocol import Asked, ChatRequest, Refusal
 from .scoring import score
 from .service import Service
@@ -42,6 +43,8 @@ class Reader:
         self.tickets: list[Ticket] = []
         self.answers: list[Answer] = []
         self.how = "prefilled"
+        self.keeps, self.kept = keep or extended is not None, False
+        service.check_answers(name, len(prompts) * asked.n)
         if extended is not None:
             ticket, sampling, self.how = extended
             self.tickets, self.sampling, self.answers = [ticket], [sampling], [Answer(0, prompts[0])]
@@ -55,13 +58,18 @@ class Reader:
                     self.sampling.append(sampling)
                     self.answers.append(Answer(len(self.answers), prompt))
         except BaseException:
-            self.cancel()
+            self.close()
             raise
         self.tellers = [Teller(service.tokenizer, asked.stops) for _ in self.tickets]
 
-    def cancel(self) -> None:
+    def close(self) -> None:
+        """Nobody reads any more. Answers that run are cancelled; a conversation that was to go on, but was not kept, is
+        given up.
+        """
         for ticket in self.tickets:
             self.service.desk.cancel(ticket)
+            if self.keeps and not self.kept:
+                self.service.desk.forget(ticket)
 
     async def events(self) -> AsyncIterator[tuple[Answer, Event, str]]:
         """News of all answers as they come, with the text that is new."""
@@ -87,7 +95,6 @@ class Reader:
         finally:
             for task in tasks:
                 task.cancel()
-            self.cancel()
 
     async def whole(self, request: Request) -> list[Answer]:
         """All answers, complete; a client that hangs up cancels them."""
@@ -116,12 +123,14 @@ class Reader:
         if answer.matched is not None:
             self.service.desk.forget(self.tickets[0])
             return
+        self.kept = True
         said = [essence(known) for known in [*asked.messages, message]]
         self.service.conversations.put((self.owner, asked.conversation, self.name), self.tickets[0], said)
 
     def own(self, answer: Answer, ids: bool) -> dict[str, Any]:
         """Fields of an ended choice that OpenAI lacks."""
-        found: dict[str, Any] = {"stop_reason": answer.stop_reason}
+        by_id = answer.finish_reason == "stop" and answer.tokens[-1] in self.asked.stop_token_ids
+        found: dict[str, Any] = {"stop_reason": answer.tokens[-1] if by_id else answer.matched}  # as vLLM says it
         if ids:
             found["token_ids"] = answer.tokens
         if self.asked.trace and answer.trajectory is not None:
@@ -140,7 +149,7 @@ class Reader:
         return {"weight_version": min(answer.version for answer in answers)}
 
 
-def go_on(service: Service, asked: ChatRequest, name: str, owner: str | None) -> Reader | None:
+async def go_on(service: Service, asked: ChatRequest, name: str, owner: str | None) -> Reader | None:
     """The reader of a conversation that goes on in its row; None: it begins, or must be read anew."""
     if asked.conversation is None or getattr(service.tokenizer, "chat_template", None) is None:
         return None
@@ -150,19 +159,33 @@ def go_on(service: Service, asked: ChatRequest, name: str, owner: str | None) ->
     ticket, known = kept
     conversation = ticket.conversation
     try:
-        given = continuation(service.tokenizer, service.end, asked, len(known))
+        given = await reading(lambda: continuation(service.tokenizer, service.end, asked, len(known)))
         if conversation.tokens[-1] != service.end:  # the answer was cut off: its turn ends here
             given = [service.end, *given]
         before = [*conversation.tokens, *given]
         sampling = service.sampling(asked, len(before), goes_on=True)
         again, how = service.desk.extend(ticket, given, sampling, asked.stops, asked.map)
-    except Refusal:
+    except BaseException:  # also a client that hangs up meanwhile
         service.desk.forget(ticket)
         raise
     return Reader(service, asked, name, [before], owner, extended=(again, sampling, how))
 
 
-async def streaming(reader: Reader, chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+class Streaming(StreamingResponse):
+    """A stream that closes its reader however it ends, also where the client has gone before it began."""
+
+    def __init__(self, reader: Reader, lines: AsyncIterator[str]):
+        super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.reader = reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.reader.close()
+
+
+def streaming(reader: Reader, chunks: AsyncIterator[dict[str, Any]]) -> Streaming:
     """Server-sent events. An error after the first event is one, too."""
 
     async def lines() -> AsyncIterator[str]:
@@ -177,11 +200,9 @@ async def streaming(reader: Reader, chunks: AsyncIterator[dict[str, Any]]) -> St
                 yield f"data: {json.dumps(last)}\n\n"
         except Refusal as error:
             yield f"data: {json.dumps(error.body)}\n\n"
-        finally:
-            reader.cancel()
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return Streaming(reader, lines())
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -16,13 +17,25 @@ from ..errors import SparseRLError
 from ..rollout import Engine
 from .app import make_app
 from .desk import Desk, Place
+from .http import connections
 from .service import Service, Settings
 
-_DRAIN = 60  # seconds that answers may take to end after SIGTERM
+_LAST = 10  # seconds to tell clients that their answers were ended
 
 
 class _Server(uvicorn.Server):
-    """The first SIGTERM or Ctrl-C lets running answers end; the second one ends them."""
+    """The first SIGTERM or Ctrl-C lets running answers end, for so long; the second one ends them."""
+
+    def __init__(self, config: uvicorn.Config, desk: Desk, drain: float):
+        super().__init__(config)
+        self.desk, self.drain = desk, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        late = asyncio.get_running_loop().call_later(self.drain, self.desk.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit = self.should_exit
@@ -65,6 +78,7 @@ def run(
     admin_key: str | None,
     weights_root: Path | None,
     loopback: bool,
+    drain: float,
     say: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or Ctrl-C."""
@@ -86,11 +100,13 @@ def run(
         config = uvicorn.Config(
             make_app(service),
             lifespan="off",  # `desk` is stopped below
-            log_level="warning",
-            timeout_graceful_shutdown=_DRAIN,
+            http=connections(settings.patience),
+            ws="none",
+            log_level="error",  # clients that send nonsense are told so
+            timeout_graceful_shutdown=round(drain) + _LAST,
             timeout_keep_alive=30,
         )
-        server = _Server(config)
+        server = _Server(config, service.desk, drain)
         try:
             server.run(sockets=[listening])
         finally:

@@ -21,6 +21,7 @@ from .protocol import Asked, ChatRequest, CompletionRequest, Refusal
 
 _TRACES = 256 * 2**20  # bytes of traces that are kept
 _TRACE_SECONDS = 600
+_GREEDY = 1e-5  # temperatures below this one are 0: logits that are divided by them may overflow
 _HELD_SECONDS = 600  # that a conversation is kept after its last answer
 
 
@@ -92,6 +93,11 @@ class Service:
             "top_k": int(getattr(sampled, "top_k", None) or 0),
         }
 
+    def check_answers(self, name: str, answers: int) -> None:
+        """More answers than may wait could never be accepted, however often they were asked for again."""
+        if (most := self.desk.most_waiting(name)) is not None and answers > most:
+            raise Refusal(400, f"{answers} answers are asked for at once, but at most {most} may wait.", param="n")
+
     @property
     def vocabulary(self) -> int:
         return next(iter(self.desk.places.values())).engine.shape.vocabulary
@@ -143,8 +149,8 @@ class Service:
         stops = () if asked.ignore_eos else self.stop_ids
         sampling = Sampling(
             max_new_tokens=room if wanted is None else min(wanted, room),
-            temperature=chosen["temperature"],
-            top_k=max(0, chosen["top_k"]),
+            temperature=chosen["temperature"] if chosen["temperature"] >= _GREEDY else 0.0,
+            top_k=min(max(0, chosen["top_k"]), self.vocabulary),
             top_p=chosen["top_p"],
         )
         return replace(sampling, stop_ids=tuple(sorted({*stops, *asked.stop_token_ids})))

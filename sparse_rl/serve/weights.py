@@ -25,11 +25,15 @@ def wanted(data: Any, root: Path | None) -> tuple[Path, int | None]:
         raise Refusal(400, "weight_dir is not the name of a folder.", param="weight_dir")
     if version is not None and (type(version) is not int or not 0 <= version < 2**31):
         raise Refusal(400, "version is not a whole number from 0 on.", param="version")
-    top = root.resolve()
-    folder = (top / name).resolve()
+    try:
+        top = root.resolve()
+        folder = (top / name).resolve()
+        there = folder.is_dir()
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        raise Refusal(400, "weight_dir is not the name of a folder.", param="weight_dir") from None
     if folder != top and top not in folder.parents:
         raise Refusal(403, "weight_dir is not under --weights-root.", "permission_error", param="weight_dir")
-    if not folder.is_dir():
+    if not there:
         raise Refusal(400, "there is no such folder under --weights-root.", param="weight_dir")
     return folder, version
 

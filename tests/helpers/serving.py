@@ -13,6 +13,7 @@ import uvicorn
 from sparse_rl import Engine, load_model
 from sparse_rl.compressors import make
 from sparse_rl.serve.app import make_app
+from sparse_rl.serve.http import connections
 from sparse_rl.serve.run import Placed, service_of
 from sparse_rl.serve.service import Service, Settings
 
@@ -32,8 +33,10 @@ def served(
     if dense_rows:
         engines["sums:dense"] = Engine(model, "dense", rows=dense_rows, max_tokens=TOKENS)
     service = service_of(Placed(model, tokenizer, engines, waiting=waiting), Settings(100, TOKENS, **settings))
+    protocol = connections(service.settings.patience)
+    config = uvicorn.Config(make_app(service), http=protocol, ws="none", log_level="error", timeout_graceful_shutdown=5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="error", timeout_graceful_shutdown=5))
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         try:

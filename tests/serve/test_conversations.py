@@ -1,10 +1,14 @@
 """Conversations that go on in their rows."""
 
+import asyncio
+
 import openai
 import pytest
 import torch
 
 from sparse_rl import Trace, token_logprobs
+from sparse_rl.serve.protocol import ChatRequest
+from sparse_rl.serve.reader import Reader
 from tests.helpers.serving import all_free, served, until
 
 TURNS = ["1+2+3=", "4+5+6+7+8=", "1+1=", "9+9+9="]
@@ -100,3 +104,20 @@ def test_a_streamed_turn_is_kept_and_a_cancelled_one_is_not(running):
     stream.close()
     assert until(lambda: service.desk.running == 0)
     assert client.chat.completions.create(**asked).model_extra["conversation"] == "prefilled"
+
+
+def test_a_conversation_whose_client_left_at_the_end_is_given_up(running):
+    """The answer is complete, but nobody has read it: its row must not be held for ever."""
+    _, service = running
+    service.conversations.expire(lambda: 1e12)
+    assert until(lambda: service.desk.open == 0)
+    asked = ChatRequest(messages=[{"role": "user", "content": "1+2="}], max_tokens=3, conversation="left")
+
+    async def leave():
+        reader = Reader(service, asked, "sums", [service.tokenizer.encode("1+2=")], "", keep=True)
+        while reader.tickets[0].conversation.status != "stopped" or service.desk.running:
+            await asyncio.sleep(0.001)
+        reader.close()
+
+    asyncio.run(leave())
+    assert until(lambda: service.desk.open == 0 and all_free(service))

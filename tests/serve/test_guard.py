@@ -119,10 +119,21 @@ def test_a_slow_request_is_refused(client):
 
 
 def test_a_full_queue_says_when_to_come_again(client, guarded):
-    asked = ASKED | {"max_tokens": 90, "n": 7, "ignore_eos": True}
-    refused = client.post("/v1/completions", json=asked, headers=KEY)
-    assert refused.status_code == 429 and refused.headers["Retry-After"] and refused.json()["error"]["code"]
-    assert until(lambda: all_free(guarded[1]))
+    service = guarded[1]
+    client.post("/pause", headers=ADMIN)
+    with (
+        httpx.Client(base_url=client.base_url, headers=KEY, timeout=60) as other,
+        other.stream("POST", "/v1/completions", json=ASKED | {"stream": True, "n": 4}) as stream,
+    ):
+        assert until(lambda: service.desk.waiting == 4)
+        refused = client.post("/v1/completions", json=ASKED, headers=KEY)
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full" and "at most 4 may" in refused.json()["error"]["message"]
+        client.post("/resume", headers=ADMIN)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+    never = client.post("/v1/completions", json=ASKED | {"n": 5}, headers=KEY)
+    assert never.status_code == 400 and "at most 4 may wait" in never.json()["error"]["message"]
+    assert until(lambda: all_free(service))
 
 
 JSON = st.recursive(
@@ -159,3 +170,30 @@ def test_without_a_key_other_names_of_this_machine_are_refused():
     with served(dense_rows=0) as (address, _):
         for host, status in (("evil.example", 403), ("localhost", 200), ("127.0.0.1:99", 200), ("[::1]:80", 200)):
             assert httpx.get(f"{address}/v1/models", headers={"Host": host}).status_code == status
+
+
+def test_pages_of_other_servers_are_refused():
+    with served(dense_rows=0) as (address, _):
+        for origin, status in (("https://evil.example", 403), ("null", 403), (address, 200)):
+            assert httpx.get(f"{address}/v1/models", headers={"Origin": origin}).status_code == status
+
+
+def test_a_head_that_is_slow_or_no_http_is_refused_in_the_same_shape(client):
+    for sent, status in ((b"GET /hea", 408), (b"garbage\r\n\r\n", 400)):
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as odd:
+            odd.sendall(sent)
+            received = b"".join(iter(lambda: odd.recv(1000), b""))
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert int(head.split()[1]) == status and json.loads(body)["error"]["message"]
+
+
+def test_a_request_brings_no_template_of_its_own(client):
+    asked = {"messages": [{"role": "user", "content": "1+"}], "chat_template_kwargs": {"chat_template": "{{ 1/0 }}"}}
+    refused = client.post("/v1/chat/completions", json=asked, headers=KEY)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_extreme_settings_do_not_end_the_answers_of_others(client, guarded):
+    for odd in ({"temperature": 1e-40}, {"top_k": 10**30}, {"top_p": 1e-300}):
+        assert client.post("/v1/completions", json=ASKED | odd, headers=KEY).status_code == 200
+    assert guarded[1].desk.counts.failed == 0

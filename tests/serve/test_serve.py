@@ -148,15 +148,19 @@ def test_the_dense_cache_is_another_model(client, service):
     assert got.choices[0].text == service.tokenizer.decode(done.response_tokens, skip_special_tokens=True)
 
 
-def test_token_ids_in_token_ids_out(client, service):
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_token_ids_in_token_ids_out(client, service, logprobs):
     ids = service.tokenizer.encode(PROMPT)
-    sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 5, "logprobs": logprobs}
     got = client.post("http://ignored/inference/v1/generate".replace("http://ignored", str(client.base_url)[:-4]),
                       body={"token_ids": ids, "sampling_params": sampling}, cast_to=object)  # fmt: skip
     _, done = own_text(service, PROMPT, 5)
     (choice,) = got["choices"]
     assert choice["token_ids"] == done.response_tokens.tolist()
-    found = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]  # as vLLM names them
+    assert not any(entry["top_logprobs"] for entry in content)
+    found = torch.tensor([entry["logprob"] for entry in content])
     torch.testing.assert_close(found, done.sampler_logprobs[len(ids) :], atol=1e-6, rtol=0)
     assert got["weight_version"] == 0
 
