@@ -6,7 +6,7 @@
 
 TRL believes that a vLLM engine samples for it, so it recomputes old log-probs and computes importance ratios and their
 metrics. In fact our engine samples from the trainer's own model: nothing is copied. The trainer's class is extended by
-three things: our corrections, replay, and metrics under `sparse_rl/`.
+three things: our corrections, replay, and metrics under `sparse_rl/`. Tools and environments: trl_turns.py.
 
 Shapes: B completions, P + C tokens in TRL's rows (prompts padded on their left, completions on their right).
 """
@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from ..models import ends_of
 from ..records import Trajectory, kv_tokens_saved
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
+from .trl_turns import OpenBatch
 
 VERSIONS = "trl>=1.12,<2"
 TRACES = "sparse_rl_traces"  # their key in TRL's batches: a list, which TRL shuffles and cuts like a tensor
@@ -45,7 +48,7 @@ TRACES = "sparse_rl_traces"  # their key in TRL's batches: a list, which TRL shu
 _NEEDED = ["use_vllm", "_metrics", "_tokenizer", "state", "accelerator"]
 _NEEDED += ["max_completion_length", "temperature", "top_p", "top_k"]
 _NEEDED += ["vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"]
-_NEEDED += ["_generate_and_score_completions", "_compute_loss"]
+_NEEDED += ["_generate", "_generate_and_score_completions", "_compute_loss", "tools"]
 _SCORES = ["model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"]
 
 
@@ -99,6 +102,9 @@ class Sampler:
         self.calls: Counter[bool] = Counter()  # evaluates -> calls in this global step
         self.step = -1
         self.trajectories: list[Trajectory] = []  # of the last call
+        self.open: OpenBatch | None = None  # conversations with tools that may go on
+        ceiling = SimpleNamespace(max_model_len=getattr(trainer.model.config, "max_position_embeddings", sys.maxsize))
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=ceiling))  # TRL looks for it there
         self.traces: list[Trace] | None = None  # the traces under which log-probs are computed now; None: dense
         self.sampling = Sampling(
             max_new_tokens=trainer.max_completion_length,
@@ -117,6 +123,8 @@ class Sampler:
         """TRL's call: one completion per prompt (TRL repeats prompts), as (prompts, completions, log-probs, None)."""
         if images is not None:
             raise SparseRLError("the prompts contain images, which sparse rollouts do not support; use text only.")
+        if self.trainer.tools:
+            return self.generate_turns(prompts)
         runs = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
         with _own_forward(self.engine.model):
             self.trajectories = self.engine.generate(
@@ -135,6 +143,29 @@ class Sampler:
             None,
         )
 
+    def generate_turns(self, prompts: Sequence[list[int]]) -> tuple:
+        """The same for conversations: TRL asks for first turns, then for those that follow a tool's output."""
+        with _own_forward(self.engine.model):
+            if self.open is None:
+                self.open = OpenBatch(self.engine, prompts, self.sampling, self.next_seed())
+                turns = self.open.first_turns()
+            else:
+                turns = self.open.next_turns(prompts)
+        return prompts, [ids for ids, _ in turns], [[[x] for x in logprobs] for _, logprobs in turns], None
+
+    def end_turns(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> None:
+        """TRL has all turns of a batch."""
+        assert self.open is not None
+        self.trajectories, self.open = self.open.close(prompts, completions), None
+        if self.replay:
+            self.traces = [t.trace for t in self.trajectories]
+
+    def abandon_turns(self) -> None:
+        """Something failed in between."""
+        if self.open is not None:
+            self.open.abandon()
+            self.open = None
+
     def next_seed(self) -> int:
         """A seed from the run's seed, step, call in the step and process: a resumed run draws the same samples."""
         trainer = self.trainer
@@ -149,6 +180,8 @@ class Sampler:
         """Write our mask and weights into TRL's batch, and log metrics."""
         mode = "train" if self.trainer.model.training else "eval"
         mask, sampled = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+        if "tool_mask" in batch:  # what tools wrote is not the policy's
+            mask = mask & batch["tool_mask"].bool()
         metrics = {
             "kv_tokens_saved": kv_tokens_saved(self.trajectories),
             "kv_bytes_saved": self.engine.kv_bytes_saved(self.trajectories),
@@ -190,6 +223,16 @@ _Trainer: Any = object  # in its place is the class of the user's trainer
 
 class SparseRollouts(_Trainer):
     """What is added to the class of the user's trainer."""
+
+    def _generate(self, prompts):
+        try:
+            found = super()._generate(prompts)
+            if self.tools:
+                prompt_ids, completion_ids, *_ = found
+                self.vllm_generation.end_turns(prompt_ids, completion_ids)
+            return found
+        finally:
+            self.vllm_generation.abandon_turns()
 
     def _generate_and_score_completions(self, inputs):
         try:
@@ -326,7 +369,6 @@ def _check(trainer: Any, replay: bool) -> None:
         "use_vllm brings another engine; set use_vllm=False": args.use_vllm,
         "continuous batching is another engine; set use_transformers_continuous_batching=False": batching,
         "a rollout_func samples by itself; omit it": trainer.rollout_func,
-        "tools and environments write into completions; omit them": trainer.tools or trainer.environment_factories,
         "vision-language models are not supported; give a text model and its tokenizer": trainer._is_vlm,
         f"min_p={args.min_p} is not supported; leave it None": args.min_p,
         f"repetition_penalty={args.repetition_penalty} is not supported; set it to 1.0": args.repetition_penalty != 1.0,

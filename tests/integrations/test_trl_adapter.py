@@ -582,7 +582,6 @@ def test_what_is_refused(made, case):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("tools", [print], "tools and environments"),
         ("rollout_func", print, "omit it"),
         ("_is_vlm", True, "text model"),
         ("is_fsdp_enabled", True, "launch with DDP"),
