@@ -53,6 +53,7 @@ class Talk:
     tool_errors: int = 0  # calls that could not be made
     cut: int = 0  # messages that were cut
     at_limit: bool = False  # it would have gone on, but for turns or tokens
+    graded: str | None = None  # what is graded, if an environment says so
 
 
 def converse(
@@ -122,27 +123,30 @@ class _Hall:
         tokens = conversation.tokens[self.spoken[conversation.number] :]
         talk.messages.append(self.chats.of(prompt).heard(tokens))
         talk.turns += 1
-        if conversation.finish_reason == "length" or not self.task.of(prompt).converses:
+        if not self.task.of(prompt).converses:
             self.end(conversation)
-        else:
+        elif conversation.finish_reason != "length":
             self.replies.ask(conversation.number, prompt, talk.messages)
+        elif not self.replies.conclude(conversation.number, prompt, talk.messages):
+            self.end(conversation)
 
     def answer(self, key, reply: Reply) -> None:
         conversation, talk = self.open[key]
         prompt = self.prompts[conversation.prompt_index]
         talk.tool_errors += reply.tool_errors
         talk.cut += reply.cut
-        talk.fault, talk.problem = reply.fault, reply.problem
+        talk.fault, talk.problem, talk.graded = reply.fault, reply.problem, reply.graded
         if reply.messages is None:
             return self.end(conversation)
         left = self.sampling.max_new_tokens - conversation.num_sampled
         if talk.turns >= self.turns.most or left < 1:
             talk.at_limit = True
-            return self.end(conversation)
+            return None if self.replies.conclude(key, prompt) else self.end(conversation)
         try:
             tokens, messages, cut = fitted(self.chats.of(prompt), talk.messages, reply.messages, self.turns.given)
         except SparseRLError as error:  # a template that cannot write this reply
             talk.fault, talk.problem = "error", f"{error} (prompt {prompt.index})"
+            self.replies.drop(key, prompt)
             return self.end(conversation)
         talk.cut += cut
         talk.messages += messages
@@ -180,7 +184,7 @@ def graded_texts(task: Task, prompts: Sequence[Prompt], talks: Sequence[Talk]) -
     texts = []
     for prompt, talk in zip(prompts, talks, strict=True):
         try:
-            text = task.of(prompt).transcript(talk.messages)
+            text = talk.graded if talk.graded is not None else task.of(prompt).transcript(talk.messages)
             if not isinstance(text, str):
                 raise TypeError(f"transcript returned {text!r:.80}; it must return text")
         except Exception as error:

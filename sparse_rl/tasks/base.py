@@ -43,6 +43,7 @@ from .verify import Limits, Pool, pool_for
 TaskType = TypeVar("TaskType", bound="Task")
 
 TASKS: dict[str, type[Task]] = {}
+VERIFIERS = "verifiers:"
 FAR = 1_000_000_000  # the first held-out prompt of an endless task without splits
 
 
@@ -58,7 +59,7 @@ class Task:
     reward_weights: Mapping[str, float] = MappingProxyType({})  # of named rewards; one that is not here weighs 1
     template: str | None = None  # the prompts' template, a name in TEMPLATES; None: prompts have a form of their own
     last_error: str | None = None  # the first error in a reward or a reply, for the caller to show once
-    tools: Sequence[Callable[..., Any]] = ()  # typed functions that the model may call; `reply` runs its calls
+    tools: Sequence[Any] = ()  # typed functions that the model may call; `reply` runs its calls
 
     _made: tuple[str, dict] | None = None  # name and options, if `make` made it
     _pool: Pool | None = None
@@ -86,6 +87,10 @@ class Task:
     @property
     def converses(self) -> bool:
         return bool(self.tools) or type(self).reply is not Task.reply
+
+    def service(self) -> Any:
+        """What replies instead of `reply`, and grades conversations as a whole (environment.py); None: nothing does."""
+        return None
 
     def transcript(self, messages: list[Message]) -> str:
         """What of a conversation is graded: by default what the model wrote last."""
@@ -250,7 +255,7 @@ def register(cls: type[TaskType]) -> type[TaskType]:
 
 
 def make(name: str, /, **options) -> Task:
-    """Make the task `name`: a built-in one, `gym:NAME`, `FILE.py` or `FILE.py:CLASS`.
+    """Make the task `name`: a built-in one, `gym:NAME`, `verifiers:NAME`, `FILE.py` or `FILE.py:CLASS`.
 
     Every task also takes the option `reward_weights`, for named rewards, and isolated tasks the fields of `Limits`.
     """
@@ -300,6 +305,7 @@ def describe() -> list[tuple[str, str]]:
     return [
         *((name, line.removeprefix(f"{name}: ")) for name, line in named),
         ("gym:NAME", "a dataset of reasoning-gym, such as gym:spell_backward (pip install reasoning-gym)"),
+        ("verifiers:NAME", "an environment of verifiers, such as verifiers:wordle-v1 (the extra `verifiers`)"),
         ("FILE.py", "your own: prompt(i) -> (text, answer) and reward(answer, text) -> float, or {name: float}"),
         ("FILE.py:CLASS", "your own subclass of Task"),
     ]
@@ -312,6 +318,10 @@ def _find(name: str) -> tuple[str, type[Task] | partial[Task]]:
         from .gym import Gym
 
         return name, partial(Gym, name.removeprefix("gym:"))
+    if name.startswith(VERIFIERS):
+        from .verifiers import Verifiers
+
+        return name, partial(Verifiers, name.removeprefix(VERIFIERS))
     if names_python_file(name):
         from .user import load
 
@@ -333,6 +343,8 @@ def may_converse(name: str, options: Mapping[str, Any]) -> bool:
     if isinstance(entries, (list, tuple)):
         named = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
         return any(isinstance(e, Mapping) and may_converse(str(e.get("name")), e) for e in named)
+    if name.startswith(VERIFIERS):
+        return True
     return name in TASKS and (bool(TASKS[name].tools) or TASKS[name].reply is not Task.reply)
 
 

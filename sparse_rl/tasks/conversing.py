@@ -39,6 +39,7 @@ class Reply:
     problem: str | None = None  # what went wrong, in a sentence
     tool_errors: int = 0  # calls that could not be made
     cut: int = 0  # messages that were cut
+    graded: str | None = None  # at the end: what is graded, if an environment says so instead of `Task.transcript`
 
 
 def said(content: str) -> Message:

@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import SparseRLError
 from .base import Task
 from .conversing import Reply, answered
+from .environment import Environment
 from .problem import Message, Prompt
 from .verify import FAILED_STARTS, START, Child, end_all, is_dead, is_late, packed, replies_of
 
@@ -34,6 +35,26 @@ class Replies:
 
     def ask(self, key: Hashable, prompt: Prompt, messages: list[Message]) -> None:
         self.services[id(self.task.of(prompt))].ask(key, prompt, messages)
+
+    def conclude(self, key: Hashable, prompt: Prompt, messages: list[Message] | None = None) -> bool:
+        """End a conversation from the model's side. True: a last reply, without messages, brings its grade.
+
+        messages: those whose last one, which was cut, the task has not read; None: it has read all
+        """
+        service = self.services[id(self.task.of(prompt))]
+        if not isinstance(service, Environment):
+            return False
+        if messages is None:
+            service.stop(key, prompt)
+        else:
+            service.ask(key, prompt, messages, last=True)
+        return True
+
+    def drop(self, key: Hashable, prompt: Prompt) -> None:
+        """A conversation has ended for another reason."""
+        service = self.services[id(self.task.of(prompt))]
+        if isinstance(service, Environment):
+            service.drop(key)
 
     @property
     def waiting(self) -> int:
@@ -163,4 +184,4 @@ class Processes:
 
 
 def _service(task: Task) -> Any:
-    return Processes(task) if task.isolated else AtOnce(task)
+    return task.service() or (Processes(task) if task.isolated else AtOnce(task))

@@ -270,7 +270,7 @@ def test_bad_options_are_told():
 
 def test_every_task_is_described():
     described = dict(describe())
-    assert [*TASKS, "gym:NAME", "FILE.py", "FILE.py:CLASS"] == list(described)
+    assert [*TASKS, "gym:NAME", "verifiers:NAME", "FILE.py", "FILE.py:CLASS"] == list(described)
     assert described["sums"].startswith("add up a row of digits") and described["math"].startswith(
         "problems from JSONL files"
     )
