@@ -21,6 +21,10 @@ def report(
     live: Annotated[
         bool, typer.Option("--live", help="Serve the page on this machine while the runs go on, until Ctrl-C.")
     ] = False,
+    regret: Annotated[
+        bool,
+        typer.Option("--regret", help="First compute how much evicted tokens were missed, with the runs' checkpoints."),
+    ] = False,
     port: Annotated[int, typer.Option(help="The port of --live; 0: any free port.")] = 0,
 ) -> None:
     """Show runs: curves, warnings, completions token by token, and what every head still saw."""
@@ -29,6 +33,12 @@ def report(
 
     if kind not in FORMATS:
         raise SparseRLError(f"there is no format {kind!r}; {nearest(kind, FORMATS)}")
+    if regret:
+        from ..report.read import find_runs
+        from ..train.hindsight import write_hindsights
+
+        for run in find_runs(runs)[0]:
+            typer.echo(f"{run}: {write_hindsights(run)}")
     if live:
         serve(runs, port, typer.echo)
         return

@@ -23,6 +23,7 @@ import numpy as np
 from ..cache.trace import Trace
 from ..errors import SparseRLError
 from ..files import find_checkpoints, lies_in
+from .hindsight import read_hindsight
 from .read import json_lines
 
 BEACON = "\u25c6"
@@ -38,6 +39,12 @@ def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[li
         found, why = read_map(samples, line)
         if why is not None:
             notes.append(f"{title} has no map: {why}")
+        if found is not None:
+            shape = (found["layers"], found["heads"], found["tokens"])
+            regret, why = read_hindsight(samples, line["trace"], shape)
+            found = found if regret is None else {**found, "regret": regret}
+            if why is not None:
+                notes.append(f"{title} has no regret: {why}")
         used += len(json.dumps(found))
         if used > space:
             omitted = f"the maps of {len(chosen) - done} of {len(chosen)} trajectories are omitted"

@@ -4,13 +4,12 @@ const NEVER = 65535;
 const PLACE = { left: 40, right: 8, marks: 10, strip: 12, space: 4, bottom: 20 };
 const atlas = { t: null, gone: null, tokens: 0, layers: 0, heads: 0, rows: [], seen: null, cells: null, cellsFor: "", at: null, turn: 0 };
 
-async function unpack(map) {
-  const packed = Uint8Array.from(atob(map.data), (c) => c.charCodeAt(0));
+async function inflate(data, wanted) { // -> a buffer of so many bytes
+  const packed = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   const raw = await new Response(stream).arrayBuffer();
-  const wanted = 2 * map.layers * map.heads * map.tokens;
   if (raw.byteLength !== wanted) throw new Error(`it has ${raw.byteLength} bytes instead of ${wanted}`);
-  return new Uint16Array(raw);
+  return raw;
 }
 
 async function openMap(t) {
@@ -20,9 +19,10 @@ async function openMap(t) {
   $("m-note").textContent = !t ? "" : t.map ? "Reading the map\u2026" : "There is no map of this completion; if it had a trace, the run\u2019s notes say why.";
   greyText();
   if (!t?.map) return;
-  let gone;
+  let [gone, regret] = [null, null];
   try {
-    gone = await unpack(t.map);
+    gone = new Uint16Array(await inflate(t.map.data, 2 * t.map.layers * t.map.heads * t.map.tokens));
+    regret = await readRegret(t.map);
   } catch (error) {
     if (turn === atlas.turn) $("m-note").textContent = `The map of this trajectory cannot be read: ${visible(error.message)}.`;
     return;
@@ -30,18 +30,22 @@ async function openMap(t) {
   if (turn !== atlas.turn) return;
   const { layers, heads, tokens } = t.map;
   Object.assign(atlas, { t, gone, layers, heads, tokens });
+  Object.assign(missed, regret ?? NOTHING_MISSED);
   const wish = state.map;
   if (wish.layer >= layers) wish.layer = -1;
   if (wish.head >= heads) wish.head = -1;
   fill($("m-layer"), [[-1, `all ${layers}`], ...Array.from({ length: layers }, (_, i) => [i, String(i)])], wish.layer);
   fill($("m-head"), [[-1, `all ${heads}`], ...Array.from({ length: heads }, (_, i) => [i, String(i)])], wish.head);
-  if (wish.key !== view.key) Object.assign(wish, { key: view.key, query: tokens - 1, grey: false });
+  if (wish.key !== view.key) Object.assign(wish, { key: view.key, query: tokens - 1, grey: false, given: -1 });
+  if (wish.given >= missed.tokens.length) wish.given = -1;
+  fill($("m-colour"), [["kept", "how long it was kept"], ["evicted", "when it was evicted"], ...(missed.mass ? [["missed", "how much it was missed"]] : [])], isMissing() || wish.colour !== "missed" ? wish.colour : "kept");
   $("m-grey").checked = wish.grey;
   wish.query = Math.min(wish.query, tokens - 1);
   $("m-query").max = tokens - 1;
   $("m-query").value = wish.query;
   $("m-note").textContent = "Every row is a head, every column a token. Drag the position to grey out, here and in the text, what the sampler no longer sees from there; the strip is the share of these heads that still see a token.";
   $("m-body").hidden = false;
+  showWorst();
   chooseRows();
 }
 
@@ -88,15 +92,16 @@ function ramp() {
 // Shade of every cell [rows, columns]: the mean over its tokens; 255: none of them was ever evicted.
 function shades(from, to, columns) {
   const { rows, gone, tokens } = atlas;
-  const key = [state.map.layer, state.map.head, state.map.colour, from, to, columns].join();
+  const key = [state.map.layer, state.map.head, state.map.colour, missed.mass !== null, from, to, columns].join();
   if (atlas.cellsFor === key) return atlas.cells;
-  const kept = state.map.colour === "kept";
+  const kept = state.map.colour !== "evicted";
   const scale = new Float32Array(tokens + 1).map((_, n) => (kept ? Math.log2(1 + n) / Math.log2(1 + tokens) : n / tokens));
   const cells = new Uint8Array(rows.length * columns);
   const edges = edgesOf(from, to, columns);
   for (let r = 0; r < rows.length; r++) {
     for (let c = 0; c < columns; c++) {
       const a = edges[c], b = edges[c + 1];
+      if (isMissing()) { cells[r * columns + c] = missedShade(rows[r], a, b); continue; }
       let sum = 0, never = 0;
       for (let k = a; k < b; k++) {
         const g = gone[rows[r] * tokens + k];
@@ -197,13 +202,13 @@ function decorate(g, width, height) {
 }
 
 function showMapLegend(table) {
-  const key = `${state.map.colour} ${isDark()} ${atlas.tokens}`;
+  const key = `${state.map.colour} ${isMissing()} ${isDark()} ${atlas.tokens}`;
   if ($("m-legend").dataset.for === key) return;
   $("m-legend").dataset.for = key;
   const shadeOf = (i) => `rgb(${table[3 * i]} ${table[3 * i + 1]} ${table[3 * i + 2]})`;
   const bar = el("span", { class: "bar-scale" });
   bar.style.background = `linear-gradient(90deg, ${[0, 64, 127, 191, 254].map(shadeOf).join(", ")})`;
-  const ends = state.map.colour === "kept" ? ["evicted soon", "kept long"] : ["evicted early", "evicted late"];
+  const ends = isMissing() ? ["evicted and not missed", `missed most (${num(missed.top, 3)})`] : state.map.colour !== "evicted" ? ["evicted soon", "kept long"] : ["evicted early", "evicted late"];
   $("m-legend").replaceChildren(el("span", {}, ends[0], bar, ends[1]), el("span", {}, swatch(shadeOf(255)), "never evicted"), el("span", {}, swatch(colour("unseen")), "no longer seen"),
     el("span", {}, swatch(colour("later")), "not yet written"), el("span", { class: "beacon" }, "\u25c6 beacon"), el("span", {}, swatch(colour("given")), "given"), el("span", {}, "dotted: end of the prompt"));
 }
@@ -213,8 +218,8 @@ function mapFacts(i) {
   if (!atlas.gone || atlas.t !== view.t || i >= atlas.tokens) return [];
   const { rows, gone, tokens } = atlas;
   const q = state.map.query;
-  if (rows.length === 1) return [["evicted at", goneText(gone[rows[0] * tokens + i])]];
-  return [[`seen from ${q}`, i > q ? "not yet written" : `${rows.reduce((n, row) => n + seenBy(row, i, q), 0)} of ${rows.length} heads`]];
+  if (rows.length === 1) return [["evicted at", goneText(gone[rows[0] * tokens + i])], ...missedFacts(i)];
+  return [...missedFacts(i), [`seen from ${q}`, i > q ? "not yet written" : `${rows.reduce((n, row) => n + seenBy(row, i, q), 0)} of ${rows.length} heads`]];
 }
 const goneText = (g) => (g === NEVER ? "never" : String(g));
 
@@ -224,9 +229,10 @@ function greyText() {
   if (!spans.length) return;
   const on = state.map.grey && atlas.gone && atlas.t === view.t;
   const q = state.map.query;
+  const given = state.map.given >= 0 && atlas.gone && atlas.t === view.t;
   const [first, last] = inSight();
   for (let i = first; i < last; i++) {
-    let name = base[i];
+    let name = given && i >= view.t.num_prompt && i < atlas.tokens && !isGiven(view.t, i) ? `t${shade(changeOf(i))}` : base[i];
     if (on && i < atlas.tokens) {
       const share = i > q ? 0 : shareOf(i, q);
       name += i > q ? " later" : ` v${share === 0 ? 0 : share === 1 ? 8 : Math.max(1, Math.min(7, Math.round(8 * share)))}${i === q ? " query" : ""}`;
@@ -252,7 +258,8 @@ function tellCell(r, k, x, y) {
   tip(x, y, el("span", { class: "said mono" }, t.pieces[k] ? visible(t.pieces[k]) : "\u27e8\u27e9"), [
     ["token", `${k}${(t.beacons ?? []).includes(k) ? " (beacon)" : k < t.num_prompt ? " (prompt)" : isGiven(t, k) ? " (given)" : ""}`], ["layer", String(Math.floor(row / heads))], ["head", String(row % heads)],
     ["evicted at", goneText(g)], ["kept for", g === NEVER ? "all positions that followed" : `${Math.max(0, g - k)} positions`],
-    [`seen from ${q}`, k > q ? "not yet written" : seenBy(row, k, q) ? "yes" : "no"], ["heads that see it", k > q ? "\u2013" : `${Math.round(shareOf(k, q) * rows.length)} of ${rows.length}`]]);
+    [`seen from ${q}`, k > q ? "not yet written" : seenBy(row, k, q) ? "yes" : "no"], ["heads that see it", k > q ? "\u2013" : `${Math.round(shareOf(k, q) * rows.length)} of ${rows.length}`],
+    ...(missed.mass && g !== NEVER ? [["attention it missed here", num(massOf(missed.mass[row * tokens + k]), 3)]] : [])]);
 }
 
 function listenMap() {

@@ -3,7 +3,7 @@
 const state = {
   doc: null, hidden: new Set(), colours: new Map(), open: new Map(), smooth: 0, axis: "step", splitRun: null,
   filter: { run: "", kept: "", verdict: "", sort: "step" }, chosen: null, listed: ROWS,
-  map: { key: null, layer: -1, head: -1, colour: "kept", zoom: 1, query: 0, grey: false },
+  map: { key: null, layer: -1, head: -1, colour: "kept", zoom: 1, query: 0, grey: false, given: -1 },
 };
 
 function adopt(doc) {

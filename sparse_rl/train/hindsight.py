@@ -1,0 +1,109 @@
+"""Regret of a run's stored completions, for its report: one more pass for each, with the weights nearest to its own.
+
+A completion of step N was sampled with the weights after step N - 1. Of the run's checkpoints, and of the model that it
+began with if that lies on this machine, the nearest one is asked; what it was is part of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..cache.hindsight import Hindsight
+from ..config import Recipe, load_recipe
+from ..errors import SparseRLError
+from ..files import find_checkpoints, lies_in, writing
+from ..learn.regret import counterfactuals, give_back, regret
+from ..models import load_model
+from ..models.tiny import is_tiny
+from ..records import Trajectory, read_trajectories
+
+MOST = 64  # completions of a run: as many as its report shows
+WORST = 8  # tokens of a completion that are given back, one after the other
+
+
+@dataclass
+class Done:
+    """What was computed. A completion with beacons is skipped: a beacon stands for what was folded on purpose."""
+
+    computed: int = 0
+    there: int = 0
+    with_beacons: int = 0
+    steps: tuple[int, ...] = ()  # the checkpoints that were asked
+
+    def __str__(self) -> str:
+        weights = f" with the weights of step {', '.join(map(str, self.steps))}" if self.steps else ""
+        others = [f"{self.there} had it already"] * bool(self.there)
+        others += [f"{self.with_beacons} with beacons have none"] * bool(self.with_beacons)
+        return f"regret of {self.computed} completions computed{weights}" + "".join(f"; {it}" for it in others)
+
+
+def hindsight(model: nn.Module, trajectory: Trajectory, step: int, temperature: float, worst: int = WORST) -> Hindsight:
+    """How much each evicted token was missed, and what each of the worst would have changed."""
+    mass = regret(model, trajectory.tokens, trajectory.trace).mass  # [L, H, T]
+    total = mass.double().sum((0, 1))  # [T]
+    tokens = total.argsort(descending=True, stable=True)[: min(worst, int((total > 0).sum()))]
+    others = [give_back(trajectory.trace, torch.arange(len(total)) == token) for token in tokens]
+    changes = torch.zeros(0, len(total))
+    if others:
+        changes = counterfactuals(model, trajectory.tokens, trajectory.trace, others, temperature)
+    return Hindsight(step, mass.float(), tokens.to(torch.int32), changes.float())
+
+
+def write_hindsights(run: Path, most: int = MOST) -> Done:
+    """Compute what is missing for the newest completions of a run, and write each beside its trace."""
+    recipe, done, wanted = load_recipe(str(run / "recipe.yaml")), Done(), {}
+    for step, samples in _newest(run):
+        for trajectory in _trajectories(run, samples):
+            if sum(map(len, wanted.values())) + done.there + done.with_beacons == most:
+                break
+            path = samples / "regret" / f"{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
+            if trajectory.beacon_id is not None:
+                done.with_beacons += 1
+            elif path.is_file():
+                done.there += 1
+            else:
+                wanted.setdefault(_nearest(run, recipe, step - 1), []).append((trajectory, path))
+    for (step, name), pieces in sorted(wanted.items()):
+        model, _ = load_model(name)
+        for trajectory, path in pieces:
+            found = hindsight(model, trajectory, step, recipe.rollout.temperature)
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+            found.save(path)
+            done.computed += 1
+        done.steps += (step,)
+    return done
+
+
+def _newest(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of a run's samples, newest first."""
+    folders = [p for p in (run / "samples").glob("step-*") if p.name.removeprefix("step-").isdecimal()]
+    if not folders:
+        raise SparseRLError(f"{run} kept no completions; train with run.samples above 0 to ask for their regret.")
+    return sorted(((int(p.name.removeprefix("step-")), p) for p in folders), reverse=True)
+
+
+def _trajectories(run: Path, samples: Path) -> Iterable[Trajectory]:
+    for path in (samples, samples / "trajectories.jsonl", samples / "traces", samples / "regret"):
+        if not lies_in(path, run):
+            raise SparseRLError(f"{path} is a link out of the run's folder; put a file or folder in its place.")
+    return read_trajectories(samples)
+
+
+def _nearest(run: Path, recipe: Recipe, step: int) -> tuple[int, str]:
+    """(step, model) of the weights nearest to a step; of two, the older."""
+    found = [(number, str(path)) for number, path in find_checkpoints(run / "checkpoints") if lies_in(path, run)]
+    start = recipe.model.name
+    if is_tiny(start) or Path(start).is_dir():
+        found.append((0, start))
+    if not found:
+        raise SparseRLError(
+            f"{run} has no checkpoint, and its model {start} is not a folder; regret needs weights. Train with "
+            "run.checkpoint_every above 0."
+        )
+    return min(found, key=lambda it: (abs(it[0] - step), it[0]))
