@@ -3,13 +3,19 @@
     python benchmarks/arms_cpu.py ablations --out runs/ablations --processes 2      # repeat it to continue
     python benchmarks/arms_cpu.py algorithms --out runs/algorithms --processes 2
     python benchmarks/arms_cpu.py algorithms --out runs/algorithms --table
+    python benchmarks/arms_cpu.py top-p --out runs/top-p --processes 1 --starts tiny-sums
+    python benchmarks/arms_cpu.py top-p --out runs/top-p --first-ratio
 
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
                  shadow view, at a harmless and at a hurting budget
+    top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
 Every run is one of benchmarks/learning_cpu.py with keys changed. All arms are evaluated alike: on the same 128
 held-out prompts x 2 samples, dense and sparse, at 3/4 and at the end; the mean of the two counts.
+
+`--first-ratio` instead makes three steps of one minibatch with every arm, so that each update's ratio is taken under
+the weights that sampled, and prints the largest |log ratio| of a token.
 """
 
 from __future__ import annotations
@@ -68,7 +74,13 @@ ALGORITHMS = {
     for algorithm, keys in CHOSEN.items()
     for method in ("sparse-rl", "shadow")
 }
-STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS}
+TOP_P = {
+    f"{setting}, {method}, top-p {p}": Arm({"rollout.top_p": p}, method, setting)
+    for setting in ("rkv 46", "rkv 38")
+    for method in ("sparse-rl", "shadow")
+    for p in ("0.95", "1")
+}
+STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P}
 HEADS = ("arm", "runs", "dense inference", "worst", "sparse inference", "worst", "rejected", "gradient norm")
 
 
@@ -77,6 +89,26 @@ def run(args: tuple) -> dict:
     place = folder / name.replace(" ", "")
     row = run_plain(((seed, start, arm.method, arm.setting), place, second, steps), arm.keys)
     return {**row, "method": name}
+
+
+def first_ratio(arm: Arm, folder: Path, second: Path) -> float:
+    """The largest |log ratio| of a token where no update came between sampling and learning, in nats."""
+    from sparse_rl.learn import loss
+
+    plain, largest = loss.ratio, [0.0]
+
+    def watched(logprobs, old_logprobs, mask, level):
+        largest.append(((logprobs - old_logprobs).detach() * mask).abs().max().item())
+        return plain(logprobs, old_logprobs, mask, level)
+
+    loss.ratio = watched
+    try:
+        job = (0, STARTS[0], arm.method, arm.setting)
+        more = {**arm.keys, "learn.minibatches": "1", "eval.every": "0"}
+        run_plain((job, folder, second, 3), more)
+    finally:
+        loss.ratio = plain
+    return max(largest)
 
 
 def table(rows: list[dict], arms: dict[str, Arm]) -> str:
@@ -116,12 +148,19 @@ def main() -> None:
     parser.add_argument("--starts", default=",".join(STARTS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--first-ratio", action="store_true")
     args = parser.parse_args()
     arms, results = STUDIES[args.study], args.out / "results.jsonl"
+    if args.first_ratio:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name, arm in arms.items():
+            print(f"| {name} | {first_ratio(arm, args.out / 'ratios', args.out):.1e} |", flush=True)
+        return
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     if not args.table:
         began = time.perf_counter()
-        second = make_second(args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
+        second = make_second(args.out) if "second" in args.starts.split(",") else args.out
         done = {(r["seed"], r["start"], r["method"]) for r in rows}
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         waiting = (

@@ -4,8 +4,6 @@
     python benchmarks/learning_cpu.py --out runs/learning --table                   # the table of finished runs
     for mode in auto always; do python benchmarks/learning_cpu.py --out runs/rescore-$mode --methods shadow \\
         --settings "rkv 46,rkv 32" --starts tiny-sums --set learn.rescore $mode; done # does scoring matter?
-    for p in 0.95 1; do python benchmarks/learning_cpu.py --out runs/top-p-$p --methods shadow,sparse-rl \\
-        --settings "rkv 38" --starts tiny-sums --set rollout.top_p $p; done         # does top-p matter?
 
 Every run is `sparse-rl train recipes/tiny-sums.yaml` with other keys, from the built-in warm start and from a second
 one that the warm-up recipe makes with seed 2. A run's accuracy is the mean of its evaluations at 3/4 and at the end,
@@ -55,6 +53,8 @@ CURVES = (
     "reject/trajectories/frac",
     "gap/xi/p05",
     "gap/alpha/p05",
+    "gap/abs/mean",
+    "support/tokens/mean",
     "update/grad_norm",
     "cache/tokens_saved/frac",
     "rollout/truncated/frac",
