@@ -96,7 +96,22 @@ OWN: dict[str, dict] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     **{key: {"head_dim": 8} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "zamba": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 4, "adapter_rank": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},
+        **{"indexer_compress_ratio": 4, "hc_lowrank": 8, "hc_count": 2},
+    },
+    "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 24},
     "llama4_text": {"attention_chunk_size": 256},

@@ -177,6 +177,9 @@ class World:
                 signal.signal(number, handler)
 
 
+_unpacking = threading.Lock()  # torch's list of classes that may be loaded is one for all threads
+
+
 def packed(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -185,7 +188,7 @@ def packed(value: Any) -> bytes:
 
 def unpacked(content: bytes) -> Any:
     """What `packed` was given: tensors, plain data and records. Anything else is refused, and no code is run."""
-    with torch.serialization.safe_globals([_Outcome, *_RECORDS]):
+    with _unpacking, torch.serialization.safe_globals([_Outcome, *_RECORDS]):
         return torch.load(io.BytesIO(content), weights_only=True)
 
 

@@ -119,6 +119,8 @@ def make_training_plan(
     critic: bool = False,
     offload: bool = False,
     long_rows: bool = False,
+    routes: int = 0,
+    support: int = 0,
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
 
@@ -134,7 +136,8 @@ def make_training_plan(
     model's size and with as many trained parameters; its activations are there together with the policy's.
     `reward_model`: bytes of its weights, and of a forward pass. `offload`: masters and moments are on the host, and
     pass through the device in buckets; activations are gone by then. `long_rows`: what checkpointing keeps is on the
-    host, too, and MLPs run by chunks (learn/long.py).
+    host, too, and MLPs run by chunks (learn/long.py). `routes`: bytes of a token's experts, if they are replayed.
+    `support`: the most ids of tokens that could be drawn in a token's place, if log-probs are renormalised over them.
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -151,6 +154,9 @@ def make_training_plan(
     update += _replay_bytes(rollout, shape, tokens, kept=not checkpointing) if shadow else 0
     scoring = _scoring_bytes(shape, scored, **options)
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
+    update, scoring = (
+        part + _told_bytes(shape, count, routes, support) for part, count in ((update, tokens), (scoring, scored))
+    )
     update = max(update, scoring)
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
     on_host = (8 if shape.dtype == torch.float32 else 12) if offload else 0  # bytes of a trained parameter
@@ -240,6 +246,14 @@ def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool, long_rows:
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     layer = _layer_in_chunks(shape, tokens, adapters) if long_rows else tokens * layer_bytes(shape, adapters)
     return max(layer, tokens * scan_token_bytes(shape)) + tokens * 3 * shape.hidden * item + chunk
+
+
+def _told_bytes(shape: ModelShape, tokens: int, routes: int, support: int) -> int:
+    """What a micro-batch is told of its rollout: the experts of its tokens, and the ids of their supports. Of a chunk
+    of the head also the ids as they are searched for and gathered by (int64), and their logits (estimate: four in
+    fp32).
+    """
+    return tokens * (routes + 4 * support) + min(tokens, head_chunk(shape.vocabulary)) * support * (2 * 8 + 8 + 4 * 4)
 
 
 def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, longest: int) -> int:

@@ -199,6 +199,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
     parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
     weights = quantised_bytes(config, shape.dtype) if recipe.model.quantize else parameters * shape.dtype.itemsize
+    routing = routing_from(config) if recipe.learn.replay_routing else None
+    support = min(MOST, shape.vocabulary)
     rollout = make_plan(
         shape,
         compressor_of(recipe.rollout),
@@ -207,8 +209,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         new_tokens=recipe.rollout.max_new_tokens + given_room(recipe),
         weight_bytes=weights,
         adapters=recipe.model.lora_rank > 0,
-        routing=routing_from(config) if recipe.learn.replay_routing and method.view == "shadow" else None,
-        room={None: None, "margins": 0, "ids": min(MOST, shape.vocabulary)}[recipe.records_support],
+        routing=routing if method.view == "shadow" else None,
+        room={None: None, "margins": 0, "ids": support}[recipe.records_support],
     )
     return make_training_plan(
         rollout,
@@ -227,10 +229,12 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         student_trained=lora_parameters(config, recipe.student.lora_rank) if recipe.student.lora_rank else parameters,
         processes=processes,
         shard=recipe.model.shard,
-        ahead=bool(recipe.rollout.ahead),
+        ahead=bool(recipe.rollout.ahead) and recipe.rollout.pool is None,  # a pool's samplers have devices of their own
         critic=recipe.has_separate_critic,
         offload=recipe.optimizer.offload,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
+        routes=routing.token_bytes if routing else 0,
+        support=support if recipe.records_support else 0,
     )
 
 

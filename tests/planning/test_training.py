@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeLiteConf
 from sparse_rl.compressors import make
 from sparse_rl.config import load_recipe
 from sparse_rl.learn.score import hidden_states
+from sparse_rl.learn.support import side_by_side
 from sparse_rl.models import ModelShape, load_config, weight_bytes, with_lora
+from sparse_rl.models.routing import Routing
 from sparse_rl.planning.memory import make_plan
 from sparse_rl.planning.training import layer_bytes, make_training_plan
 from sparse_rl.train.loop import Trainer
@@ -128,6 +130,24 @@ def test_a_training_plan_counts_masks_where_there_are_no_segments():
             more = plans[0].update_bytes - plans[1].update_bytes
             least = masks * 4096 * 4096 * (1 + 2) * (1 if checkpointing else shape.slot_layers)  # bool, bf16
             assert more >= least and (masks or more == 0)
+
+
+def test_a_training_plan_counts_routes_and_supports():
+    shape = ModelShape.of(load_config("tiny"))
+    sizes = dict(rows=8, prompt_tokens=20, new_tokens=44, weight_bytes=4000)
+    rollout = make_plan(shape, make("rkv").bind(32, 8), **sizes)
+    options = dict(trained=1000, micro_batch_tokens=256, checkpointing=True, reference=False, evaluates=False, **STEP)
+
+    def update(**told: int) -> int:
+        return make_training_plan(rollout, shape, **options, **told).update_bytes
+
+    routing, kept = Routing(layers=2, experts=300, chosen=2), 7
+    tokens = 4 * (rollout.prompt_tokens + rollout.new_tokens)  # as many rows as a micro-batch holds
+    routes = torch.zeros(routing.layers, tokens, routing.chosen, dtype=routing.dtype)  # as learn/routes.py makes them
+    ids = side_by_side(torch.full((tokens,), kept), torch.arange(kept, dtype=torch.int32).repeat(tokens))
+    assert update(routes=routing.token_bytes) - update() == routes.nbytes
+    assert ids.nbytes <= update(support=kept) - update() <= 11 * ids.nbytes  # and a chunk's, with their logits
+    assert update(routes=routing.token_bytes, support=kept) == update(support=kept) + routes.nbytes
 
 
 def test_the_plan_counts_the_weights_of_rollouts_ahead():
