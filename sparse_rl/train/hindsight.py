@@ -1,11 +1,12 @@
 """Regret of a run's stored completions, for its report: one more pass for each, with the weights nearest to its own.
 
-A completion of step N was sampled with the weights after step N - 1. Of the run's checkpoints, and of the model that it
+A completion of step N was sampled with the weights after step N - 1 - `rollout.ahead`. Of the run's checkpoints, and of the model that it
 began with if that lies on this machine, the nearest one is asked; what it was is part of the result.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..errors import SparseRLError
 from ..files import find_checkpoints, lies_in, writing
 from ..learn.regret import counterfactuals, give_back, regret
 from ..models import load_model
-from ..models.tiny import is_tiny
+from ..models.names import needs_hub
 from ..records import Trajectory, read_trajectories
 
 MOST = 64  # completions of a run: as many as its report shows
@@ -57,19 +58,18 @@ def hindsight(model: nn.Module, trajectory: Trajectory, step: int, temperature: 
 def write_hindsights(run: Path, most: int = MOST) -> Done:
     """Compute what is missing for the newest completions of a run, and write each beside its trace."""
     recipe, done, wanted = load_recipe(str(run / "recipe.yaml")), Done(), {}
-    for step, samples in _newest(run):
-        for trajectory in _trajectories(run, samples):
-            if sum(map(len, wanted.values())) + done.there + done.with_beacons == most:
-                break
-            path = samples / "regret" / f"{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
-            if trajectory.beacon_id is not None:
-                done.with_beacons += 1
-            elif path.is_file():
-                done.there += 1
-            else:
-                wanted.setdefault(_nearest(run, recipe, step - 1), []).append((trajectory, path))
+    stored = ((step, samples, t) for step, samples in _newest(run) for t in _trajectories(run, samples))
+    for step, samples, trajectory in itertools.islice(stored, most):
+        path = samples / "regret" / f"{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
+        if trajectory.beacon_id is not None:
+            done.with_beacons += 1
+        elif path.is_file():
+            done.there += 1
+        else:
+            weights = _nearest(run, recipe, step - 1 - recipe.rollout.ahead)
+            wanted.setdefault(weights, []).append((trajectory, path))
     for (step, name), pieces in sorted(wanted.items()):
-        model, _ = load_model(name)
+        model, _ = load_model(name, recipe.model.dtype, seed=recipe.run.seed, logits=recipe.model.logits)
         for trajectory, path in pieces:
             found = hindsight(model, trajectory, step, recipe.rollout.temperature)
             with writing(path):
@@ -99,11 +99,11 @@ def _nearest(run: Path, recipe: Recipe, step: int) -> tuple[int, str]:
     """(step, model) of the weights nearest to a step; of two, the older."""
     found = [(number, str(path)) for number, path in find_checkpoints(run / "checkpoints") if lies_in(path, run)]
     start = recipe.model.name
-    if is_tiny(start) or Path(start).is_dir():
+    if not needs_hub(start):
         found.append((0, start))
     if not found:
         raise SparseRLError(
-            f"{run} has no checkpoint, and its model {start} is not a folder; regret needs weights. Train with "
+            f"{run} has no checkpoint, and its model {start} is not on this machine; regret needs weights. Train with "
             "run.checkpoint_every above 0."
         )
     return min(found, key=lambda it: (abs(it[0] - step), it[0]))

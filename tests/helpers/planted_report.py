@@ -72,10 +72,13 @@ def document(*runs: dict, **changes) -> dict:
 
 def packed(gone: np.ndarray) -> dict:
     """The map of a trajectory. gone: uint16 [layers, heads, tokens]"""
-    packer = zlib.compressobj(6, zlib.DEFLATED, -15)
-    data = packer.compress(gone.astype("<u2").tobytes()) + packer.flush()
     layers, heads, tokens = gone.shape
-    return {"layers": layers, "heads": heads, "tokens": tokens, "data": base64.b64encode(data).decode()}
+    return {"layers": layers, "heads": heads, "tokens": tokens, "data": deflated(gone.astype("<u2"))}
+
+
+def deflated(values: np.ndarray) -> str:
+    packer = zlib.compressobj(6, zlib.DEFLATED, -15)
+    return base64.b64encode(packer.compress(values.tobytes()) + packer.flush()).decode()
 
 
 def evictions(layers: int, heads: int, tokens: int, budget: int, seed: int = 0) -> np.ndarray:

@@ -13,7 +13,9 @@ import pytest
 
 from sparse_rl.report.page import page as page_of
 from sparse_rl.report.palette import COLOURS, METHODS, places
-from tests.helpers.planted_report import MAIN, NEVER, curve, curves, document, evictions, run, seen, trajectory
+from tests.helpers.planted_report import (
+    MAIN, NEVER, curve, curves, deflated, document, evictions, packed, run, seen, trajectory,
+)  # fmt: skip
 from tests.helpers.runs import PATIENCE
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -443,6 +445,55 @@ def test_the_map_tells_and_greys_what_was_planted(show):
     assert chart.evaluate("c => c.toDataURL()") != before
     tab.uncheck("#m-grey")
     assert not tab.locator("#tokens .v0").count()
+
+
+def test_the_map_tells_what_was_missed_and_the_text_what_giving_back_changes(show):
+    gone = evictions(3, 2, 50, 12, seed=1)
+    levels = np.where(gone == NEVER, 0, np.arange(gone.size).reshape(gone.shape) % 255).astype(np.uint8)
+    changes = np.zeros((2, 50), "<i2")
+    changes[0, [20, 30]], changes[1, 40] = (3000, -2500), 250
+    regret = {"step": 5, "top": 2.0, "mass": deflated(levels), "tokens": [3, 9], "total": [1.5, 0.75]}
+    own = {**packed(gone), "regret": {**regret, "changes": deflated(changes)}}
+    given = [[42, 45]]
+    tab = show(document(run("a", trajectories=[trajectory(tokens=50, map=own, given=given), trajectory(gone=gone)])))
+    tab.wait_for_selector("#m-worst", state="visible")
+    chart = tab.locator("#m-canvas")
+    before = picture(tab, chart)
+    tab.select_option("#m-colour", "missed")
+    assert picture(tab, chart) != before and "missed most (2)" in tab.inner_text("#m-legend")
+
+    chart.scroll_into_view_if_needed()
+    tall, box = tab.evaluate("atlas.tall"), chart.bounding_box()
+    for row, token in ((0, 10), (3, 20), (5, 31), (1, 0)):
+        x = box["x"] + MAP_LEFT + (token + 0.5) / 50 * (box["width"] - MAP_LEFT - MAP_RIGHT)
+        tab.mouse.move(x, box["y"] + MAP_TOP + (row + 0.5) * tall)
+        facts, level = dict(told(tab)[1]), int(levels[row // 2, row % 2, token])
+        if gone[row // 2, row % 2, token] == NEVER:
+            assert "attention it missed here" not in facts
+        else:
+            expected = math.expm1(level / 254 * math.log1p(200.0)) / 100
+            assert float(facts["attention it missed here"]) == pytest.approx(expected, rel=6e-3, abs=1e-6)
+
+    buttons, text = tab.locator("#m-worst button"), tab.locator("#tokens .t")
+    assert "at 3: missed 1.5; all log-probs +0.5" in buttons.nth(0).inner_text()
+    assert "at 9: missed 0.75; all log-probs +0.25" in buttons.nth(1).inner_text()
+    plain = text.evaluate_all("all => all.map(t => t.className)")
+    buttons.nth(0).click()
+    classes = text.evaluate_all("all => all.map(t => t.className)")
+    neutral = classes[25]
+    assert len({classes[20], classes[30], neutral}) == 3  # likelier, less likely, and unchanged
+    assert {classes[i] for i in range(8, 50) if i not in (20, 30, 42, 43, 44)} == {neutral}
+    assert classes[:8] == plain[:8] and classes[42:45] == plain[42:45]  # the prompt and given tokens have no log-prob
+    buttons.nth(1).click()
+    assert buttons.nth(0).get_attribute("aria-pressed") == "false"
+    classes = text.evaluate_all("all => all.map(t => t.className)")
+    assert classes[40] != neutral and classes[20] == classes[30] == neutral
+    buttons.nth(1).click()  # again: back to gaps
+    assert text.evaluate_all("all => all.map(t => t.className)") == plain
+
+    tab.locator("#t-list .item").nth(1).click()  # one without regret
+    tab.wait_for_selector("#m-worst", state="hidden")
+    assert tab.eval_on_selector("#m-colour", "s => [...s.options].map(o => o.value)") == ["kept", "evicted"]
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -48,6 +48,6 @@ function showWorst() {
     el("h3", {}, "Missed most"),
     el("p", { class: "hint" }, `Attention that later queries would have given to evicted tokens, asked with the weights of step ${t.map.regret.step}. Give one back, and the text is coloured by how its log-probs change.`),
     el("div", { class: "filters" }, ...missed.tokens.map((k, n) => el("button", { type: "button", "data-key": String(n), "aria-pressed": String(n === chosen), click: () => give(n) },
-      name(k), el("small", {}, ` token ${k}, missed ${num(missed.total[n], 3)}; all log-probs ${gain(n) < 0 ? "" : "+"}${num(gain(n), 3)}`)))),
-    el("p", { class: "hint", role: "status" }, ...(chosen < 0 ? ["The text is coloured by gaps."] : ["Had ", name(missed.tokens[chosen]), ` (token ${missed.tokens[chosen]}) stayed, blue or red tokens above would be more or less likely; press again for gaps.`]))));
+      name(k), el("small", {}, ` at ${k}: missed ${num(missed.total[n], 3)}; all log-probs ${gain(n) < 0 ? "" : "+"}${num(gain(n), 3)}`)))),
+    el("p", { class: "hint", role: "status" }, ...(chosen < 0 ? ["The text is coloured by gaps."] : ["Had ", name(missed.tokens[chosen]), ` at ${missed.tokens[chosen]} stayed, blue or red tokens above would be more or less likely; press again for gaps.`]))));
 }
