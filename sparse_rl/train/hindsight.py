@@ -1,7 +1,8 @@
 """Regret of a run's stored completions, for its report: one more pass for each, with the weights nearest to its own.
 
-A completion of step N was sampled with the weights after step N - 1 - `rollout.ahead`. Of the run's checkpoints, and of the model that it
-began with if that lies on this machine, the nearest one is asked; what it was is part of the result.
+A completion of step N was sampled with the weights after step N - 1 - `rollout.ahead`. Of the run's checkpoints, and
+of the model that it began with if that lies on this machine, the nearest one is asked; what it was is part of the
+result.
 """
 
 from __future__ import annotations

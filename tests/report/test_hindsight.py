@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparse_rl import SparseRLError, counterfactuals, give_back, regret, token_logprobs
+from sparse_rl import SparseRLError, give_back, regret, token_logprobs
 from sparse_rl.cache.hindsight import Hindsight
 from sparse_rl.cli import app
 from sparse_rl.config import load_recipe

@@ -14,7 +14,17 @@ import pytest
 from sparse_rl.report.page import page as page_of
 from sparse_rl.report.palette import COLOURS, METHODS, places
 from tests.helpers.planted_report import (
-    MAIN, NEVER, curve, curves, deflated, document, evictions, packed, run, seen, trajectory,
+    MAIN,
+    NEVER,
+    curve,
+    curves,
+    deflated,
+    document,
+    evictions,
+    packed,
+    run,
+    seen,
+    trajectory,
 )  # fmt: skip
 from tests.helpers.runs import PATIENCE
 
