@@ -76,6 +76,7 @@ FAMILIES = {
     "jamba": Family("Mamba", _mamba1, *_SSM),
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
+    "lfm3": _CONVOLUTION,
 }
 
 
