@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "config": "cache learn models",
     "export": "models",
     "evaluation": "chat compressors learn models planning records rollout tasks",
-    "integrations": "cache compressors config learn models records rollout",
+    "integrations": "cache compressors config learn models records rollout serve",
     "report": "cache config planning",
     "train": "attention beacon cache chat compressors config learn models planning pool records rollout tasks",
     "scale": "compressors config learn models pool rollout train",

@@ -1,4 +1,5 @@
-"""A policy loss for verl 0.9, registered as `sparse-rl` when verl starts (entry point `verl.plugins`; docs/verl.md).
+"""A policy loss and rollouts for verl 0.9, both registered as `sparse-rl` when verl starts (entry point `verl.plugins`;
+docs/verl.md). The rollouts are in verl_rollout.py.
 
 verl hands a policy loss no rollout log-probs. With `rollout_is: token` and a `rollout_is_threshold` that cuts nothing
 off (1e9), it hands over the importance weights xi = exp(old - rollout log-prob) of every token; their logarithm is the
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
 from verl.workers.config import PolicyLossConfig  # pyright: ignore[reportMissingImports]
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # pyright: ignore[reportMissingImports]
+from verl.workers.rollout.replica import RolloutReplicaRegistry  # pyright: ignore[reportMissingImports]
 
 from ..errors import SparseRLError
 from ..learn.correct import correct
@@ -22,6 +25,16 @@ from ..learn.loss import Loss, surrogate
 from .settings import make_correction, refuse_normalised
 
 KEY = "algorithm.rollout_correction"
+
+
+def _replica() -> Any:
+    from .verl_rollout import Replica
+
+    return Replica
+
+
+RolloutReplicaRegistry.register("sparse-rl", _replica)
+_ROLLOUT_REGISTRY["sparse-rl", "async"] = "sparse_rl.integrations.verl_rollout.ServerAdapter"
 
 
 @dataclasses.dataclass

@@ -1,7 +1,8 @@
 """Stand-ins for the hosts of sparse_rl.integrations that are not installed: what their code does with a plug-in.
 
 verl 0.9.1       trainer/ppo/core_algos.py (registry, signature, agg_loss),
-                 trainer/ppo/rollout_corr_helper.py (token weights)
+                 trainer/ppo/rollout_corr_helper.py (token weights),
+                 workers/rollout/base.py and replica.py (registries, the record of an answer)
 slime 0.3, 0.4   backends/megatron_utils/loss.py and cp_utils.py (signature of a TIS function, its reducers;
                  one rank, or several that share responses)
 prime-rl 0.8     trainer/rl/loss.py (LossInputs, LossOutputs, compute_loss of the rl component)
@@ -10,6 +11,7 @@ prime-rl 0.8     trainer/rl/loss.py (LossInputs, LossOutputs, compute_loss of th
 import dataclasses
 import sys
 import types
+import typing
 
 import torch
 
@@ -67,7 +69,22 @@ def stand_in_for_verl(monkeypatch) -> None:
         register_policy_loss=register_policy_loss,
         get_policy_loss_fn=registry.__getitem__,
     )
+
+    @dataclasses.dataclass
+    class TokenOutput:
+        token_ids: list
+        log_probs: list | None = None
+        stop_reason: str | None = None
+        extra_fields: dict = dataclasses.field(default_factory=dict)
+
+    class RolloutReplicaRegistry:
+        known: typing.ClassVar[dict] = {}
+        register = known.__setitem__
+
     module(monkeypatch, "verl.workers.config", PolicyLossConfig=PolicyLossConfig)
+    module(monkeypatch, "verl.workers.rollout.base", _ROLLOUT_REGISTRY={})
+    replica = {"RolloutReplicaRegistry": RolloutReplicaRegistry, "TokenOutput": TokenOutput}
+    module(monkeypatch, "verl.workers.rollout.replica", **replica)
     monkeypatch.delitem(sys.modules, "sparse_rl.integrations.verl", raising=False)
 
 
