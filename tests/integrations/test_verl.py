@@ -224,17 +224,26 @@ def test_verl_itself_finds_the_plugin(tmp_path):
     folder.mkdir()
     (folder / "entry_points.txt").write_text(entry_points())
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-    command = next(
-        part for part in (ROOT / "docs/verl.md").read_text().split("```") if "python3 -m verl.trainer.main_ppo" in part
+    rollouts, loss = (
+        [word for word in part.replace("\\\n", " ").split() if "=" in word]
+        for part in (ROOT / "docs/verl.md").read_text().split("```")
+        if "python3 -m verl.trainer.main_ppo" in part
     )
-    overrides = [word for word in command.replace("\\\n", " ").split() if "=" in word]
+    of_vllm = ("rollout.name=", "engine_kwargs.vllm")
+    both = rollouts + [word for word in loss if not any(name in word for name in of_vllm)]
     code = f"""
 import verl
 from hydra import compose, initialize_config_module
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import get_rollout_replica_class
+from sparse_rl.integrations.verl_server import Settings
 with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", overrides={overrides!r})
+    config = compose("ppo_trainer", overrides={both!r})
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    print(get_rollout_replica_class(rollout.name), get_rollout_class(rollout.name), Settings.of(rollout.engine_kwargs))
+    config = compose("ppo_trainer", overrides={loss!r})
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 section = actor.policy_loss
 print(get_policy_loss_fn(section.loss_mode).__module__, section.preset, dict(section.correction))
@@ -245,7 +254,10 @@ print(config.algorithm.rollout_correction.rollout_is, config.algorithm.rollout_c
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-2:] == [
+    assert done.stdout.splitlines()[-3:] == [
+        "<class 'sparse_rl.integrations.verl_rollout.Replica'> "
+        "<class 'sparse_rl.integrations.verl_rollout.ServerAdapter'> "
+        "Settings(compressor='rkv', budget=512, interval=128, rows=256, options={'protect_prompt': True})",
         "sparse_rl.integrations.verl sparse-rl {'reject_below': 0.001}",
         "token 1000000000.0",
     ]
