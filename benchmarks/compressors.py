@@ -3,7 +3,7 @@
     python benchmarks/compressors.py --out runs/compressors --processes 2                     # tiny-sums, a CPU
     python benchmarks/compressors.py --out runs/compressors --processes 8 --seeds 3 \\
         --model models/countdown-search --task countdown --budgets 48 64 96 128 --interval 16 --new 640
-    python benchmarks/compressors.py --out runs/compressors --table
+    python benchmarks/compressors.py --out runs/compressors --table --plot docs/compressors.png
 
 Every (seed, rule, budget, prompt kept or not) is a point: accuracy on held-out prompts sampled under the rule, and the
 mean number of entries that a query saw. Points are appended to points.jsonl as they are finished, and none is made
@@ -225,23 +225,56 @@ def work(args) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over seeds, and each seed's number."""
+    """A row a rule, a column a budget: the mean over seeds (the least to the most)."""
     lines = []
-    for name, heads in (("online", ("accuracy", "entries")), ("offline", ("nats", "excess"))):
-        own = [row for row in rows if row.get("offline", False) == (name == "offline") and heads[0] in row]
-        if not own:
+    for name, value in (("online", "accuracy"), ("offline", "nats")):
+        own = [row for row in rows if row.get("offline", False) == (name == "offline") and value in row]
+        budgets = sorted({row["budget"] for row in own if row["budget"]})
+        if not budgets:
             continue
-        lines += [f"| {name} | budget | prompt kept | {heads[0]} (each seed) | {heads[1]} |", "|---|---|---|---|---|"]
-        for rule, budget, protect in dict.fromkeys((row["rule"], row["budget"], row["protect"]) for row in own):
-            group = [r for r in own if (r["rule"], r["budget"], r["protect"]) == (rule, budget, protect)]
-            group.sort(key=lambda row: row["seed"])
-            values = [row[heads[0]] for row in group]
-            each = ", ".join(f"{value:.3f}" for value in values)
-            other = statistics.mean(row[heads[1]] for row in group)
-            kept = "yes" if protect else "no"
-            lines.append(f"| {rule} | {budget or ''} | {kept} | {statistics.mean(values):.3f} ({each}) | {other:.3f} |")
+        lines += [f"| {value} | prompt kept | {' | '.join(map(str, budgets))} |", "|---" * (2 + len(budgets)) + "|"]
+        if dense := [row[value] for row in own if row["rule"] == "dense"]:
+            lines.append(f"| dense | | {' | '.join([spread(dense)] + [''] * (len(budgets) - 1))} |")
+        for rule, protect in dict.fromkeys((row["rule"], row["protect"]) for row in own if row["budget"]):
+            group = [row for row in own if (row["rule"], row["protect"]) == (rule, protect)]
+            cells = [spread([row[value] for row in group if row["budget"] == budget]) for budget in budgets]
+            lines.append(f"| {rule} | {'yes' if protect else 'no'} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """The mean, and the seeds' least and most; empty where no seed has the point."""
+    return f"{statistics.mean(values):.3f} ({min(values):.2f} to {max(values):.2f})" if values else ""
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Accuracy against the entries that a query saw, with and without the prompt kept."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    own = [row for row in rows if "accuracy" in row]
+    dense = statistics.mean(row["accuracy"] for row in own if row["rule"] == "dense")
+    rules = [rule for rule in dict.fromkeys(row["rule"] for row in own) if rule != "dense"]
+    for axis, protect in zip(axes, (False, True)):
+        axis.axhline(dense, color="black", linewidth=1, linestyle=":", label="dense cache")
+        for rule in rules:
+            group = [row for row in own if (row["rule"], row["protect"]) == (rule, protect)]
+            points = {budget: [r for r in group if r["budget"] == budget] for budget in {r["budget"] for r in group}}
+            curve = [
+                [statistics.mean(r[k] for r in points[b]) for k in ("entries", "accuracy")] for b in sorted(points)
+            ]
+            bold = rule in TRAINED
+            axis.plot(*zip(*curve), marker="o", markersize=3, linewidth=2.5 if bold else 1.2, label=rule)
+        axis.set_title("prompt kept" if protect else "prompt evicted like the rest")
+        axis.set_xlabel("entries that a query saw, mean")
+    axes[0].set_ylabel("held-out accuracy")
+    axes[1].legend(fontsize=8, frameon=False, bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -264,10 +297,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.table:
-        print(table([json.loads(line) for line in (args.out / "points.jsonl").open()]))
+    if args.table or args.plot:
+        rows = [json.loads(line) for line in (args.out / "points.jsonl").open()]
+        print(table(rows))
+        if args.plot:
+            plot(rows, args.plot)
     elif args.part is not None or args.processes == 1:
         args.part = args.part or 0
         work(args)

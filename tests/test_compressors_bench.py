@@ -42,4 +42,4 @@ def test_a_point_is_made_once(tmp_path):
         subprocess.run(command, check=True, capture_output=True)
         rows = [json.loads(line) for line in (tmp_path / "points.jsonl").open()]
         assert [row["rule"] for row in rows] == ["dense", "random", "random"]
-    assert "| random | 24 | yes | " in table(rows)
+    assert "| accuracy | prompt kept | 24 |" in table(rows) and "| random | yes | " in table(rows)
