@@ -34,7 +34,7 @@ class Trajectory:
     finish_reason: str  # "stop": a stop token was sampled; "length": max_new_tokens were sampled
     prompt_index: int  # which prompt of the call
     sample_index: int  # which member of its group
-    version: int = 0  # optimizer steps that had led to the weights that sampled it
+    version: int = 0  # optimizer steps behind the weights that sampled it, and trainings behind a scorer that learns
     beacon_id: int | None = None  # stands in `tokens` where a beacon was fed; its log-prob is 0, unless it was chosen
     positions: Tensor | None = None  # int64 [T]: RoPE positions, if they differ from the feed indices
     # bool [T]: where the policy chose to fold (at the beacon) or to go on (at the token fed next), and this choice is

@@ -4,9 +4,9 @@
 
 `importance` is SnapKV's pooled attention of the last queries (snapkv.py), and x what a slot shows when its row is full:
 key, value, range and norm of the value, norm of the key, age, whether it belongs to the prompt, attention of the last
-queries, pooled and not. It starts as snapkv (slope 1, outer 0). `sparse-rl train-compressor` trains it
-(train/scorer.py) on the attention that each slot would have received later (learn/regret.py). With `--features
-position` x is place, age and prompt alone, and slope stays 0.
+queries, pooled and not. It starts as snapkv (slope 1, outer 0). `sparse-rl train-compressor`, or a run whose recipe has
+`scorer.every` (train/joint.py), trains it (train/scorer.py) on the attention that each slot would have received later
+(learn/regret.py). With `--features position` x is place, age and prompt alone, and slope stays 0.
 
 The trace records what was evicted, so the learner never sees the network, and replay is exact whatever it becomes.
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import SparseRLError
-from ..models.companion import Companion, check_companion, companion_of
+from ..models.companion import Companion, check_companion, companion_of, companions_of, set_companion
 from ..models.shape import ModelShape
 from .base import CacheView, ScoreCompressor, register
 from .snapkv import joint_attention
@@ -60,11 +60,12 @@ class Learned(ScoreCompressor):
 
 
 class Scorer:
-    """The networks of all layers and heads, where the model is. Whoever trains them changes `tensors` in place."""
+    """The networks of all layers and heads. Its tensors are those of the model's companion: whoever trains them changes
+    them in place, between calls of the engine.
+    """
 
-    def __init__(self, companion: Companion, device: torch.device):
-        self.kind = companion.about["features"]
-        self.tensors = {name: tensor.to(device) for name, tensor in companion.tensors.items()}
+    def __init__(self, companion: Companion):
+        self.kind, self.tensors = companion.about["features"], companion.tensors
 
     @classmethod
     def of(cls, model: nn.Module) -> Scorer:
@@ -72,7 +73,9 @@ class Scorer:
         if companion.about.get("features") not in KINDS:
             raise SparseRLError(f"learned.safetensors does not say which features it takes; {REMEDY}")
         check_companion("learned", companion, shapes_for(model, companion.about["features"]), REMEDY)
-        return cls(companion, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        companion.tensors.update({name: x.to(device, torch.float32) for name, x in companion.tensors.items()})
+        return cls(companion)
 
     def scores(self, x: Tensor, layer: Tensor) -> Tensor:
         """x [B, H, C, F], layer [B] -> fp32 [B, H, C]"""
@@ -114,6 +117,13 @@ def fresh(model: nn.Module, kind: str = "all", seed: int = 0) -> Companion:
     tensors["scale"] += 1.0
     tensors["slope"] += 1.0 if kind == "all" else 0.0
     return Companion({name: tensor.to(device) for name, tensor in tensors.items()}, {"features": kind})
+
+
+def give_scorer(model: nn.Module, seed: int = 0) -> None:
+    """Give a model a fresh scorer where it has none, so that it can be trained; one that it has is checked."""
+    if "learned" not in companions_of(model):
+        set_companion(model, "learned", fresh(model, seed=seed))
+    Scorer.of(model)
 
 
 def features(view: CacheView, window: int, kind: str) -> Tensor:

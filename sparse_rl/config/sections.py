@@ -1,4 +1,6 @@
-"""The sections of a recipe that depend on nothing else: evaluations, the run itself, and the warm-up."""
+"""The sections of a recipe that depend on nothing else: evaluations, the run itself, the training of a
+compressor, and the warm-up.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from dataclasses import dataclass
 
 from ..errors import SparseRLError, check_count, require_int
 from ..keys import key
+
+LEARNING = ("learned", "prompt-only:learned")  # compressors that learn between steps
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,39 @@ class RunSettings:
         require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
         if self.seed >= 2**63:
             raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
+
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """Of the compressor `learned`, trained jointly with the model (train/joint.py)."""
+
+    every: int = key("steps between trainings of the compressor `learned` on what its evictions cost; 0: never", 0)
+    trajectories: int = key("trajectories of such a step that it learns from", 8)
+    pairs: int = key("pairs of slots that an eviction of these gives, per layer and KV head", 8)
+    steps: int = key("optimizer steps on them", 20)
+    lr: float = key("their learning rate, constant", 1e-3)
+
+    def __post_init__(self):
+        require_int(at_least=0, **{"scorer.every": self.every})
+        require_int(**{f"scorer.{name}": getattr(self, name) for name in ("trajectories", "pairs", "steps")})
+        if not 0 < self.lr < 1:
+            raise SparseRLError(f"scorer.lr is {self.lr}; it must be above 0 and below 1.")
+
+    def check(self, compressor: str, shard: bool, ahead: int) -> None:
+        """Refuse a run that has no such compressor, or whose whole weights are at work elsewhere while it learns."""
+        if not self.every:
+            return
+        if compressor not in LEARNING:
+            raise SparseRLError(
+                f"scorer.every is {self.every}, but rollout.compressor is {compressor}, which learns nothing between "
+                f"steps; use {' or '.join(LEARNING)}, or set scorer.every to 0."
+            )
+        if shard and ahead:
+            raise SparseRLError(
+                f"scorer.every is {self.every}, so trajectories go through whole weights between steps, but with "
+                f"model.shard and rollout.ahead {ahead} only the sampler has them, and it is at work; set one of the "
+                "three to 0 or false."
+            )
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,17 @@ worthiest. Of pairs of a slot that it keeps and one that it does not, the networ
     loss = mean over pairs of  |worth_i - worth_j| / mean  *  softplus(score_j - score_i)
 
 which is a convex stand-in for regret. Rollouts of the next round run with the network as it is then, so it learns on
-the slots that its own choices leave.
+the slots that its own choices leave. joint.py does the same between the steps of a run.
 
 Shapes: H KV heads, S slots, K pairs of an eviction, n pairs in all, F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,29 +121,38 @@ def slots_at(
 @dataclass(frozen=True)
 class Collected:
     pairs: dict[int, Pairs]  # by layer
-    lost: float  # mean share of attention that evicted tokens would have received
+    lost: float  # mean share of attention that evicted tokens would have received; NaN where nothing was evicted
 
 
-@torch.no_grad()
 def collect(
     model: nn.Module, trajectories: Sequence[Trajectory], compressor: Learned, pairs: int, seed: int
 ) -> Collected:
     """Pairs of every layer, from the evictions of some trajectories. compressor: bound, as it sampled them"""
-    found: dict[int, list[Pairs]] = {}
-    lost: list[float] = []
+    return merged([collect_from(model, t, compressor, pairs, seed + i) for i, t in enumerate(trajectories)])
+
+
+@torch.no_grad()
+def collect_from(model: nn.Module, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int) -> Collected:
+    """The same, of one trajectory."""
+    collector = Collector(trajectory, compressor, pairs, seed)
+    replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
+    replay.observe = collector
     with evaluating(model):
-        for number, trajectory in enumerate(trajectories):
-            collector = Collector(trajectory, compressor, pairs, seed + number)
-            replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
-            replay.observe = collector
-            tokens = trajectory.tokens.to(next(model.parameters()).device)
-            hidden_states(model, tokens[None], replay, routes_of(model, trajectory.trace))
-            for layer, parts in collector.found.items():
-                found.setdefault(layer, []).extend(parts)
-            if (about := summary(collector.regret())) is not None:
-                lost.append(float(about[0]))
+        tokens = trajectory.tokens.to(next(model.parameters()).device)
+        hidden_states(model, tokens[None], replay, routes_of(model, trajectory.trace))
+    about = summary(collector.regret())
+    found = {layer: joined(parts) for layer, parts in collector.found.items()}
+    return Collected(found, float("nan") if about is None else float(about[0]))
+
+
+def merged(found: Sequence[Collected]) -> Collected:
+    by_layer: dict[int, list[Pairs]] = {}
+    for layer, pairs in (item for one in found for item in one.pairs.items()):
+        by_layer.setdefault(layer, []).append(pairs)
+    lost = [one.lost for one in found if not math.isnan(one.lost)]
     return Collected(
-        {layer: joined(parts) for layer, parts in found.items()}, sum(lost) / len(lost) if lost else float("nan")
+        {layer: joined(parts) for layer, parts in sorted(by_layer.items())},
+        sum(lost) / len(lost) if lost else float("nan"),
     )
 
 
@@ -170,10 +181,30 @@ class ScorerTrainer:
                 rows = torch.randint(0, pairs.weight.shape[1], (batch,), generator=generator)
                 self._loss(layer, Pairs(pairs.kept[:, rows], pairs.dropped[:, rows], pairs.weight[:, rows])).backward()
             self.optimizer.step()
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
+            raise SparseRLError(
+                f"the scorer of `learned` is not finite after {steps} steps at a learning rate of {self.lr}; lower it."
+            )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 self.tensors[name].copy_(parameter)
         return before, self._whole(found)
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors of such a network in place of its own."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensors[name])
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = {name: tensor.cpu().clone() for name, tensor in self.tensors.items()}
+        return {"tensors": tensors, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.take(state["tensors"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def _loss(self, layer: int, pairs: Pairs) -> Tensor:
         device = self.tensors["centre"].device
@@ -188,10 +219,10 @@ class ScorerTrainer:
         return sum(float(self._loss(layer, pairs)) for layer, pairs in found.items()) / len(found)
 
     def _normalise(self, found: dict[int, Pairs]) -> None:
-        """Once: mean 0 and deviation 1 of every feature."""
-        if (self.tensors["scale"] != 1).any():
-            return
+        """Mean 0 and deviation 1 of every feature, by what a layer shows first."""
         for layer, pairs in found.items():
+            if (self.tensors["scale"][layer] != 1).any():
+                continue
             both = torch.cat([pairs.kept, pairs.dropped], 1)
             self.tensors["centre"][layer].copy_(both.mean(1))
             self.tensors["scale"][layer].copy_(both.std(1).clamp(min=1e-3))
