@@ -5,10 +5,12 @@
     python benchmarks/arms_cpu.py algorithms --out runs/algorithms --table
     python benchmarks/arms_cpu.py top-p --out runs/top-p --processes 1 --starts tiny-sums
     python benchmarks/arms_cpu.py top-p --out runs/top-p --first-ratio
+    python benchmarks/arms_cpu.py joint --out runs/joint --processes 1 --starts tiny-sums --seeds 2
 
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
                  shadow view, at a harmless and at a hurting budget
+    joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets
     top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
 Every run is one of benchmarks/learning_cpu.py with keys changed. All arms are evaluated alike: on the same 128
@@ -80,8 +82,22 @@ TOP_P = {
     for method in ("sparse-rl", "shadow")
     for p in ("0.95", "1")
 }
-STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P}
-HEADS = ("arm", "runs", "dense inference", "worst", "sparse inference", "worst", "rejected", "gradient norm")
+SCORERS = {
+    "rkv": {},
+    "snapkv": {"rollout.compressor": "snapkv"},  # as which `learned` begins
+    "learned": {"rollout.compressor": "learned", "scorer.every": "1"},
+}
+JOINT = {
+    f"{setting.removeprefix('rkv ')} slots, {method}, {name}": Arm(keys, method, setting)
+    for setting in ("rkv 38", "rkv 32")
+    for method in ("shadow", "sparse-rl")
+    for name, keys in SCORERS.items()
+}
+STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P, "joint": JOINT}
+HEADS = (
+    *("arm", "runs", "dense inference", "worst", "sparse inference", "worst", "rejected", "gradient norm"),
+    "attention lost",
+)
 
 
 def run(args: tuple) -> dict:
@@ -120,7 +136,7 @@ def table(rows: list[dict], arms: dict[str, Arm]) -> str:
         first = [interval([r["curves"][f"eval/{view}/accuracy"][0] for r in here]) for view in ("dense", "sparse")]
         if len({r["setting"] for r in here}) > 1:
             first[1] = "differs"
-        lines.append(f"| **from {start}** | | {first[0]} at the start | | {first[1]} at the start | | | |")
+        lines.append(f"| **from {start}** | | {first[0]} at the start | | {first[1]} at the start | | | | |")
         for name in arms:
             group = [r for r in here if r["method"] == name]
             if not group:
@@ -129,11 +145,11 @@ def table(rows: list[dict], arms: dict[str, Arm]) -> str:
             for view in ("dense", "sparse"):
                 values = [final(r, view) for r in group]
                 cells += [interval(values), f"{min(values):.2f}"]
-            rejected, norm = (
-                statistics.mean(statistics.mean(r["curves"][key]) for r in group)
-                for key in ("reject/trajectories/frac", "update/grad_norm")
+            rejected, norm, lost = (
+                statistics.mean(statistics.mean(r["curves"].get(key) or [math.nan]) for r in group)
+                for key in ("reject/trajectories/frac", "update/grad_norm", "cache/regret/lost/mean")
             )
-            lines.append(f"| {' | '.join(cells)} | {rejected:.0%} | {norm:.2f} |")
+            lines.append(f"| {' | '.join(cells)} | {rejected:.0%} | {norm:.2f} | {lost:.1%} |")
     return "\n".join(lines)
 
 
