@@ -10,7 +10,8 @@
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
                  shadow view, at a harmless and at a hurting budget
-    joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets
+    joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets; its
+                 evictions drawn, and moved by advantages, too
     top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
 Every run is one of benchmarks/learning_cpu.py with keys changed. All arms are evaluated alike: on the same 128
@@ -82,16 +83,20 @@ TOP_P = {
     for method in ("sparse-rl", "shadow")
     for p in ("0.95", "1")
 }
-SCORERS = {
-    "rkv": {},
-    "snapkv": {"rollout.compressor": "snapkv"},  # as which `learned` begins
-    "learned": {"rollout.compressor": "learned", "scorer.every": "1"},
+LEARNED = {"rollout.compressor": "learned", "scorer.every": "1"}
+DRAWN = LEARNED | {"rollout.compressor_options": "{protect_prompt: true, temperature: 0.5}"}
+SCORERS = {  # name: (keys, methods)
+    "rkv": ({}, ("shadow", "sparse-rl")),
+    "snapkv": ({"rollout.compressor": "snapkv"}, ("shadow",)),  # as which `learned` begins
+    "learned": (LEARNED, ("shadow", "sparse-rl")),
+    "learned, drawn": (DRAWN, ("shadow",)),
+    "learned, drawn, advantage": (DRAWN | {"scorer.advantage": "1.0"}, ("shadow",)),
 }
 JOINT = {
     f"{setting.removeprefix('rkv ')} slots, {method}, {name}": Arm(keys, method, setting)
     for setting in ("rkv 38", "rkv 32")
-    for method in ("shadow", "sparse-rl")
-    for name, keys in SCORERS.items()
+    for name, (keys, methods) in SCORERS.items()
+    for method in methods
 }
 STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P, "joint": JOINT}
 HEADS = (

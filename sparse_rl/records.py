@@ -42,6 +42,7 @@ class Trajectory:
     choices: Tensor | None = None
     support: Support | None = None  # which tokens could be drawn, where top-k or top-p left some out and a learner asks
     given: Tensor | None = None  # bool [T]: after the prompt, what the policy did not sample; None: it sampled all
+    stream: int | None = None  # of its random numbers (streams.py); files do not have it
 
     @property
     def prompt_tokens(self) -> Tensor:

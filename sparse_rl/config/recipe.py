@@ -186,7 +186,7 @@ class Recipe:
         self._check_beacons()
         self._check_students()
         self.scheduled_optimizer()
-        self.scorer.check(self.rollout.compressor, self.model.shard, self.rollout.ahead)
+        self.scorer.check(self.rollout, self.model.shard, self.learn.algorithm)
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(

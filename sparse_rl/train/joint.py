@@ -5,6 +5,9 @@
     learn      after the update: optimizer steps of the scorer on these pairs; then sampler and pool get weights and
                scorer together (`Trainer.publish_weights`)
 
+With `scorer.advantage` some evictions are actions, too, which the group's advantage makes likelier or less likely
+(actions.py).
+
 The learner's forward pass never contains the scorer, and traces say what was evicted, so replay stays exact while it
 moves. Without `rollout.ahead` the learner's weights are those that sampled. With several processes each collects from
 trajectories that it sampled, the first one learns from all pairs, and the others get its tensors.
@@ -16,21 +19,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..compressors.learned import Learned
 from ..config import Recipe
 from ..distributed.world import World, exchanged
 from ..models import companions_of
 from ..streams import stream_key
+from .actions import Actions
 from .log import Clock
-from .scorer import Collected, Pairs, ScorerTrainer, collect_from, merged
+from .scorer import Collected, Drawn, Pairs, ScorerTrainer, collect_from, merged
 from .step import StepRollout
 from .worker import Sampler
 
 SCORER_STREAM = 0x5C03E  # separates its draws of trajectories and pairs from other random numbers of a step
 
-exchanged(Collected, Pairs)
+exchanged(Collected, Pairs, Actions)
 
 
 class JointScorer:
@@ -43,14 +47,22 @@ class JointScorer:
         self.version = 0  # trainings behind the scorer
         self.trainer: ScorerTrainer | None = None
         if self.settings.every:
-            self.trainer = ScorerTrainer(companions_of(model)["learned"], self.settings.lr)
+            companion, temperature = companions_of(model)["learned"], self._compressor().temperature
+            self.trainer = ScorerTrainer(companion, self.settings.lr, self.settings.advantage, temperature)
 
-    def collect(self, rollout: StepRollout, step: int, clock: Clock) -> Collected | None:
-        """Pairs from the evictions of a step's chosen trajectories, of all processes; None: nothing learns now."""
-        if self.trainer is None or (step + 1) % self.settings.every:
-            return None
+    def _compressor(self) -> Learned:
         compressor = self.sampler.engine.compressor.decides()
         assert isinstance(compressor, Learned)
+        return compressor
+
+    def collect(self, rollout: StepRollout, advantages: Tensor, step: int, clock: Clock) -> Collected | None:
+        """Pairs, and actions, from the evictions of some trajectories of a step, of all processes; None: nothing learns
+        now. advantages: by position
+        """
+        settings = self.settings
+        if self.trainer is None or (step + 1) % settings.every:
+            return None
+        compressor, acts = self._compressor(), settings.advantage > 0
         rows, owner_rank = rollout.chosen_rows.tolist(), rollout.scored.sampled.owner_rank
 
         def work() -> dict[int, Collected]:
@@ -59,8 +71,9 @@ class JointScorer:
                     self.whole,
                     rollout.trajectories[rows[position]],
                     compressor,
-                    self.settings.pairs,
+                    settings.pairs,
                     stream_key(self.seed, [step, position], SCORER_STREAM),
+                    Drawn(float(advantages[position]), settings.evictions) if acts else None,
                 )
                 for position in self._chosen(len(rows), step)
                 if owner_rank[rows[position]] == self.world.rank
@@ -82,17 +95,30 @@ class JointScorer:
         with clock.stage("scorer"):
             losses, seed = (0.0, 0.0), stream_key(self.seed, [self.version], SCORER_STREAM)
             if self.world.first:
-                losses = self.trainer.fit(lessons.pairs, self.settings.steps, seed=seed)
+                losses = self.trainer.fit(lessons.pairs, self.settings.steps, seed=seed, actions=lessons.actions)
             if self.world.size > 1:
                 own = ({name: x.cpu() for name, x in self.trainer.tensors.items()}, losses)
                 tensors, losses = self.world.gather(own if self.world.first else ({}, losses))[0]
                 self.trainer.take(tensors)
         self.version += 1
-        return {
+        return self._of_actions(lessons.actions) | {
             "scorer/loss/before": losses[0],
             "scorer/loss/after": losses[1],
             "scorer/lost/frac": lessons.lost,
             "scorer/pairs/count": float(sum(pairs.weight.numel() for pairs in lessons.pairs.values())),
+        }
+
+    @torch.no_grad()
+    def _of_actions(self, actions: Mapping[int, Actions]) -> dict[str, float]:
+        """Whether rebuilt evictions are those of the traces, and how far their log-probs have moved."""
+        if self.trainer is None or not actions:
+            return {}
+        agreed = torch.cat([acted.agreed.flatten() for acted in actions.values()])
+        moved = [self.trainer.log_probs(layer, acted).cpu() - acted.old for layer, acted in actions.items()]
+        return {
+            "scorer/actions/count": float(len(agreed)),
+            "scorer/actions/agree/frac": agreed.double().mean().item(),
+            "scorer/actions/drift/mean": torch.cat(moved).abs().double().mean().item(),
         }
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -162,7 +162,7 @@ class Trainer:
         scored, kept = rollout.scored.rows(rollout.chosen_rows), corrected.rows(rollout.chosen_rows)  # by position
         credit = self.credit(rollout, scored, kept, corrected.accepted)  # advantages, by the group or by a critic
         pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
-        lessons = self.scorer.collect(rollout, self.progress.steps, clock)  # what evictions cost, if a scorer learns
+        lessons = self.scorer.collect(rollout, credit.advantages, self.progress.steps, clock)  # what evictions cost
         metrics = credit.metrics | found
         with uninterrupted():
             self.progress.begin()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from ..learn.score import hidden_states, replay_of, routes_of
 from ..models import Companion, evaluating
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
+from ..streams import eviction_streams
+from .actions import Actions, joined_actions, log_prob, policy_loss, rebuilt
 
 TRAINED = ("inner", "bias", "outer", "slope")
 
@@ -45,24 +47,48 @@ class Pairs:
     weight: Tensor  # fp32 [H, n]: how much more the first is worth
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Of a trajectory whose evictions were drawn (actions.py)."""
+
+    advantage: float
+    evictions: int  # so many of them are learned from
+
+
 class Collector(Watch):
     """Watches a forward pass under a trace, and draws pairs of slots at every eviction."""
 
-    def __init__(self, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int):
+    def __init__(self, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int, drawn: Drawn | None = None):
         super().__init__(trajectory.trace)
         assert compressor.scorer is not None, "an engine has attached the model"
         self.compressor, self.kind, self.pairs = compressor, compressor.scorer.kind, pairs
         self.num_prompt_tokens = trajectory.num_prompt_tokens
         self.generator = torch.Generator().manual_seed(seed)
         self.found: dict[int, list[Pairs]] = {}
+        self.actions: dict[int, list[Actions]] = {}
+        self.drawn, self.acts = drawn, self._acts(drawn, seed)
+        layers, heads, _ = self.evicted_at.shape
+        self.streams = eviction_streams(torch.tensor([trajectory.stream or 0]), layers, heads)  # [L, 1, H]
+
+    def _acts(self, drawn: Drawn | None, seed: int) -> set[int]:
+        """Evictions, by the queries that follow them, whose log-probs are learned from; a prompt's are its group's."""
+        if drawn is None:
+            return set()
+        own = self.begins[self.begins > self.num_prompt_tokens]
+        chosen = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed ^ 1))[: drawn.evictions]
+        return set(own[chosen].tolist())
 
     def __call__(self, seen: Observed) -> None:
         super().__call__(seen)
         worth = self.received[seen.layer].flip(-1).cumsum(-1).flip(-1)  # [H, T, S]
         for segment, begin in enumerate(self.begins.tolist()):
             gone = self.evicted_at[seen.layer]
-            view = slots_at(seen, gone, begin, self.compressor, self.num_prompt_tokens)
+            view = slots_at(seen, gone, begin, self.compressor, self.num_prompt_tokens, self.streams[seen.layer])
             if view is not None and (gone == begin).any():
+                if self.drawn is not None and begin in self.acts:
+                    evicted = (gone == begin).gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
+                    action = rebuilt(view, evicted, self.compressor, self.drawn.advantage)
+                    self.actions.setdefault(seen.layer, []).append(action)
                 of_slots = worth[..., segment].gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
                 if (drawn := self._draw(view, of_slots)) is not None:
                     self.found.setdefault(seen.layer, []).append(drawn)
@@ -87,10 +113,15 @@ class Collector(Watch):
 
 
 def slots_at(
-    seen: Observed, evicted_at: Tensor, begin: int, compressor: ScoreCompressor, num_prompt_tokens: int
+    seen: Observed,
+    evicted_at: Tensor,
+    begin: int,
+    compressor: ScoreCompressor,
+    num_prompt_tokens: int,
+    streams: Tensor | None = None,
 ) -> CacheView | None:
     """What a row held when it was evicted before query `begin`; None where heads held different numbers of slots, or
-    little more than the window. evicted_at [H, T]
+    little more than the window. evicted_at [H, T]; streams [1, H]: by which the eviction was drawn, if it was
     """
     tokens = torch.arange(evicted_at.shape[1])
     present = (tokens < begin) & (evicted_at >= begin)  # [H, T]
@@ -109,7 +140,7 @@ def slots_at(
         feed=feed[None],
         queries=seen.queries[:, :, max(0, begin - compressor.num_queries) : begin],
         mass=None,
-        streams=torch.zeros(1, len(feed), dtype=torch.int64, device=device),
+        streams=torch.zeros(1, len(feed), dtype=torch.int64, device=device) if streams is None else streams.to(device),
         num_prompt_tokens=torch.tensor([num_prompt_tokens], device=device),
         scaling=seen.scaling,
         softcap=seen.softcap,
@@ -122,6 +153,7 @@ def slots_at(
 class Collected:
     pairs: dict[int, Pairs]  # by layer
     lost: float  # mean share of attention that evicted tokens would have received; NaN where nothing was evicted
+    actions: dict[int, Actions] = field(default_factory=dict)  # by layer
 
 
 def collect(
@@ -132,9 +164,11 @@ def collect(
 
 
 @torch.no_grad()
-def collect_from(model: nn.Module, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int) -> Collected:
-    """The same, of one trajectory."""
-    collector = Collector(trajectory, compressor, pairs, seed)
+def collect_from(
+    model: nn.Module, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int, drawn: Drawn | None = None
+) -> Collected:
+    """The same, of one trajectory. drawn: some of its evictions are actions, too"""
+    collector = Collector(trajectory, compressor, pairs, seed, drawn)
     replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
     replay.observe = collector
     with evaluating(model):
@@ -142,7 +176,8 @@ def collect_from(model: nn.Module, trajectory: Trajectory, compressor: Learned, 
         hidden_states(model, tokens[None], replay, routes_of(model, trajectory.trace))
     about = summary(collector.regret())
     found = {layer: joined(parts) for layer, parts in collector.found.items()}
-    return Collected(found, float("nan") if about is None else float(about[0]))
+    actions = {layer: joined_actions(parts) for layer, parts in collector.actions.items()}
+    return Collected(found, float("nan") if about is None else float(about[0]), actions)
 
 
 def merged(found: Sequence[Collected]) -> Collected:
@@ -150,9 +185,11 @@ def merged(found: Sequence[Collected]) -> Collected:
     for layer, pairs in (item for one in found for item in one.pairs.items()):
         by_layer.setdefault(layer, []).append(pairs)
     lost = [one.lost for one in found if not math.isnan(one.lost)]
+    acted = sorted({layer for one in found for layer in one.actions})
     return Collected(
         {layer: joined(parts) for layer, parts in sorted(by_layer.items())},
         sum(lost) / len(lost) if lost else float("nan"),
+        {layer: joined_actions([one.actions[layer] for one in found if layer in one.actions]) for layer in acted},
     )
 
 
@@ -163,15 +200,23 @@ def joined(parts: Sequence[Pairs]) -> Pairs:
 class ScorerTrainer:
     """Trains the networks of all layers, in place; AdamW keeps its state from round to round."""
 
-    def __init__(self, companion: Companion, lr: float = 3e-3):
-        self.companion, self.lr = companion, lr
+    def __init__(self, companion: Companion, lr: float = 3e-3, advantage: float = 0.0, temperature: float = 0.0):
+        """advantage: the weight of evictions as actions, which were drawn at a temperature"""
+        self.companion, self.lr, self.advantage, self.temperature = companion, lr, advantage, temperature
         self.tensors = companion.tensors
         self.trained = [name for name in TRAINED if name != "slope" or companion.about["features"] == "all"]
         self.parameters = {name: nn.Parameter(self.tensors[name].float().clone()) for name in self.trained}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=lr, weight_decay=1e-4)
 
-    def fit(self, found: dict[int, Pairs], steps: int, batch: int = 512, seed: int = 0) -> tuple[float, float]:
-        """-> the loss before and after, mean over layers and heads"""
+    def fit(
+        self,
+        found: dict[int, Pairs],
+        steps: int,
+        batch: int = 512,
+        seed: int = 0,
+        actions: Mapping[int, Actions] | None = None,
+    ) -> tuple[float, float]:
+        """-> the loss of pairs before and after, mean over layers and heads"""
         self._normalise(found)
         generator = torch.Generator().manual_seed(seed)
         before = self._whole(found)
@@ -180,6 +225,8 @@ class ScorerTrainer:
             for layer, pairs in found.items():
                 rows = torch.randint(0, pairs.weight.shape[1], (batch,), generator=generator)
                 self._loss(layer, Pairs(pairs.kept[:, rows], pairs.dropped[:, rows], pairs.weight[:, rows])).backward()
+            for layer, acted in (actions or {}).items():
+                (self.advantage * policy_loss(self.log_probs(layer, acted), acted)).backward()
             self.optimizer.step()
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
             raise SparseRLError(
@@ -206,9 +253,17 @@ class ScorerTrainer:
         self.take(state["tensors"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _loss(self, layer: int, pairs: Pairs) -> Tensor:
+    def log_probs(self, layer: int, actions: Actions) -> Tensor:
+        """Of evictions, by the networks as they are now. -> [n, H]"""
         device = self.tensors["centre"].device
-        network = {name: (self.parameters.get(name, tensor))[layer][None] for name, tensor in self.tensors.items()}
+        scores = score_with(self._network(layer), actions.x.to(device))
+        return log_prob(scores, self.temperature, actions.possible.to(device), actions.count.to(device))
+
+    def _network(self, layer: int) -> dict[str, Tensor]:
+        return {name: (self.parameters.get(name, tensor))[layer][None] for name, tensor in self.tensors.items()}
+
+    def _loss(self, layer: int, pairs: Pairs) -> Tensor:
+        device, network = self.tensors["centre"].device, self._network(layer)
         margin = score_with(network, pairs.kept[None].to(device)) - score_with(network, pairs.dropped[None].to(device))
         weight = pairs.weight.to(device)
         weight = weight / weight.mean(1, keepdim=True).clamp(min=1e-12)
