@@ -10,8 +10,8 @@
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
                  shadow view, at a harmless and at a hurting budget
-    joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets; its
-                 evictions drawn, and moved by advantages, too
+    joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets;
+                 also with evictions that are drawn, and moved by advantages
     top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
 Every run is one of benchmarks/learning_cpu.py with keys changed. All arms are evaluated alike: on the same 128
