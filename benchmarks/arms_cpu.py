@@ -5,7 +5,7 @@
     python benchmarks/arms_cpu.py algorithms --out runs/algorithms --table
     python benchmarks/arms_cpu.py top-p --out runs/top-p --processes 1 --starts tiny-sums
     python benchmarks/arms_cpu.py top-p --out runs/top-p --first-ratio
-    python benchmarks/arms_cpu.py joint --out runs/joint --processes 1 --starts tiny-sums --seeds 2
+    python benchmarks/arms_cpu.py joint --out runs/joint --processes 2 --starts tiny-sums --seeds 2
 
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--starts", default=",".join(STARTS))
+    parser.add_argument("--only", default="", help="run only arms whose name has this in it")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--first-ratio", action="store_true")
@@ -186,7 +187,7 @@ def main() -> None:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         waiting = (
             (job, arms[job[2]], args.out / "runs", second, args.steps)
-            for job in itertools.product(seeds, args.starts.split(","), arms)
+            for job in itertools.product(seeds, args.starts.split(","), [name for name in arms if args.only in name])
             if job not in done and time.perf_counter() - began < args.minutes * 60
         )
         context = multiprocessing.get_context("spawn")
