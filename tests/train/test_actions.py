@@ -20,6 +20,7 @@ from tests.compressors.test_compressors import random_view
 from tests.compressors.test_learned import scored  # noqa: F401 (a fixture)
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.pools import Threads
+from tests.helpers.runs import run
 from tests.train.test_joint import never, sections, small
 
 Learned = COMPRESSORS["learned"]
@@ -220,3 +221,14 @@ def test_mistakes_get_a_sentence():
             small(**{**given, "scorer": {"advantage": 1.0, **given.get("scorer", {})}})
     with pytest.raises(SparseRLError, match="temperature -1 must be 0"):
         Learned(temperature=-1)
+
+
+@pytest.mark.slow
+def test_several_processes_draw_and_learn_alike(tmp_path):
+    train(acting(run={"steps": 2}), tmp_path / "one", show=False)
+    (tmp_path / "given.yaml").write_text(acting(run={"steps": 2}).to_yaml())
+    done = run("train", tmp_path / "given.yaml", "--out", tmp_path / "two", "--num-processes", 2)
+    assert done.returncode == 0, done.stderr
+    for mine, theirs in zip(*(read_lines(tmp_path / name / "metrics.jsonl") for name in ("two", "one")), strict=True):
+        for name in (n for n in theirs if n.startswith("scorer/")):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
