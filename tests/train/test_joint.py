@@ -1,6 +1,8 @@
 """`scorer.every`: the compressor `learned` is trained between steps, and a run with it is a run like any other."""
 
 import json
+import signal
+import subprocess
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import train
 from sparse_rl.train.saving import resume
 from tests.helpers.pools import Threads
-from tests.helpers.runs import recipe, run, write_recipe
+from tests.helpers.runs import PATIENCE, command_that_is_stopped, recipe, run, write_recipe
 
 
 def sections(**others):
@@ -129,6 +131,20 @@ def test_a_run_that_is_stopped_goes_on_to_the_byte(whole, tmp_path, monkeypatch)
     monkeypatch.undo()
     train(small(), tmp_path / "run", resume=True, show=False)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_to_the_byte(whole, tmp_path):
+    given = write_recipe(tmp_path, **sections(run={"checkpoint_every": 1}))
+    lines = tmp_path / "run/metrics.jsonl"
+    killed = command_that_is_stopped(signal.SIGKILL, lines, 2, "train", given, "--out", tmp_path / "run", seconds=0.1)
+    done = subprocess.run(killed, capture_output=True, timeout=PATIENCE, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run("train", tmp_path / "run", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert lines.read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    files = [folder / "checkpoints/step-000004/learned.safetensors" for folder in (whole, tmp_path / "run")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_ahead_of_the_learner_the_sampler_has_a_scorer_of_its_own(tmp_path):
