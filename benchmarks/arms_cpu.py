@@ -5,10 +5,13 @@
     python benchmarks/arms_cpu.py algorithms --out runs/algorithms --table
     python benchmarks/arms_cpu.py top-p --out runs/top-p --processes 1 --starts tiny-sums
     python benchmarks/arms_cpu.py top-p --out runs/top-p --first-ratio
+    python benchmarks/arms_cpu.py joint --out runs/joint --processes 2 --starts tiny-sums --seeds 2
 
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
                  shadow view, at a harmless and at a hurting budget
+    joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets;
+                 also with evictions that are drawn, and moved by advantages
     top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
 Every run is one of benchmarks/learning_cpu.py with keys changed. All arms are evaluated alike: on the same 128
@@ -80,8 +83,26 @@ TOP_P = {
     for method in ("sparse-rl", "shadow")
     for p in ("0.95", "1")
 }
-STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P}
-HEADS = ("arm", "runs", "dense inference", "worst", "sparse inference", "worst", "rejected", "gradient norm")
+LEARNED = {"rollout.compressor": "learned", "scorer.every": "1"}
+DRAWN = LEARNED | {"rollout.compressor_options": "{protect_prompt: true, temperature: 0.5}"}
+SCORERS = {  # name: (keys, methods)
+    "rkv": ({}, ("shadow", "sparse-rl")),
+    "snapkv": ({"rollout.compressor": "snapkv"}, ("shadow",)),  # as which `learned` begins
+    "learned": (LEARNED, ("shadow", "sparse-rl")),
+    "learned, drawn": (DRAWN, ("shadow",)),
+    "learned, drawn, advantage": (DRAWN | {"scorer.advantage": "1.0"}, ("shadow",)),
+}
+JOINT = {
+    f"{setting.removeprefix('rkv ')} slots, {method}, {name}": Arm(keys, method, setting)
+    for setting in ("rkv 38", "rkv 32")
+    for name, (keys, methods) in SCORERS.items()
+    for method in methods
+}
+STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P, "joint": JOINT}
+HEADS = (
+    *("arm", "runs", "dense inference", "worst", "sparse inference", "worst", "rejected", "gradient norm"),
+    "attention lost",
+)
 
 
 def run(args: tuple) -> dict:
@@ -120,7 +141,7 @@ def table(rows: list[dict], arms: dict[str, Arm]) -> str:
         first = [interval([r["curves"][f"eval/{view}/accuracy"][0] for r in here]) for view in ("dense", "sparse")]
         if len({r["setting"] for r in here}) > 1:
             first[1] = "differs"
-        lines.append(f"| **from {start}** | | {first[0]} at the start | | {first[1]} at the start | | | |")
+        lines.append(f"| **from {start}** | | {first[0]} at the start | | {first[1]} at the start | | | | |")
         for name in arms:
             group = [r for r in here if r["method"] == name]
             if not group:
@@ -129,11 +150,11 @@ def table(rows: list[dict], arms: dict[str, Arm]) -> str:
             for view in ("dense", "sparse"):
                 values = [final(r, view) for r in group]
                 cells += [interval(values), f"{min(values):.2f}"]
-            rejected, norm = (
-                statistics.mean(statistics.mean(r["curves"][key]) for r in group)
-                for key in ("reject/trajectories/frac", "update/grad_norm")
+            rejected, norm, lost = (
+                statistics.mean(statistics.mean(r["curves"].get(key) or [math.nan]) for r in group)
+                for key in ("reject/trajectories/frac", "update/grad_norm", "cache/regret/lost/mean")
             )
-            lines.append(f"| {' | '.join(cells)} | {rejected:.0%} | {norm:.2f} |")
+            lines.append(f"| {' | '.join(cells)} | {rejected:.0%} | {norm:.2f} | {lost:.1%} |")
     return "\n".join(lines)
 
 
@@ -146,6 +167,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--starts", default=",".join(STARTS))
+    parser.add_argument("--only", default="", help="run only arms whose name has this in it")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--first-ratio", action="store_true")
@@ -165,7 +187,7 @@ def main() -> None:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         waiting = (
             (job, arms[job[2]], args.out / "runs", second, args.steps)
-            for job in itertools.product(seeds, args.starts.split(","), arms)
+            for job in itertools.product(seeds, args.starts.split(","), [name for name in arms if args.only in name])
             if job not in done and time.perf_counter() - began < args.minutes * 60
         )
         context = multiprocessing.get_context("spawn")

@@ -57,6 +57,7 @@ CURVES = (
     "support/tokens/mean",
     "update/grad_norm",
     "cache/tokens_saved/frac",
+    "cache/regret/lost/mean",
     "rollout/truncated/frac",
     "rollout/budget",
     "old/entropy/mean",

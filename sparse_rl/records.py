@@ -34,7 +34,7 @@ class Trajectory:
     finish_reason: str  # "stop": a stop token was sampled; "length": max_new_tokens were sampled
     prompt_index: int  # which prompt of the call
     sample_index: int  # which member of its group
-    version: int = 0  # optimizer steps that had led to the weights that sampled it
+    version: int = 0  # optimizer steps behind the weights that sampled it, and trainings behind a scorer that learns
     beacon_id: int | None = None  # stands in `tokens` where a beacon was fed; its log-prob is 0, unless it was chosen
     positions: Tensor | None = None  # int64 [T]: RoPE positions, if they differ from the feed indices
     # bool [T]: where the policy chose to fold (at the beacon) or to go on (at the token fed next), and this choice is
@@ -42,6 +42,7 @@ class Trajectory:
     choices: Tensor | None = None
     support: Support | None = None  # which tokens could be drawn, where top-k or top-p left some out and a learner asks
     given: Tensor | None = None  # bool [T]: after the prompt, what the policy did not sample; None: it sampled all
+    stream: int | None = None  # of its random numbers (streams.py); files do not have it
 
     @property
     def prompt_tokens(self) -> Tensor:

@@ -4,9 +4,12 @@
 
 `importance` is SnapKV's pooled attention of the last queries (snapkv.py), and x what a slot shows when its row is full:
 key, value, range and norm of the value, norm of the key, age, whether it belongs to the prompt, attention of the last
-queries, pooled and not. It starts as snapkv (slope 1, outer 0). `sparse-rl train-compressor` trains it
-(train/scorer.py) on the attention that each slot would have received later (learn/regret.py). With `--features
-position` x is place, age and prompt alone, and slope stays 0.
+queries, pooled and not. It starts as snapkv (slope 1, outer 0). `sparse-rl train-compressor`, or a run whose recipe has
+`scorer.every` (train/joint.py), trains it (train/scorer.py) on the attention that each slot would have received later
+(learn/regret.py). With `--features position` x is place, age and prompt alone, and slope stays 0.
+
+With a `temperature` evictions are drawn: what has the highest noise - score / temperature goes, with Gumbel noise of
+the sequence's own stream, so that an eviction has a log-probability (train/actions.py).
 
 The trace records what was evicted, so the learner never sees the network, and replay is exact whatever it becomes.
 
@@ -15,13 +18,16 @@ Shapes: L layers, N hidden units, F features, C candidates (slots before the win
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import SparseRLError
-from ..models.companion import Companion, check_companion, companion_of
+from ..models.companion import Companion, check_companion, companion_of, companions_of, set_companion
 from ..models.shape import ModelShape
+from ..streams import mix, uniform
 from .base import CacheView, ScoreCompressor, register
 from .snapkv import joint_attention
 
@@ -38,11 +44,14 @@ class Learned(ScoreCompressor):
     window = 8
     copies = 8.0
 
-    def __init__(self, **options):
+    def __init__(self, *, temperature: float = 0.0, **options):
+        """`temperature` above 0: evictions are drawn, slots of low scores first"""
         super().__init__(**options)
         if self.window < 1:
             raise SparseRLError(f"{self.name}: window {self.window} must be at least 1.")
-        self.num_queries = self.window
+        if not 0 <= temperature < math.inf:
+            raise SparseRLError(f"{self.name}: temperature {temperature} must be 0 (nothing is drawn) or above.")
+        self.num_queries, self.temperature = self.window, temperature
         self.scorer: Scorer | None = None
 
     def check_model(self, model: nn.Module) -> None:
@@ -56,15 +65,19 @@ class Learned(ScoreCompressor):
         if view.keys.shape[2] <= self.window:
             return torch.zeros_like(view.feed, dtype=torch.float32)
         x = features(view, self.window, self.scorer.kind)
-        return F.pad(self.scorer.scores(x, view.layer), (0, self.window))
+        scores = self.scorer.scores(x, view.layer)
+        if self.temperature:  # what has the highest noise - score / temperature goes
+            scores = scores - self.temperature * gumbel(view, scores.shape[-1])
+        return F.pad(scores, (0, self.window))
 
 
 class Scorer:
-    """The networks of all layers and heads, where the model is. Whoever trains them changes `tensors` in place."""
+    """The networks of all layers and heads. Its tensors are those of the model's companion: whoever trains them changes
+    them in place, between calls of the engine.
+    """
 
-    def __init__(self, companion: Companion, device: torch.device):
-        self.kind = companion.about["features"]
-        self.tensors = {name: tensor.to(device) for name, tensor in companion.tensors.items()}
+    def __init__(self, companion: Companion):
+        self.kind, self.tensors = companion.about["features"], companion.tensors
 
     @classmethod
     def of(cls, model: nn.Module) -> Scorer:
@@ -72,11 +85,20 @@ class Scorer:
         if companion.about.get("features") not in KINDS:
             raise SparseRLError(f"learned.safetensors does not say which features it takes; {REMEDY}")
         check_companion("learned", companion, shapes_for(model, companion.about["features"]), REMEDY)
-        return cls(companion, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        companion.tensors.update({name: x.to(device, torch.float32) for name, x in companion.tensors.items()})
+        return cls(companion)
 
     def scores(self, x: Tensor, layer: Tensor) -> Tensor:
         """x [B, H, C, F], layer [B] -> fp32 [B, H, C]"""
         return score_with({name: tensor[layer] for name, tensor in self.tensors.items()}, x)
+
+
+def gumbel(view: CacheView, count: int) -> Tensor:
+    """Noise of the first `count` slots, from the sequence's own stream, another at every eviction. -> fp32 [B, H, C]"""
+    feed = view.feed.long()
+    this_eviction = mix(view.streams[..., None] + feed[..., -1:])
+    return -torch.log(-torch.log(uniform(this_eviction, feed[..., :count]))).float()
 
 
 def score_with(network: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -114,6 +136,13 @@ def fresh(model: nn.Module, kind: str = "all", seed: int = 0) -> Companion:
     tensors["scale"] += 1.0
     tensors["slope"] += 1.0 if kind == "all" else 0.0
     return Companion({name: tensor.to(device) for name, tensor in tensors.items()}, {"features": kind})
+
+
+def give_scorer(model: nn.Module, seed: int = 0) -> None:
+    """Give a model a fresh scorer where it has none, so that it can be trained; one that it has is checked."""
+    if "learned" not in companions_of(model):
+        set_companion(model, "learned", fresh(model, seed=seed))
+    Scorer.of(model)
 
 
 def features(view: CacheView, window: int, kind: str) -> Tensor:

@@ -6,7 +6,7 @@ from .migrate import migrate, missing_keys
 from .parse import load_recipe, load_recipe_to_run, make_recipe, parse_value, table_of_keys
 from .read import read_yaml, read_yaml_file
 from .recipe import RECIPES, SECTIONS, ModelSettings, Recipe, RolloutSettings
-from .sections import EvalSettings, RunSettings, WarmupSettings
+from .sections import EvalSettings, RunSettings, ScorerSettings, WarmupSettings
 from .task import TaskSettings
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Recipe",
     "RolloutSettings",
     "RunSettings",
+    "ScorerSettings",
     "Target",
     "TaskSettings",
     "WarmupSettings",

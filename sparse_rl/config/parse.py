@@ -119,7 +119,7 @@ def _section(name: str, content: dict):
 def _find(dotted: str) -> tuple[str, list[str]]:
     """The section that an override names, and the path inside it.
 
-    The last part alone is enough if only one section has it; the sections `student` and `warmup` do not count.
+    The last part alone is enough if only one section has it; the sections `student`, `scorer` and `warmup` do not.
     """
     first, *rest = dotted.replace("-", "_").split(".")
     if rest:
@@ -130,7 +130,8 @@ def _find(dotted: str) -> tuple[str, list[str]]:
         if first not in SECTIONS:
             raise SparseRLError(f"there is no section {first!r} for --{dotted}; {nearest(first, SECTIONS)}")
         return first, rest
-    holders = [name for name, kind in SECTIONS.items() if first in names_of(kind) and name not in ("student", "warmup")]
+    aside = ("student", "scorer", "warmup")
+    holders = [name for name, kind in SECTIONS.items() if first in names_of(kind) and name not in aside]
     if len(holders) != 1:
         if holders:
             full_names = " or ".join(f"--{section}.{first}" for section in holders)

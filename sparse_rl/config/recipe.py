@@ -34,7 +34,7 @@ from ..models.quantize import check_quantize
 from .budget import Adaptive
 from .learn import LearnSettings
 from .pool import check_pool
-from .sections import EvalSettings, RunSettings, WarmupSettings
+from .sections import EvalSettings, RunSettings, ScorerSettings, WarmupSettings
 from .task import TaskSettings
 from .values import plain
 
@@ -133,9 +133,8 @@ class RolloutSettings:
             raise SparseRLError(f"{lost[0]} is among rollout.compressor_options; write rollout.{lost[0]} instead.")
         check_pool(self.pool, self.ahead, self.samplers, self.over_ask, self.patience)
         if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
-            raise SparseRLError(
-                f"rollout.start_chunk is {self.start_chunk}; it must be a number of tokens above 2, or 0 (halfway)."
-            )
+            given = self.start_chunk
+            raise SparseRLError(f"rollout.start_chunk is {given}; it must be a number above 2, or 0 (halfway).")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise SparseRLError(
                 f"rollout.temperature is {self.temperature}; training needs a positive number, such as 1.0."
@@ -176,6 +175,7 @@ class Recipe:
     eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
     student: StudentSettings = dataclasses.field(default_factory=StudentSettings)
+    scorer: ScorerSettings = dataclasses.field(default_factory=ScorerSettings)
     warmup: WarmupSettings = dataclasses.field(default_factory=WarmupSettings)
 
     def __post_init__(self):
@@ -186,6 +186,7 @@ class Recipe:
         self._check_beacons()
         self._check_students()
         self.scheduled_optimizer()
+        self.scorer.check(self.rollout, self.model.shard, self.learn.algorithm)
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(

@@ -1,11 +1,20 @@
-"""The sections of a recipe that depend on nothing else: evaluations, the run itself, and the warm-up."""
+"""The sections of a recipe that depend on nothing else: evaluations, the run itself, the training of a
+compressor, and the warm-up.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import SparseRLError, check_count, require_int
 from ..keys import key
+
+if TYPE_CHECKING:
+    from .recipe import RolloutSettings
+
+LEARNING = ("learned", "prompt-only:learned")  # compressors that learn between steps
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,73 @@ class RunSettings:
         require_int(at_least=0, **{f"run.{n}": getattr(self, n) for n in ("seed", "samples", "diagnose")})
         if self.seed >= 2**63:
             raise SparseRLError(f"run.seed is {self.seed}; it must be below 2^63.")
+
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """Of the compressor `learned`, trained jointly with the model (train/joint.py)."""
+
+    every: int = key("steps between trainings of the compressor `learned` on what its evictions cost; 0: never", 0)
+    trajectories: int = key("trajectories of such a step that it learns from", 8)
+    pairs: int = key("pairs of slots that an eviction of these gives, per layer and KV head", 8)
+    steps: int = key("optimizer steps on them", 20)
+    lr: float = key("their learning rate, constant", 1e-3)
+    advantage: float = key(
+        "weight of evictions as actions: the group's advantage makes those of a trajectory likelier, or less likely; "
+        "needs the compressor's option temperature; 0: off",
+        0.0,
+    )
+    evictions: int = key("evictions of a trajectory that are such actions", 4)
+
+    def __post_init__(self):
+        require_int(at_least=0, **{"scorer.every": self.every})
+        require_int(
+            **{f"scorer.{name}": getattr(self, name) for name in ("trajectories", "pairs", "steps", "evictions")}
+        )
+        if not 0 < self.lr < 1:
+            raise SparseRLError(f"scorer.lr is {self.lr}; it must be above 0 and below 1.")
+        if not 0 <= self.advantage < math.inf:
+            raise SparseRLError(f"scorer.advantage is {self.advantage}; it must be 0 (off) or above.")
+
+    def check(self, rollout: RolloutSettings, shard: bool, algorithm: str) -> None:
+        """Refuse a run that has no such compressor, or whose whole weights are at work elsewhere while it learns."""
+        if not self.every:
+            if self.advantage:
+                raise SparseRLError(
+                    f"scorer.advantage is {self.advantage}, but scorer.every is 0; set it to 1 or more."
+                )
+            return
+        if rollout.compressor not in LEARNING:
+            raise SparseRLError(
+                f"scorer.every is {self.every}, but rollout.compressor is {rollout.compressor}, which learns nothing "
+                f"between steps; use {' or '.join(LEARNING)}, or set scorer.every to 0."
+            )
+        if shard and rollout.ahead:
+            raise SparseRLError(
+                f"scorer.every is {self.every}, so trajectories go through whole weights between steps, but with "
+                f"model.shard and rollout.ahead {rollout.ahead} only the sampler has them, and it is at work; set one "
+                "of the three to 0 or false."
+            )
+        if self.advantage:
+            self._check_actions(rollout, algorithm)
+
+    def _check_actions(self, rollout: RolloutSettings, algorithm: str) -> None:
+        """Refuse evictions as actions where they are not drawn, or cannot be drawn again."""
+        options = rollout.compressor_options
+        given = [name for name in ("protect_given", "forget_given") if options.get(name)]
+        if not options.get("temperature"):
+            why = "nothing is drawn without a temperature; set rollout.compressor_options to {temperature: 1.0}"
+        elif rollout.compressor != "learned":
+            why = f"{rollout.compressor} evicts prompts alone, alike in a group; use learned"
+        elif rollout.ahead:
+            why = f"with rollout.ahead {rollout.ahead} the scorer is not the one that drew them; set it to 0"
+        elif algorithm != "grpo":
+            why = f"{algorithm} has no advantage of a trajectory; use learn.algorithm: grpo"
+        elif given:
+            why = f"{given[0]} orders slots in another way; set it to 0"
+        else:
+            return
+        raise SparseRLError(f"scorer.advantage is {self.advantage}, so evictions are actions, but {why}.")
 
 
 @dataclass(frozen=True)

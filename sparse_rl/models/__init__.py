@@ -4,6 +4,7 @@ from .adapters import base_of, is_adapter, record_base, set_base
 from .companion import (
     Companion,
     companions_of,
+    copy_companions,
     load_companions,
     save_companions,
     set_companion,
@@ -43,6 +44,7 @@ __all__ = [
     "check_quantize",
     "check_sliding_windows",
     "companions_of",
+    "copy_companions",
     "decoder_of",
     "decoder_place",
     "dequantise",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -50,6 +51,15 @@ def companion_of(model: nn.Module, name: str, remedy: str) -> Companion:
             f"{name} knows nothing about this model: there is no {name}.safetensors beside it; {remedy}"
         )
     return found
+
+
+@torch.no_grad()
+def copy_companions(source: nn.Module, target: nn.Module) -> None:
+    """Put what a model's compressors have learned into those of a copy of it."""
+    copies = companions_of(target)
+    for name, companion in companions_of(source).items():
+        for key, tensor in companion.tensors.items():
+            copies[name].tensors[key].copy_(tensor)
 
 
 def check_companion(name: str, companion: Companion, shapes: dict[str, tuple[int, ...]], remedy: str) -> None:

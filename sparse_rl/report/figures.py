@@ -36,7 +36,7 @@ LINES = {  # panel -> its curves and their styles
 }
 HELD_OUT_REWARD = {"held-out reward (dashed: small cache)": {"eval/dense/reward": "-", "eval/sparse/reward": "--"}}
 XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha_5 (dotted: 0.86)"
-STAGES = ("rollout", "grade", "score", "diagnose", "students", "update")
+STAGES = ("rollout", "grade", "score", "diagnose", "students", "update", "scorer")
 COLUMNS = {  # heading -> its curve, and the format of its numbers
     "reward": ("reward/mean", "{:.3f}"),
     "dense accuracy": ("eval/dense/accuracy", "{:.3f}"),

@@ -50,6 +50,7 @@ def collect(
             prompt_index=sequences[i].waiting.prompt_index,
             sample_index=sequences[i].sample_index,
             version=version,
+            stream=sequences[i].stream,
         )
         for i, count in enumerate(counts)
     ]

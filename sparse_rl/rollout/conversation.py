@@ -105,6 +105,7 @@ class Conversation:
             version=self.version or 0,
             support=self.support(given) if self.supports else None,
             given=given if given.any() else None,
+            stream=self.stream,
         )
 
     def support(self, given: Tensor) -> Support:

@@ -41,6 +41,7 @@ class Row:
     count: int = 0  # tokens sampled by the last sync
     limit: int = 0  # tokens sampled when it ends at the latest
     prompt_routes: Tensor | None = None  # [P, M, k]
+    stream: int | None = None  # of random numbers
 
 
 def make_queue(prompts: list[list[int]], wanted: list[list[int]], seed: int) -> deque[Waiting]:

@@ -161,9 +161,15 @@ class Loop:
         self.state.start(to, used, fed, stream)
         if self.ready_trace is not None:
             self.state.trace[to, :, :, : self.ready_trace.shape[3]] = self.ready_trace[source]
-        for ready, sample_index, _, row in admitted:
-            prompt = ready.waiting.prompt
-            self.running[row] = Row(ready.waiting, sample_index, ready.used, len(prompt), prompt_routes=ready.routes)
+        for ready, sample_index, own_stream, row in admitted:
+            self.running[row] = Row(
+                ready.waiting,
+                sample_index,
+                ready.used,
+                len(ready.waiting.prompt),
+                prompt_routes=ready.routes,
+                stream=own_stream,
+            )
         rows = [row for *_, row in admitted]
         self.begin_rows(rows)
         for i in range(0, len(rows), _TOGETHER):

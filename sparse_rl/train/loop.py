@@ -25,7 +25,6 @@ from .. import tasks
 from ..config import Recipe
 from ..distributed.world import PEER_LOST, PeerFailed, World, is_lost
 from ..errors import SparseRLError
-from ..files import BEST
 from ..learn.advantage import Credit, advantage, find_estimator
 from ..learn.batch import Batch, Scored, apply_correction, make_batches
 from ..learn.correct import Corrected
@@ -33,7 +32,7 @@ from ..learn.dpo import Pairs, choose_pairs
 from ..learn.learner import UpdateResult
 from ..learn.shards import copy_weights, shard
 from ..learn.student import copied
-from ..models import recurrent_kernels, unknown_to_tiny
+from ..models import copy_companions, recurrent_kernels, unknown_to_tiny
 from ..planning.memory import is_out_of_memory
 from ..records import Trajectory
 from ..rollout import Sampling
@@ -41,8 +40,9 @@ from ..signals import uninterrupted
 from ..streams import stream_key
 from ..tasks import Task
 from ..tasks.answering import Answers, Names, cannot_answer
-from .best import Measured, has_fallen, measured
+from .best import measured
 from .held_out import described, engines_for, held_out_answers
+from .joint import JointScorer
 from .log import Clock, Log, NoLog, average
 from .merge import merge, without_full_traces
 from .metrics import step_answers, step_metrics
@@ -98,6 +98,7 @@ class Trainer:
         sharded = shard(self.model, world.size) if divided else None
         self.learner = make_learner(recipe, self.loss, self.model, world, sharded, critic)
         self.students = make_students(recipe, sampler_model, world)
+        self.scorer = JointScorer(recipe, self.model, sampler_model if divided else self.model, self.sampler, world)
         self.progress = Progress(self.versions)
         self.shown_errors: set[str] = set()  # of graders, and what a model that cannot answer lacks
         run, title = recipe.run, f"{folder.name} ({recipe.learn.method})"
@@ -110,8 +111,8 @@ class Trainer:
 
     @property
     def versions(self) -> Versions:
-        """Optimizer steps behind the learner's weights, and behind those of each student."""
-        return self.learner.version, *self.students.versions
+        """Optimizer steps behind the learner's weights, and behind those of each student; trainings of the scorer."""
+        return self.learner.version, *self.students.versions, self.scorer.version
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
@@ -161,6 +162,7 @@ class Trainer:
         scored, kept = rollout.scored.rows(rollout.chosen_rows), corrected.rows(rollout.chosen_rows)  # by position
         credit = self.credit(rollout, scored, kept, corrected.accepted)  # advantages, by the group or by a critic
         pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
+        lessons = self.scorer.collect(rollout, credit.advantages, self.progress.steps, clock)  # what evictions cost
         metrics = credit.metrics | found
         with uninterrupted():
             self.progress.begin()
@@ -169,8 +171,8 @@ class Trainer:
             updates = self.update(batches, clock)
             rollout = with_seen(rollout, batches, updates)
             metrics |= self.diagnose(rollout, corrected, clock) | students
-            metrics |= average([update.metrics for update in updates])
-            self.finish_update(clock)  # sampler and students get the new weights
+            metrics |= average([update.metrics for update in updates]) | self.scorer.learn(lessons, clock)
+            self.finish_update(clock)  # sampler and students get the new weights, and the scorer
             evidence = self.sample_evidence(rollout, batches, updates)
             self.progress.commit(self.versions)  # from here on nothing waits for other processes
             metrics |= self.sampler.budget.logged("rollout/budget")
@@ -268,14 +270,15 @@ class Trainer:
             self.students.follow()
 
     def publish_weights(self) -> None:
-        """Give the sampler the learner's weights."""
+        """Give the sampler the learner's weights, and the compressor's."""
         if self.sampler.model is not self.model:
             copy_weights(self.model, self.sampler.model)
+            copy_companions(self.model, self.sampler.model)
             if self.learner.critic is not None and self.sampler.critic is not None:
                 copy_weights(self.learner.critic, self.sampler.critic)
-        self.sampler.engine.version = self.learner.version
+        self.sampler.engine.version = version = self.learner.version + self.scorer.version
         if self.pool is not None:
-            self.pool.publish(self.learner.version)
+            self.pool.publish(version)
 
     def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:
         timing = clock.timing()
@@ -346,23 +349,9 @@ class Trainer:
         self.log.write(self.progress.steps, metrics, {"time/eval": clock.seconds["eval"]})
         self.terminal.show(self.progress.steps, metrics)
         if (found := measured({"step": self.progress.steps, **metrics})) is not None:
-            self.watch(found, len(prompts))
+            if said := self.progress.watch(found, len(prompts)):
+                self.terminal.say(said)
             save_if_best(self, found)
-
-    def watch(self, now: Measured, prompts: int) -> None:
-        """Say that a run has fallen: once, until it has recovered."""
-        progress, highest = self.progress, self.progress.highest
-        progress.highest = now if now.better_than(highest) else highest
-        fallen = highest is not None and has_fallen(now, highest, prompts)
-        if highest is not None and fallen and not progress.fallen:
-            has_best = progress.best is not None and progress.best.step == highest.step
-            where = f"; checkpoints/{BEST} holds that step" if has_best else ""
-            self.terminal.say(
-                f"sparse-rl: accuracy on held-out prompts fell to {now.accuracy:.1%} at step {now.step}, from "
-                f"{highest.accuracy:.1%} at step {highest.step} ({prompts} prompts; chance does not explain it)"
-                f"{where}. If it goes on, stop, and lower optimizer.lr or raise rollout.budget."
-            )
-        progress.fallen = fallen
 
     # ------------------------------------------------------------------------------------------------------- helpers
 

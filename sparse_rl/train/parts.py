@@ -14,6 +14,7 @@ from torch import nn
 from .. import tasks
 from ..beacon import beacon_of
 from ..compressors import Compressor, let_choose
+from ..compressors.learned import give_scorer
 from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
@@ -116,6 +117,8 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
             )
         model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
     let_choose(model, compressor_of(recipe.rollout), recipe.rollout.start_chunk)
+    if recipe.scorer.every:
+        give_scorer(model, recipe.run.seed)
     return model, tokenizer
 
 

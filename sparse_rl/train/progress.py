@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .best import Measured
+from ..files import BEST
+from .best import Measured, has_fallen
 
-Versions = tuple[int, ...]  # optimizer steps behind the learner's weights, and behind those of each student
+Versions = tuple[int, ...]  # optimizer steps behind the learner's weights, and behind those of each student,
+# and trainings of the compressor's scorer
 
 
 @dataclass
@@ -34,6 +36,21 @@ class Progress:
     def resume(self, steps: int, versions: Versions) -> None:
         """Start over from the checkpoint of a step."""
         self.versions, self.steps, self.saved, self.updating = versions, steps, steps, False
+
+    def watch(self, now: Measured, prompts: int) -> str | None:
+        """Note an evaluation. Returns what to say of a run that has fallen: once, until it has recovered."""
+        highest, before = self.highest, self.fallen
+        self.highest = now if now.better_than(highest) else highest
+        self.fallen = highest is not None and has_fallen(now, highest, prompts)
+        if highest is None or not self.fallen or before:
+            return None
+        has_best = self.best is not None and self.best.step == highest.step
+        where = f"; checkpoints/{BEST} holds that step" if has_best else ""
+        return (
+            f"sparse-rl: accuracy on held-out prompts fell to {now.accuracy:.1%} at step {now.step}, from "
+            f"{highest.accuracy:.1%} at step {highest.step} ({prompts} prompts; chance does not explain it)"
+            f"{where}. If it goes on, stop, and lower optimizer.lr or raise rollout.budget."
+        )
 
     def is_between_steps(self, versions: Versions, refused: bool) -> bool:
         """Whether the weights may belong to no whole step.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..config import Recipe
 from ..learn.batch import collate
+from ..models import companions_of
 from ..pool.pieces import Piece, completions, engine_call, piece_of
 from ..pool.worker import Deliver, Fetch, Work
 from ..records import Trajectory
@@ -54,10 +55,15 @@ def load_weights(parts: Iterable[Mapping[str, np.ndarray]], *modules: nn.Module 
 
 
 def trained(*modules: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and what a compressor learns about a model beside them (models/companion.py)."""
     for i, module in enumerate(modules):
-        for name, value in module.named_parameters() if module is not None else ():
+        if module is None:
+            continue
+        for name, value in module.named_parameters():
             if value.requires_grad:
                 yield f"{i}.{name}", value
+        if (companion := companions_of(module).get("learned")) is not None:
+            yield from ((f"{i}.learned:{name}", value) for name, value in companion.tensors.items())
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
             "budget": trainer.sampler.budget.state_dict(),
             "students": trainer.students.state_dict(),
             "lengths": trainer.sampler.lengths.state_dict(),
+            "scorer": trainer.scorer.state_dict(),
         }
         students = {student.name: student.to_save() for student in trainer.students.members}
         whole = trainer.model if learner.sharded is None else trainer.sampler.model
@@ -155,6 +156,7 @@ def resume(trainer: Trainer) -> None:
             learner.load_state_dict(state["learner"])
             learner.skipped %= trainer.recipe.run.max_skipped  # a run that was stopped for skipping gets another chance
             trainer.sampler.budget.load_state_dict(state.get("budget"))
+            trainer.scorer.load_state_dict(state.get("scorer"))
             trainer.publish_weights()
             trainer.students.load_state_dict(state.get("students", {}))
             trainer.sampler.lengths.load_state_dict(state.get("lengths"))

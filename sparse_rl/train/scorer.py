@@ -7,15 +7,17 @@ worthiest. Of pairs of a slot that it keeps and one that it does not, the networ
     loss = mean over pairs of  |worth_i - worth_j| / mean  *  softplus(score_j - score_i)
 
 which is a convex stand-in for regret. Rollouts of the next round run with the network as it is then, so it learns on
-the slots that its own choices leave.
+the slots that its own choices leave. joint.py does the same between the steps of a run.
 
 Shapes: H KV heads, S slots, K pairs of an eviction, n pairs in all, F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from ..learn.score import hidden_states, replay_of, routes_of
 from ..models import Companion, evaluating
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
+from ..streams import eviction_streams
+from .actions import Actions, joined_actions, log_prob, policy_loss, rebuilt
 
 TRAINED = ("inner", "bias", "outer", "slope")
 
@@ -43,24 +47,48 @@ class Pairs:
     weight: Tensor  # fp32 [H, n]: how much more the first is worth
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Of a trajectory whose evictions were drawn (actions.py)."""
+
+    advantage: float
+    evictions: int  # so many of them are learned from
+
+
 class Collector(Watch):
     """Watches a forward pass under a trace, and draws pairs of slots at every eviction."""
 
-    def __init__(self, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int):
+    def __init__(self, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int, drawn: Drawn | None = None):
         super().__init__(trajectory.trace)
         assert compressor.scorer is not None, "an engine has attached the model"
         self.compressor, self.kind, self.pairs = compressor, compressor.scorer.kind, pairs
         self.num_prompt_tokens = trajectory.num_prompt_tokens
         self.generator = torch.Generator().manual_seed(seed)
         self.found: dict[int, list[Pairs]] = {}
+        self.actions: dict[int, list[Actions]] = {}
+        self.drawn, self.acts = drawn, self._acts(drawn, seed)
+        layers, heads, _ = self.evicted_at.shape
+        self.streams = eviction_streams(torch.tensor([trajectory.stream or 0]), layers, heads)  # [L, 1, H]
+
+    def _acts(self, drawn: Drawn | None, seed: int) -> set[int]:
+        """Evictions, by the queries that follow them, whose log-probs are learned from; a prompt's are its group's."""
+        if drawn is None:
+            return set()
+        own = self.begins[self.begins > self.num_prompt_tokens]
+        chosen = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed ^ 1))[: drawn.evictions]
+        return set(own[chosen].tolist())
 
     def __call__(self, seen: Observed) -> None:
         super().__call__(seen)
         worth = self.received[seen.layer].flip(-1).cumsum(-1).flip(-1)  # [H, T, S]
         for segment, begin in enumerate(self.begins.tolist()):
             gone = self.evicted_at[seen.layer]
-            view = slots_at(seen, gone, begin, self.compressor, self.num_prompt_tokens)
+            view = slots_at(seen, gone, begin, self.compressor, self.num_prompt_tokens, self.streams[seen.layer])
             if view is not None and (gone == begin).any():
+                if self.drawn is not None and begin in self.acts:
+                    evicted = (gone == begin).gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
+                    action = rebuilt(view, evicted, self.compressor, self.drawn.advantage)
+                    self.actions.setdefault(seen.layer, []).append(action)
                 of_slots = worth[..., segment].gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
                 if (drawn := self._draw(view, of_slots)) is not None:
                     self.found.setdefault(seen.layer, []).append(drawn)
@@ -85,10 +113,15 @@ class Collector(Watch):
 
 
 def slots_at(
-    seen: Observed, evicted_at: Tensor, begin: int, compressor: ScoreCompressor, num_prompt_tokens: int
+    seen: Observed,
+    evicted_at: Tensor,
+    begin: int,
+    compressor: ScoreCompressor,
+    num_prompt_tokens: int,
+    streams: Tensor | None = None,
 ) -> CacheView | None:
     """What a row held when it was evicted before query `begin`; None where heads held different numbers of slots, or
-    little more than the window. evicted_at [H, T]
+    little more than the window. evicted_at [H, T]; streams [1, H]: by which the eviction was drawn, if it was
     """
     tokens = torch.arange(evicted_at.shape[1])
     present = (tokens < begin) & (evicted_at >= begin)  # [H, T]
@@ -107,7 +140,7 @@ def slots_at(
         feed=feed[None],
         queries=seen.queries[:, :, max(0, begin - compressor.num_queries) : begin],
         mass=None,
-        streams=torch.zeros(1, len(feed), dtype=torch.int64, device=device),
+        streams=torch.zeros(1, len(feed), dtype=torch.int64, device=device) if streams is None else streams.to(device),
         num_prompt_tokens=torch.tensor([num_prompt_tokens], device=device),
         scaling=seen.scaling,
         softcap=seen.softcap,
@@ -119,29 +152,44 @@ def slots_at(
 @dataclass(frozen=True)
 class Collected:
     pairs: dict[int, Pairs]  # by layer
-    lost: float  # mean share of attention that evicted tokens would have received
+    lost: float  # mean share of attention that evicted tokens would have received; NaN where nothing was evicted
+    actions: dict[int, Actions] = field(default_factory=dict)  # by layer
 
 
-@torch.no_grad()
 def collect(
     model: nn.Module, trajectories: Sequence[Trajectory], compressor: Learned, pairs: int, seed: int
 ) -> Collected:
     """Pairs of every layer, from the evictions of some trajectories. compressor: bound, as it sampled them"""
-    found: dict[int, list[Pairs]] = {}
-    lost: list[float] = []
+    return merged([collect_from(model, t, compressor, pairs, seed + i) for i, t in enumerate(trajectories)])
+
+
+@torch.no_grad()
+def collect_from(
+    model: nn.Module, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int, drawn: Drawn | None = None
+) -> Collected:
+    """The same, of one trajectory. drawn: some of its evictions are actions, too"""
+    collector = Collector(trajectory, compressor, pairs, seed, drawn)
+    replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
+    replay.observe = collector
     with evaluating(model):
-        for number, trajectory in enumerate(trajectories):
-            collector = Collector(trajectory, compressor, pairs, seed + number)
-            replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
-            replay.observe = collector
-            tokens = trajectory.tokens.to(next(model.parameters()).device)
-            hidden_states(model, tokens[None], replay, routes_of(model, trajectory.trace))
-            for layer, parts in collector.found.items():
-                found.setdefault(layer, []).extend(parts)
-            if (about := summary(collector.regret())) is not None:
-                lost.append(float(about[0]))
+        tokens = trajectory.tokens.to(next(model.parameters()).device)
+        hidden_states(model, tokens[None], replay, routes_of(model, trajectory.trace))
+    about = summary(collector.regret())
+    found = {layer: joined(parts) for layer, parts in collector.found.items()}
+    actions = {layer: joined_actions(parts) for layer, parts in collector.actions.items()}
+    return Collected(found, float("nan") if about is None else float(about[0]), actions)
+
+
+def merged(found: Sequence[Collected]) -> Collected:
+    by_layer: dict[int, list[Pairs]] = {}
+    for layer, pairs in (item for one in found for item in one.pairs.items()):
+        by_layer.setdefault(layer, []).append(pairs)
+    lost = [one.lost for one in found if not math.isnan(one.lost)]
+    acted = sorted({layer for one in found for layer in one.actions})
     return Collected(
-        {layer: joined(parts) for layer, parts in found.items()}, sum(lost) / len(lost) if lost else float("nan")
+        {layer: joined(parts) for layer, parts in sorted(by_layer.items())},
+        sum(lost) / len(lost) if lost else float("nan"),
+        {layer: joined_actions([one.actions[layer] for one in found if layer in one.actions]) for layer in acted},
     )
 
 
@@ -152,15 +200,23 @@ def joined(parts: Sequence[Pairs]) -> Pairs:
 class ScorerTrainer:
     """Trains the networks of all layers, in place; AdamW keeps its state from round to round."""
 
-    def __init__(self, companion: Companion, lr: float = 3e-3):
-        self.companion, self.lr = companion, lr
+    def __init__(self, companion: Companion, lr: float = 3e-3, advantage: float = 0.0, temperature: float = 0.0):
+        """advantage: the weight of evictions as actions, which were drawn at a temperature"""
+        self.companion, self.lr, self.advantage, self.temperature = companion, lr, advantage, temperature
         self.tensors = companion.tensors
         self.trained = [name for name in TRAINED if name != "slope" or companion.about["features"] == "all"]
         self.parameters = {name: nn.Parameter(self.tensors[name].float().clone()) for name in self.trained}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=lr, weight_decay=1e-4)
 
-    def fit(self, found: dict[int, Pairs], steps: int, batch: int = 512, seed: int = 0) -> tuple[float, float]:
-        """-> the loss before and after, mean over layers and heads"""
+    def fit(
+        self,
+        found: dict[int, Pairs],
+        steps: int,
+        batch: int = 512,
+        seed: int = 0,
+        actions: Mapping[int, Actions] | None = None,
+    ) -> tuple[float, float]:
+        """-> the loss of pairs before and after, mean over layers and heads"""
         self._normalise(found)
         generator = torch.Generator().manual_seed(seed)
         before = self._whole(found)
@@ -169,15 +225,45 @@ class ScorerTrainer:
             for layer, pairs in found.items():
                 rows = torch.randint(0, pairs.weight.shape[1], (batch,), generator=generator)
                 self._loss(layer, Pairs(pairs.kept[:, rows], pairs.dropped[:, rows], pairs.weight[:, rows])).backward()
+            for layer, acted in (actions or {}).items():
+                (self.advantage * policy_loss(self.log_probs(layer, acted), acted)).backward()
             self.optimizer.step()
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
+            raise SparseRLError(
+                f"the scorer of `learned` is not finite after {steps} steps at a learning rate of {self.lr}; lower it."
+            )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 self.tensors[name].copy_(parameter)
         return before, self._whole(found)
 
-    def _loss(self, layer: int, pairs: Pairs) -> Tensor:
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors of such a network in place of its own."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensors[name])
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = {name: tensor.cpu().clone() for name, tensor in self.tensors.items()}
+        return {"tensors": tensors, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.take(state["tensors"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def log_probs(self, layer: int, actions: Actions) -> Tensor:
+        """Of evictions, by the networks as they are now. -> [n, H]"""
         device = self.tensors["centre"].device
-        network = {name: (self.parameters.get(name, tensor))[layer][None] for name, tensor in self.tensors.items()}
+        scores = score_with(self._network(layer), actions.x.to(device))
+        return log_prob(scores, self.temperature, actions.possible.to(device), actions.count.to(device))
+
+    def _network(self, layer: int) -> dict[str, Tensor]:
+        return {name: (self.parameters.get(name, tensor))[layer][None] for name, tensor in self.tensors.items()}
+
+    def _loss(self, layer: int, pairs: Pairs) -> Tensor:
+        device, network = self.tensors["centre"].device, self._network(layer)
         margin = score_with(network, pairs.kept[None].to(device)) - score_with(network, pairs.dropped[None].to(device))
         weight = pairs.weight.to(device)
         weight = weight / weight.mean(1, keepdim=True).clamp(min=1e-12)
@@ -188,10 +274,10 @@ class ScorerTrainer:
         return sum(float(self._loss(layer, pairs)) for layer, pairs in found.items()) / len(found)
 
     def _normalise(self, found: dict[int, Pairs]) -> None:
-        """Once: mean 0 and deviation 1 of every feature."""
-        if (self.tensors["scale"] != 1).any():
-            return
+        """Mean 0 and deviation 1 of every feature, by what a layer shows first."""
         for layer, pairs in found.items():
+            if (self.tensors["scale"][layer] != 1).any():
+                continue
             both = torch.cat([pairs.kept, pairs.dropped], 1)
             self.tensors["centre"][layer].copy_(both.mean(1))
             self.tensors["scale"][layer].copy_(both.std(1).clamp(min=1e-3))
