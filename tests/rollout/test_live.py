@@ -314,7 +314,7 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
             live._loop.hold = 2
             live.extend(chat, prompts_of(3)[0], Sampling(1))
             live.run()
-            slots = live.engine.cache.take(chat.row, chat.sequence.used)
+            slots = live.engine.cache.take(chat.row, chat.sequence.used, chat.sequence.fed)
             return live.trajectory(chat), slots, rows, without
 
     kept, slots, rows, without = run()
