@@ -175,13 +175,15 @@ class Compressor:
         found = tuple(budget - self.least_budget for budget in self.layer_budgets)
         return found if any(found) else ()
 
-    def with_extra(self, extra: int) -> Compressor:
+    def with_extra(self, extra: int) -> Self:
         """What chooses in a layer that has so many slots beyond the smallest."""
-        if not self.layer_budgets:
-            return self
-        own = copy.copy(self)
-        own.layer_budgets = ()
-        return own.bind(self.least_budget + extra, self.interval)
+        return self.on_average().bind(self.least_budget + extra, self.interval) if self.layer_budgets else self
+
+    def on_average(self) -> Self:
+        """The same with the mean budget in all layers."""
+        plain = copy.copy(self)
+        plain.layer_budgets = ()
+        return plain
 
     @property
     def most_queries(self) -> int:

@@ -100,11 +100,10 @@ class Plan:
     def working_bytes(self) -> int:
         """An upper estimate: prefill, sampling and eviction as if they happened at the same time."""
         tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_piece)
-        a_prompt = (
-            self.prompt_logits_bytes + (self.scratch_capacity + max(self.extra, default=0)) * self.read_slot_bytes
-        )
+        more = max(self.extra, default=0)  # slots of the largest layer
+        a_prompt = self.prompt_logits_bytes + (self.scratch_capacity + more) * self.read_slot_bytes
         prefill = tokens * (self.prefill_token_bytes + self.attention_token_bytes) + self.prefill_rows * a_prompt
-        largest = self.capacity + max(self.extra, default=0)  # slots of a layer
+        largest = self.capacity + more
         together = min(3 * self.rows * largest * self.kv_bytes_per_token, self.eviction_bytes)
         a_row = self.sampling_row_bytes + largest * self.eviction_slot_bytes
         first = min(self.rows, 64) * self.first_row_bytes
