@@ -35,7 +35,7 @@ MEASURES = ("mass", "nats")
 
 
 def points_of(args) -> list[dict]:
-    """Every point, cheap rules first."""
+    """Every point, cheap rules first, and those that may evict the prompt."""
     found = []
     for seed in range(args.seeds):
         found.append({"seed": seed, "rule": "dense", "budget": 0, "protect": False})
@@ -50,7 +50,7 @@ def points_of(args) -> list[dict]:
                 for budget in args.budgets
                 for protect in (False, True)
             ]
-    return sorted(found, key=lambda point: point["rule"] in TRAINED)
+    return sorted(found, key=lambda point: (point["rule"] in TRAINED, point["protect"]))
 
 
 def key(point: dict) -> tuple:

@@ -19,6 +19,7 @@ Shapes: L layers, H KV heads, T tokens, S segments, N budgets.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -221,7 +222,7 @@ def _above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int,
 
 def curve_at(corners: Sequence[tuple[int, float]], x: int) -> float:
     """Linear between corners; more slots than were measured bring nothing."""
-    for (x0, y0), (x1, y1) in zip(corners, corners[1:]):
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return corners[-1][1]
