@@ -80,6 +80,7 @@ def allocate(
         f"{len(done)} dense rollouts: {bound.name} at budget {cache.budget}, interval {cache.interval} costs "
         f"{found.equal:.4f} {what} with equal budgets, {found.cost:.4f} with these (an estimate that adds layers up)"
     )
+    typer.echo(f"equal budgets cost the layers: {', '.join(f'{cost:.4f}' for cost in found.by_layer)}")
     typer.echo(f"layer_budgets: {found.layers}")
     if place is None:
         return

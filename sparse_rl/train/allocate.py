@@ -63,6 +63,7 @@ class Allocation:
     layers: list[int]  # slots that each layer keeps
     cost: float  # of these, as measured
     equal: float  # of the same budget in all layers
+    by_layer: list[float]  # of the same budget, as measured in each layer
 
 
 def choose_budgets(
@@ -84,7 +85,8 @@ def choose_budgets(
     layers = allocate(cost, budgets, compressor.budget, step)
     curves = [envelope(budgets, row.tolist()) for row in cost]
     chosen = sum(curve_at(curve, own) for curve, own in zip(curves, layers, strict=True))
-    return Allocation(layers, chosen, sum(curve_at(curve, compressor.budget) for curve in curves))
+    equal = sum(curve_at(curve, compressor.budget) for curve in curves)
+    return Allocation(layers, chosen, equal, cost[:, budgets.index(compressor.budget)].tolist())
 
 
 class Choices:
