@@ -170,7 +170,7 @@ class Compressor:
         return min(self.layer_budgets, default=self.budget)
 
     @property
-    def extra(self) -> tuple[int, ...]:
+    def extra_slots(self) -> tuple[int, ...]:
         """By layer: slots that it has beyond the smallest; (): all layers have as many."""
         found = tuple(budget - self.least_budget for budget in self.layer_budgets)
         return found if any(found) else ()
@@ -188,7 +188,7 @@ class Compressor:
     @property
     def most_queries(self) -> int:
         """How many of the last queries are recorded: as many as any layer reads."""
-        return max(self.with_extra(extra).num_queries for extra in set(self.extra or (0,)))
+        return max(self.with_extra(extra).num_queries for extra in set(self.extra_slots or (0,)))
 
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last slots are always kept."""

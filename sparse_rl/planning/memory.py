@@ -326,7 +326,7 @@ def cache_shape(shape: ModelShape, compressor: Compressor) -> CacheShape:
             "and values of all heads: their rounding cannot be replayed; leave slots out."
         )
     check_layers(compressor.layer_budgets, plain.layers, shape.architecture)
-    queries, extra = compressor.most_queries, compressor.extra
+    queries, extra = compressor.most_queries, compressor.extra_slots
     return replace(plain, num_queries=queries, mass=compressor.uses_mass, slots=slots, extra=extra)
 
 

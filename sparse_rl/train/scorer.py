@@ -57,7 +57,7 @@ class Collector(Watch):
     def __call__(self, seen: Observed) -> None:
         super().__call__(seen)
         worth = self.received[seen.layer].flip(-1).cumsum(-1).flip(-1)  # [H, T, S]
-        extra = self.compressor.extra
+        extra = self.compressor.extra_slots
         compressor = self.compressor.with_extra(extra[seen.layer] if extra else 0)
         for segment, begin in enumerate(self.begins.tolist()):
             gone = self.evicted_at[seen.layer]

@@ -219,9 +219,8 @@ def test_conversations_are_held_parked_and_read_again(compressor):
     with torch.no_grad():
         found = token_logprobs(model, held.tokens, held.trace)
     assert (found - held.sampler_logprobs)[held.response_mask].abs().max() < 1e-4
-    if compressor == "rkv":  # attention received before is not read again
-        again = converse(model, compressor, hold=0, park=0)
-        assert again.tokens.equal(held.tokens) and again.trace.evicted_at.equal(held.trace.evicted_at)
+    again = converse(model, compressor, hold=0, park=0)
+    assert again.tokens.equal(held.tokens) and again.trace.evicted_at.equal(held.trace.evicted_at)
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
