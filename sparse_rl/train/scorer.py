@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache.segments import Observed
-from ..compressors import CacheView, ScoreCompressor
+from ..compressors import CacheView, Compressor
 from ..compressors.learned import Learned, features, score_with
 from ..errors import SparseRLError
 from ..learn.regret import Watch, summary
@@ -87,7 +87,7 @@ class Collector(Watch):
 
 
 def slots_at(
-    seen: Observed, evicted_at: Tensor, begin: int, compressor: ScoreCompressor, num_prompt_tokens: int
+    seen: Observed, evicted_at: Tensor, begin: int, compressor: Compressor, num_prompt_tokens: int
 ) -> CacheView | None:
     """What a row held when it was evicted before query `begin`; None where heads held different numbers of slots, or
     little more than the window. evicted_at [H, T]
