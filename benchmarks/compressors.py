@@ -9,7 +9,8 @@ Every (seed, rule, budget, prompt kept or not) is a point: accuracy on held-out 
 mean number of entries that a query saw. Points are appended to points.jsonl as they are finished, and none is made
 twice. `learned` and `position` (the same networks on place, age and prompt alone) are trained for their point, on
 training prompts and with the point's seed; `triattention` is calibrated on dense rollouts of training prompts.
-`random` with the prompt kept is the rule to beat.
+`random` with the prompt kept is the rule to beat. RULE+mass and RULE+nats: the rule with budgets by layer of the same
+sum, chosen on dense rollouts of training prompts by the attention or the log-prob that evictions cost a layer.
 
 The oracle knows later queries, so it cannot sample. Offline points compare it with the others: on dense rollouts
 (the same for all) a rule chooses what to evict from the keys and queries of the dense pass, and the log-probs of the
@@ -30,10 +31,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 RULES = ("random", "window", "snapkv", "snapkv-original", "rkv", "vase", "triattention", "position", "learned")
 TRAINED = ("position", "learned")
+MEASURES = ("mass", "nats")
 
 
 def points_of(args) -> list[dict]:
-    """Every point, cheap rules first."""
+    """Every point, cheap rules first, and those that may evict the prompt."""
     found = []
     for seed in range(args.seeds):
         found.append({"seed": seed, "rule": "dense", "budget": 0, "protect": False})
@@ -44,11 +46,11 @@ def points_of(args) -> list[dict]:
         if not args.no_offline:
             found += [
                 {"seed": seed, "rule": rule, "budget": budget, "protect": protect, "offline": True}
-                for rule in ("oracle", *args.rules)
+                for rule in ("oracle", *(rule for rule in args.rules if "+" not in rule))
                 for budget in args.budgets
                 for protect in (False, True)
             ]
-    return sorted(found, key=lambda point: point["rule"] in TRAINED)
+    return sorted(found, key=lambda point: (point["rule"] in TRAINED, point["protect"]))
 
 
 def key(point: dict) -> tuple:
@@ -83,6 +85,8 @@ class Bench:
         from sparse_rl.compressors import make
 
         rule, protect, seed = point["rule"], point["protect"], point["seed"]
+        if "+" in rule:
+            return self.unequal(point)
         if rule == "dense":
             return make("dense")
         if rule == "window":
@@ -96,6 +100,19 @@ class Bench:
             window = min(32, point["budget"] // 2)
             return make("snapkv", original=True, window=window, protect_prompt=protect)
         return make(rule, protect_prompt=protect)
+
+    def unequal(self, point: dict):
+        """The rule, with budgets by layer; they are noted in the point."""
+        from sparse_rl.train.allocate import choose_budgets
+
+        plain, _, measure = point["rule"].partition("+")
+        compressor = self.rule(point | {"rule": plain})
+        prompts = self.ids(self.task.sample(point["seed"] * 1000, self.args.train))
+        done = self.engine("dense", 0).generate(prompts, sampling=self.sampling, seed=point["seed"])
+        bound = self.engine(compressor, point["budget"]).compressor
+        point["layers"] = choose_budgets(self.model, done, bound, measure).layers
+        compressor.layer_budgets = tuple(point["layers"])
+        return compressor
 
     def calibrate(self, seed: int) -> None:
         from sparse_rl.learn.calibrate import calibrate
@@ -206,6 +223,15 @@ def chosen_trace(model, trajectory, compressor, oracle: bool):
     return Trace(evicted_at.to(torch.uint16))
 
 
+def rule_named(text: str) -> str:
+    rule, plus, measure = text.partition("+")
+    if rule not in RULES or (plus and (measure not in MEASURES or rule in TRAINED)):
+        raise argparse.ArgumentTypeError(
+            f"there is no rule {text}; rules: {', '.join(RULES)}, and RULE+mass or RULE+nats of those not trained"
+        )
+    return text
+
+
 def work(args) -> None:
     """The points of one process: every N-th that is not there yet."""
     file = args.out / "points.jsonl"
@@ -214,7 +240,8 @@ def work(args) -> None:
     todo = [point for point in points_of(args) if key(point) not in done]
     for point in todo[args.part :: args.processes]:
         try:
-            row = point | (bench.offline(point) if point.get("offline") else bench.online(point))
+            found = bench.offline(point) if point.get("offline") else bench.online(point)
+            row = point | found
         except Exception as error:
             if type(error).__name__ != "SparseRLError":
                 raise
@@ -285,7 +312,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[26, 30, 34, 38, 42])
     parser.add_argument("--interval", type=int, default=4)
     parser.add_argument("--new", type=int, default=72, help="tokens of a response, at most")
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
+    parser.add_argument("--rules", nargs="+", default=list(RULES), type=rule_named, metavar="RULE")
     parser.add_argument("--prompts", type=int, default=256, help="held out")
     parser.add_argument("--offline", type=int, default=32, help="dense rollouts of an offline point")
     parser.add_argument("--no-offline", action="store_true")

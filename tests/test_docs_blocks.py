@@ -37,6 +37,7 @@ SHORT = {  # what makes a command of the documents take seconds
     "report": "",
     "export": "",
     "train-compressor": "--rounds 1 --trajectories 4 --steps 2",
+    "allocate": "--trajectories 4",
     "plan": "",
     "list": "",
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache import LayerSlots, SlotCache
+from ..cache.slots import place_in
 from ..cache.states import slot_layers
 from ..errors import SparseRLError
 from ..kernels import ops, twins
@@ -29,9 +30,9 @@ class Feed:
     """The tokens that one forward pass feeds to the first B rows of a cache."""
 
     cache: SlotCache
-    slot: Tensor  # [B, T] where each token goes in its row
+    slot: Tensor  # [B, T] where each token goes in its row, in the smallest layer
     index: Tensor  # [B, T] its feed index
-    span: int  # slots to read: at least those of the fullest row, after this feed
+    span: int  # slots to read: at least those of the fullest row, after this feed; likewise
     first: bool = False  # the rows were empty: plain causal attention
     ends: Tensor | None = None  # [B] where each prompt ends; tokens from there on are padding. None: all are real
     position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
@@ -40,15 +41,29 @@ class Feed:
     # By the number of a layer: the latents and rotated keys of the tokens, of a model that keeps those (latent.py).
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     shared_keys: dict[int, Tensor] = field(default_factory=dict)  # by slots, where layers share them
+    places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the slots that a layer has more
 
     def __post_init__(self):
         if self.live is None:
             self.cache.place(self.slot, self.index)
 
-    @cached_property
-    def visible(self) -> Tensor:
-        """[B, 1, T, S]"""
-        return torch.arange(self.span, device=self.slot.device) <= self.slot[:, None, :, None]
+    def slot_of(self, layer: int) -> Tensor:
+        """Where each token goes in a layer. [B, T]"""
+        return self._places(self.cache.shape.extra_of(layer))[0]
+
+    def visible_to(self, layer: int) -> Tensor:
+        """[B, 1, T, S], S slots to read in the layer"""
+        return self._places(self.cache.shape.extra_of(layer))[1]
+
+    def _places(self, extra: int) -> tuple[Tensor, Tensor]:
+        """`slot` and `visible` of layers with so many more slots."""
+        if extra not in self.places:
+            slot, span = place_in(extra, self.slot, self.index), self.span
+            if extra:
+                span = next(min(span + extra, s.capacity) for s in self.cache.stored if s.extra == extra)
+            visible = torch.arange(span, device=slot.device) <= slot[:, None, :, None]
+            self.places[extra] = slot, visible
+        return self.places[extra]
 
     @cached_property
     def counted(self) -> Tensor | None:
@@ -117,7 +132,7 @@ def feed_and_attend(
     stored = layer in feed.layers_seen
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    whole = cache.mass is None and not cache.shape.latent and alibi is None  # what the kernel can compute
+    whole = not cache.shape.mass and not cache.shape.latent and alibi is None  # what the kernel can compute
     if feed.live is not None and whole and ops.rules(query.device).attends_while_storing:
         token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
@@ -125,14 +140,14 @@ def feed_and_attend(
     if stored:
         key, value = (key, value) if feed.live is not None else cache.as_stored(layer, key, value)
     elif feed.live is None:
-        key, value = cache.append(layer, feed.slot, key, value)
+        key, value = cache.append(layer, feed.slot_of(layer), key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
         twins.store(*_one_token(cache, layer, query, key, value[..., : cache.shape.value_dim], feed, feed.live))
-        if cache.mass is not None:
-            cache.open_mass(layer, feed.slot[:, 0], feed.live)
+        if cache.shape.mass:
+            cache.open_mass(layer, feed.slot_of(layer)[:, 0], feed.live)
     plain = sliding_window is None and softcap is None and sinks is None and alibi is None
-    if feed.first and plain and cache.mass is None:
+    if feed.first and plain and not cache.shape.mass:
         return attend_causal(query, key, value, scaling)
     return _attend_to_slots(cache, layer, query, feed, scaling, sliding_window, softcap, sinks, alibi)
 
@@ -157,23 +172,24 @@ def _attend_to_slots(
     alibi: Alibi | None,
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
-    rows = query.shape[0]
-    keys, values = cache.read(slice(layer, layer + 1), slice(rows), feed.span)
+    rows, visible = query.shape[0], feed.visible_to(layer)
+    span = visible.shape[-1]
+    keys, values = cache.read(slice(layer, layer + 1), slice(rows), span)
     assert values is not None
     keys, values = keys[0], values[0]  # [B, H, S, D]
-    visible = feed.visible
+    fed = cache.layer(layer).feed[:rows, :, None, :span]  # [B, H, 1, S]
     if sliding_window is not None:
-        distance = feed.index[:, None, :, None] - cache.feed[layer, :rows, :, None, : feed.span]  # [B, H, T, S]
+        distance = feed.index[:, None, :, None] - fed  # [B, H, T, S]
         visible = visible & (distance < sliding_window)
     bias = None
     if alibi is not None:
-        bias = alibi.bias(feed.index[:, None, :, None], cache.feed[layer, :rows, :, None, : feed.span], query.dtype)
-    if cache.mass is None:
+        bias = alibi.bias(feed.index[:, None, :, None], fed, query.dtype)
+    if not cache.shape.mass:
         return attend(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     counted = feed.counted
     received = probs if counted is None else probs * group_mask(counted, query.shape[1] // cache.shape.heads)
-    cache.mass[layer, :rows, :, : feed.span] += received.sum(2)
+    cache.layer_mass(layer)[:rows, :, :span] += received.sum(2)
     return out
 
 
@@ -190,7 +206,7 @@ def _one_token(
     """One new token per row and where it goes, as kernels take it. query [B, Hq, 1, D]; key, value [B, H, 1, D]"""
     new, slots = (query[:, :, 0], key[:, :, 0], value[:, :, 0]), cache.layer(layer)
     slots = slots if with_ring else slots._replace(ring=None)
-    return *new, slots, feed.slot[:, 0], feed.index[:, 0], live
+    return *new, slots, feed.slot_of(layer)[:, 0], feed.index[:, 0], live
 
 
 def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, feed: Feed) -> int:

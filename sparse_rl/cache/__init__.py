@@ -1,5 +1,6 @@
 from .formats import SlotFormat
-from .slots import CacheShape, LayerSlots, SlotCache
+from .shape import CacheShape
+from .slots import LayerSlots, SlotCache
 from .states import LayerState, RowStates
 from .support import Support
 from .trace import NEVER, Trace

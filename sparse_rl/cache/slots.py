@@ -5,6 +5,12 @@ order, for every layer and head alike; which tokens they hold differs per layer 
 models, compressors or sampling: it appends, forks and counts its bytes. Keys and values may be stored in 8 bits
 (formats.py), by all layers or by some.
 
+Layers may have different numbers of slots: `capacity` are those of the smallest, and layer l has `extra[l]` more. All
+layers of a row are evicted at the same moments, and a layer holds all that was fed until it has to let go. So what
+the host knows of a row, the slots that its smallest layer uses and the tokens fed, tells what every layer uses:
+
+    used of layer l  =  min(tokens fed, used + extra[l])
+
 Paging, block tables and reference counts are omitted on purpose. A budget makes rows equal, so a free row is a free
 row.
 """
@@ -13,14 +19,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .formats import CODES, SlotFormat, as_stored, dequantize, quantize
-from .states import LayerState, RowStates
+from .formats import CODES, as_stored, dequantize, quantize
+from .shape import CacheShape
+from .states import RowStates
 
 # Layers are compressed and copied together while a copy of their keys and values fits in this; on a GPU, in few calls.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
@@ -28,54 +36,6 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 
 def chunk_bytes(device: torch.device | str) -> int:
     return CHUNK_BYTES.get(torch.device(device).type, CHUNK_BYTES["cpu"])
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What one slot and one row look like. The compressor asks for `num_queries` and `mass` to be recorded."""
-
-    layers: int  # those that have slots
-    heads: int  # KV heads
-    query_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    num_queries: int = 0  # the last queries kept for scoring
-    mass: bool = False  # accumulated attention per slot (fp32)
-    states: tuple[LayerState, ...] = ()  # of recurrent layers
-    mixed_widths: bool = False  # some layers have smaller dims than these, and fill them up with zeros
-    latent: int = 0  # so many numbers of a key are the value, too, which then takes no room of its own (value_dim 0)
-    slots: SlotFormat | None = None  # None: in the model's dtype
-
-    @property
-    def slot_bytes(self) -> int:
-        """Key, value, feed index (int32) and mass of one token, over all layers and KV heads."""
-        return self.stored_bytes + self.layers * self.heads * (4 + (4 if self.mass else 0))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Key and value of one token alone, as they are stored, over all layers and KV heads."""
-        quantized = sum(self.kind_of(layer) is not None for layer in range(self.layers))
-        numbers, plain = self.key_dim + self.value_dim, self.layers - quantized
-        return self.heads * (quantized * (numbers + 2) + plain * numbers * self.dtype.itemsize)  # 2: exponents
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """What a token's keys and values alone take, in any cache of the model's dtype."""
-        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-    def kind_of(self, layer: int) -> str | None:
-        """The kind of codes in which a layer stores; None: the model's dtype."""
-        return None if self.slots is None else self.slots.of_layer(layer)
-
-    @property
-    def state_bytes(self) -> int:
-        """What recurrent layers keep of a row, in any cache."""
-        return sum(state.row_bytes(self.dtype) for state in self.states)
-
-    def row_bytes(self, capacity: int) -> int:
-        queries = self.layers * self.query_heads * self.num_queries * self.key_dim * self.dtype.itemsize
-        return capacity * self.slot_bytes + queries + self.state_bytes
 
 
 class LayerSlots(NamedTuple):
@@ -90,48 +50,78 @@ class LayerSlots(NamedTuple):
 
 @dataclass
 class Stored:
-    """Keys and values of neighbouring layers that are stored alike. l layers"""
+    """Slots of neighbouring layers that are stored alike and have as many. l layers"""
 
     layers: slice
+    extra: int  # slots beyond those of the smallest layer
     keys: Tensor  # [l, R, H, C, D]
     values: Tensor
     exponents: Tensor | None  # int8 [l, R, H, C, 2], where keys and values are codes
+    feed: Tensor  # int32 [l, R, H, C] feed index of each slot
+    mass: Tensor | None  # fp32 [l, R, H, C]
 
     @classmethod
-    def empty(cls, shape: CacheShape, layers: slice, kind: str | None, lead: tuple[int, ...], device) -> Stored:
-        """lead: R, H, C"""
-        lead, dtype = (layers.stop - layers.start, *lead), CODES[kind].dtype if kind else shape.dtype
+    def empty(cls, shape: CacheShape, layers: slice, rows: int, capacity: int, device) -> Stored:
+        kind = shape.kind_of(layers.start)
+        lead = (layers.stop - layers.start, rows, shape.heads, capacity)
+        dtype = CODES[kind].dtype if kind else shape.dtype
         keys, values = (torch.zeros(*lead, d, dtype=dtype, device=device) for d in (shape.key_dim, shape.value_dim))
-        return cls(layers, keys, values, torch.zeros(*lead, 2, dtype=torch.int8, device=device) if kind else None)
+        exponents = torch.zeros(*lead, 2, dtype=torch.int8, device=device) if kind else None
+        feed = torch.zeros(*lead, dtype=torch.int32, device=device)
+        mass = torch.zeros(*lead, dtype=torch.float32, device=device) if shape.mass else None
+        return cls(layers, shape.extra_of(layers.start), keys, values, exponents, feed, mass)
+
+    @property
+    def capacity(self) -> int:
+        return self.feed.shape[-1]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.keys, self.values, self.exponents) if t is not None]
+        every = (self.keys, self.values, self.exponents, self.feed, self.mass)
+        return [t for t in every if t is not None]
 
-    def within(self, layers: slice) -> slice:
-        """Layers of the cache, as these count them."""
-        return slice(layers.start - self.layers.start, layers.stop - self.layers.start)
+    def _each(self, layers: slice, take: Callable[[Tensor], Tensor]) -> Stored:
+        keys, values, feed = take(self.keys), take(self.values), take(self.feed)
+        exponents, mass = (None if t is None else take(t) for t in (self.exponents, self.mass))
+        return Stored(layers, self.extra, keys, values, exponents, feed, mass)
+
+    def of_layers(self, layers: slice) -> Stored:
+        """Some of the layers, by their numbers in the cache."""
+        first = self.layers.start
+        return self._each(layers, lambda t: t[layers.start - first : layers.stop - first])
 
     def part(self, rows: slice) -> Stored:
-        exponents = None if self.exponents is None else self.exponents[:, rows]
-        return Stored(self.layers, self.keys[:, rows], self.values[:, rows], exponents)
+        return self._each(self.layers, lambda t: t[:, rows])
+
+    def used(self, used: int, fed: int) -> int:
+        """Slots in use in these layers, of a row that was fed `fed` tokens and uses `used` in its smallest layer."""
+        return min(fed, used + self.extra) if self.extra else used
+
+
+def place_in(extra: int, slot: Tensor, index: Tensor) -> Tensor:
+    """Where tokens go in a layer with so many more slots. slot: in the smallest layer; index: feed indices"""
+    return torch.minimum(index, slot + extra) if extra else slot
 
 
 class SlotCache:
     """`rows` rows of `capacity` slots. L layers, R rows, H KV heads, C capacity, D head dim, W recorded queries."""
 
-    def __init__(self, shape: CacheShape, rows: int, capacity: int, device: torch.device | str = "cpu"):
-        lead = (shape.layers, rows, shape.heads, capacity)
+    def __init__(
+        self,
+        shape: CacheShape,
+        rows: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        most: int | None = None,
+    ):
+        """most: tokens that a row is ever fed, if that is known; no layer needs more slots"""
         self.shape, self.rows, self.capacity = shape, rows, capacity
-        self.stored = [Stored.empty(shape, part, kind, lead[1:], device) for part, kind in _alike(shape)]
-        self.feed = torch.zeros(*lead, dtype=torch.int32, device=device)  # [L, R, H, C] feed index of each slot
+        slots = shape.capacities(capacity, most)
+        self.stored = [Stored.empty(shape, part, rows, slots[part.start], device) for part in _alike(shape)]
         self.queries: Tensor | None = None  # [L, R, Hq, W, D]; the query of feed index i lies at i % W
-        self.mass: Tensor | None = None  # [L, R, H, C]
         if shape.num_queries:
             ring = (shape.layers, rows, shape.query_heads, shape.num_queries, shape.key_dim)
             self.queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
-        if shape.mass:
-            self.mass = torch.zeros(*lead, dtype=torch.float32, device=device)
         self.states = RowStates(shape.states, rows, shape.dtype, device) if shape.states else None
         # What the attention notes about each layer while it runs, so that slots are scored as the model would.
         self.scaling: list[float | None] = [None] * shape.layers
@@ -150,19 +140,30 @@ class SlotCache:
         return stored.values
 
     @property
+    def feed(self) -> Tensor:
+        """Feed index of each slot, where all layers are stored alike. [L, R, H, C]"""
+        (stored,) = self.stored
+        return stored.feed
+
+    @property
+    def mass(self) -> Tensor | None:
+        (stored,) = self.stored
+        return stored.mass
+
+    @property
     def device(self) -> torch.device:
-        return self.feed.device
+        return self.stored[0].feed.device
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those of slots and queries."""
-        own = [t for t in (self.feed, self.queries, self.mass) if t is not None]
-        return [tensor for stored in self.stored for tensor in stored.tensors] + own
+        slots = [tensor for stored in self.stored for tensor in stored.tensors]
+        return slots if self.queries is None else [*slots, self.queries]
 
     @property
-    def per_slot(self) -> list[Tensor]:
-        """What is noted of slots beside keys and values. [L, R, H, C]"""
-        return [self.feed] if self.mass is None else [self.feed, self.mass]
+    def capacities(self) -> list[int]:
+        """Slots of every layer."""
+        return [stored.capacity for stored in self.stored for _ in range(stored.layers.start, stored.layers.stop)]
 
     @property
     def nbytes(self) -> int:
@@ -176,19 +177,16 @@ class SlotCache:
         """Some rows as a cache of their own, on the same memory."""
         part = copy.copy(self)
         part.rows = len(range(self.rows)[rows])
-        part.stored, part.feed = [stored.part(rows) for stored in self.stored], self.feed[:, rows]
+        part.stored = [stored.part(rows) for stored in self.stored]
         part.queries = None if self.queries is None else self.queries[:, rows]
-        part.mass = None if self.mass is None else self.mass[:, rows]
         part.states = None if self.states is None else self.states.part(rows)
         return part
 
     def stored_by(self, layers: slice) -> Stored:
-        """Keys and values of some layers, which are stored alike. [l, R, H, C, D]"""
+        """The slots of some layers, which are stored alike. [l, R, H, C, D]"""
         for stored in self.stored:
             if stored.layers.start <= layers.start and layers.stop <= stored.layers.stop:
-                mine = stored.within(layers)
-                exponents = None if stored.exponents is None else stored.exponents[mine]
-                return Stored(layers, stored.keys[mine], stored.values[mine], exponents)
+                return stored.of_layers(layers)
         raise AssertionError(f"layers {layers} are stored in different ways")
 
     def read(
@@ -210,19 +208,27 @@ class SlotCache:
     def layer(self, layer: int) -> LayerSlots:
         ring, stored = None if self.queries is None else self.queries[layer], self.stored_by(slice(layer, layer + 1))
         exponents = None if stored.exponents is None else stored.exponents[0]
-        return LayerSlots(stored.keys[0], stored.values[0], self.feed[layer], ring, exponents)
+        return LayerSlots(stored.keys[0], stored.values[0], stored.feed[0], ring, exponents)
+
+    def layer_mass(self, layer: int) -> Tensor:
+        """Attention that the slots of a layer received. [R, H, C]"""
+        mass = self.stored_by(slice(layer, layer + 1)).mass
+        assert mass is not None
+        return mass[0]
 
     def place(self, slot: Tensor, index: Tensor) -> None:
-        """Open slots for the tokens about to be fed to the first B rows. slot, index [B, T]"""
+        """Open slots for the tokens about to be fed to the first B rows. slot: in the smallest layer; index [B, T]"""
         rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
-        self.feed[:, rows, :, slot] = index.to(torch.int32)[:, :, None, None]  # indexed shape [B, T, L, H]
-        if self.mass is not None:
-            self.mass[:, rows, :, slot] = 0.0
+        for stored in self.stored:
+            here = place_in(stored.extra, slot, index)
+            stored.feed[:, rows, :, here] = index.to(torch.int32)[:, :, None, None]  # indexed shape [B, T, l, H]
+            if stored.mass is not None:
+                stored.mass[:, rows, :, here] = 0.0
 
     def append(self, layer: int, slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the tokens being fed to the first B rows. -> key and value as they are read
 
-        slot [B, T]; key, value [B, H, T, D]
+        slot [B, T], of this layer; key, value [B, H, T, D]
         """
         rows, slots = torch.arange(slot.shape[0], device=slot.device)[:, None], self.layer(layer)
         if slots.exponents is not None and (kind := self.shape.kind_of(layer)) is not None:
@@ -243,9 +249,8 @@ class SlotCache:
 
     def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
         """A token about to be fed to each live row has received no attention yet. slot, live [B]"""
-        assert self.mass is not None
         rows = torch.arange(slot.shape[0], device=slot.device)
-        self.mass[layer][rows, :, slot] *= ~live[:, None]
+        self.layer_mass(layer)[rows, :, slot] *= ~live[:, None]
 
     def record_queries(self, layer: int, index: Tensor, query: Tensor, ends: Tensor | None = None) -> None:
         """Remember the last W queries for scoring.
@@ -282,7 +287,8 @@ class SlotCache:
 
     def layer_chunks(self, num_rows: int, used: int) -> list[slice]:
         """Layers to compress together, stored alike, so that working copies stay small whatever the model."""
-        per_layer = num_rows * used * self.shape.kv_bytes_per_token // self.shape.layers
+        most = used + max(self.shape.extra, default=0)
+        per_layer = num_rows * most * self.shape.kv_bytes_per_token // self.shape.layers
         step = max(1, min(self.shape.layers, chunk_bytes(self.device) // max(per_layer, 1)))
         parts = [(stored.layers.start, stored.layers.stop) for stored in self.stored]
         return [slice(i, min(i + step, stop)) for start, stop in parts for i in range(start, stop, step)]
@@ -290,34 +296,43 @@ class SlotCache:
     def fork(self, source: SlotCache, rows: Tensor, to: Tensor, used: int) -> None:
         """Copy the first `used` slots and the states of some rows of `source` (this cache or another) to rows `to`.
 
-        rows, to [N]. No row is both a source and a destination.
+        rows, to [N]. No row is both a source and a destination. used: in the smallest layer, of the fullest row
         """
         for layers in self.layer_chunks(len(rows), used):
-            stored = zip(self.stored_by(layers).tensors, source.stored_by(layers).tensors, strict=True)
-            others = [(m[layers], t[layers]) for m, t in zip(self.per_slot, source.per_slot, strict=True)]
-            for mine, theirs in [*stored, *others]:
-                mine[:, to, :, :used] = theirs[:, rows, :, :used]
+            mine, theirs = self.stored_by(layers), source.stored_by(layers)
+            most = min(used + mine.extra, mine.capacity, theirs.capacity)
+            for to_tensor, from_tensor in zip(mine.tensors, theirs.tensors, strict=True):
+                to_tensor[:, to, :, :most] = from_tensor[:, rows, :, :most]
             if self.queries is not None and source.queries is not None:
                 self.queries[layers, to] = source.queries[layers][:, rows]
         if self.states is not None and source.states is not None:
             self.states.fork(source.states, rows, to)
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window
 
-    def take(self, row: int, used: int) -> list[Tensor]:
-        """Copies in host memory of what a row holds: its first `used` slots, recent queries and states."""
-        return [part.to("cpu", copy=True) for part in self._parts(row, used)]
+    def take(self, row: int, used: int, fed: int) -> list[Tensor]:
+        """Copies in host memory of what a row holds: its slots in use, recent queries and states."""
+        taken = [t[:, row, :, : stored.used(used, fed)] for stored in self.stored for t in stored.tensors]
+        return [part.to("cpu", copy=True) for part in [*taken, *self._whole(row)]]
 
     def put(self, row: int, taken: list[Tensor]) -> None:
         """What `take` returned, into a row of this cache."""
-        for mine, theirs in zip(self._parts(row, taken[0].shape[2]), taken, strict=True):
+        slots = [tensor for stored in self.stored for tensor in stored.tensors]
+        for mine, theirs in zip(slots, taken[: len(slots)], strict=True):
+            mine[:, row, :, : theirs.shape[2]] = theirs.to(mine.device)
+        for mine, theirs in zip(self._whole(row), taken[len(slots) :], strict=True):
             mine.copy_(theirs)
 
-    def _parts(self, row: int, used: int) -> list[Tensor]:
-        slots = [t[:, row] if t is self.queries else t[:, row, :, :used] for t in self.tensors]
-        return [*slots, *(t[row] for t in (self.states.tensors if self.states else []))]
+    def _whole(self, row: int) -> list[Tensor]:
+        """Recent queries and states of a row."""
+        queries = [] if self.queries is None else [self.queries[:, row]]
+        return [*queries, *(t[row] for t in (self.states.tensors if self.states else []))]
 
 
-def _alike(shape: CacheShape) -> list[tuple[slice, str | None]]:
-    """Runs of layers that are stored alike, and the kind of their codes."""
-    runs = [(kind, list(run)) for kind, run in itertools.groupby(range(shape.layers), key=shape.kind_of)]
-    return [(slice(run[0], run[-1] + 1), kind) for kind, run in runs]
+def _alike(shape: CacheShape) -> list[slice]:
+    """Runs of layers that are stored alike and have as many slots."""
+
+    def way(layer: int) -> tuple:
+        return shape.kind_of(layer), shape.extra_of(layer)
+
+    runs = [list(run) for _, run in itertools.groupby(range(shape.layers), key=way)]
+    return [slice(run[0], run[-1] + 1) for run in runs]

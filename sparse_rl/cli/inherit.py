@@ -50,7 +50,8 @@ def cache_of(
 
     given: compressor, budget and interval of the command line, None where it does not say; own: the compressor's
     options there. Another compressor than that of training inherits budget and interval, and of the options only
-    protect_prompt and how slots are stored; a dense cache is what it is compared with, and inherits nothing.
+    protect_prompt, how slots are stored and how many a layer keeps; a dense cache is what it is compared with, and
+    inherits nothing.
     """
     record = trained.record
     if given["compressor"] is None and record.compressor is not None:
@@ -63,20 +64,23 @@ def cache_of(
     chosen = {"compressor": default, "budget": BUDGET, "interval": INTERVAL}
     chosen |= taken | {name: value for name, value in given.items() if value is not None}
     name = chosen["compressor"]
-    options = {key: value for key, value in options_for(name, record).items() if key not in own}
+    known = options_for(name, record, chosen["budget"])
+    options = {key: value for key, value in known.items() if key not in own}
     return CacheSettings(**chosen, options={**options, **own}), taken | options
 
 
-def options_for(compressor: str, record: Record) -> dict[str, Any]:
-    """The options of training that this compressor inherits."""
+def options_for(compressor: str, record: Record, budget: int | None = None) -> dict[str, Any]:
+    """The options of training that this compressor inherits. budget: None: that of training"""
+    known = record.options if budget is None else record.options_at(budget)
     if compressor == record.compressor:
-        return dict(record.options)
+        return dict(known)
     from ..compressors import find, parameters_of
 
     kind, _ = find(compressor)
     protects = "protect_prompt" in record.options and kind.evicts_response and "protect_prompt" in parameters_of(kind)
     inherits = [*(["protect_prompt"] if protects else []), *(["slots", "slots_kept"] if compressor != "dense" else [])]
-    return {name: record.options[name] for name in inherits if name in record.options}
+    inherits += ["layer_budgets"] if kind.has_budget else []
+    return {name: known[name] for name in inherits if name in known}
 
 
 def caches_of(

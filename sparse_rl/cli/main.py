@@ -14,6 +14,7 @@ import typer
 from .. import __version__
 from ..errors import SparseRLError
 from ..files import is_text
+from .allocate import allocate
 from .bench import bench
 from .calibrate import calibrate
 from .data import data
@@ -61,6 +62,7 @@ app.command("eval", context_settings=WITH_OVERRIDES)(eval_)
 app.command(context_settings=WITH_OVERRIDES)(plan)
 app.command()(export)
 app.command()(calibrate)
+app.command(context_settings=WITH_OVERRIDES)(allocate)
 app.command("train-compressor")(train_compressor)
 app.command("list")(list_)
 app.add_typer(bench, name="bench")

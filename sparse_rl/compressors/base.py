@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
@@ -22,46 +21,9 @@ from ..cache import SlotFormat
 from ..cache.formats import PLAIN, slot_format
 from ..errors import SparseRLError, nearest, require_int
 from ..files import names_python_file
-from ..kernels import twins
+from .budgets import as_budgets, check_mean, said
 from .mistakes import failed, is_own, named, place
-
-
-@dataclass(frozen=True)
-class CacheView:
-    """What a compressor may look at: the slots of rows that are full. Slot S - 1 is the token fed last."""
-
-    keys: Tensor  # [B, H, S, D] after RoPE
-    values: Tensor | None  # [B, H, S, Dv]; None if the compressor said that it does not look at them
-    feed: Tensor  # [B, H, S] feed index of each slot, ascending
-    queries: Tensor | None  # [B, H * G, W, D] the last queries, oldest first; W <= what the compressor asked for
-    mass: Tensor | None  # [B, H, S] attention received so far, summed over queries and over the group's heads
-    streams: Tensor  # [B, H] int64: random streams, see sparse_rl.streams
-    num_prompt_tokens: Tensor  # [B] tokens of the prompt
-    scaling: float  # what the model multiplies q . k with
-    softcap: float | None = None  # what the model bounds its logits with, if it does
-    unreachable: Tensor | None = None  # [B, H, S] bool: beyond the layer's own sliding window for every later query
-    layer: Tensor | None = None  # [B] int64: which layer's slots a row holds
-    # [B, H, S] int64: how many replies ago a slot's token was given in a conversation (0: the last reply), -1: it is of
-    # the prompt or was sampled; None: nothing was given, or the compressor did not say that it looks (`uses_given`)
-    given_age: Tensor | None = None
-
-    @property
-    def is_prompt(self) -> Tensor:
-        """Which slots hold tokens of the prompt. bool [B, H, S]"""
-        return self.feed < self.num_prompt_tokens[:, None, None]
-
-    def last_queries(self, count: int) -> Tensor:
-        """The last (at most) `count` queries. -> [B, H * G, W', D]"""
-        assert self.queries is not None, "a compressor that reads queries says how many with num_queries"
-        return self.queries[:, :, -count:]
-
-    def attention_logits(self, last: int) -> Tensor:
-        """fp32 logits of the last (at most) `last` queries over all slots. -> [B, H, G, W', S]"""
-        return self.logits_of(self.last_queries(last))
-
-    def logits_of(self, queries: Tensor) -> Tensor:
-        """fp32 logits of queries [B, H * G, W, D] over all slots. -> [B, H, G, W, S]"""
-        return twins.grouped_logits(queries, self.keys, self.scaling, self.softcap, self.unreachable)
+from .view import CacheView
 
 
 class Compressor:
@@ -76,6 +38,7 @@ class Compressor:
     uses_values: bool = True  # whether it reads the values; if not, they need not be copied
     copies: float = 3.0  # for the plan: copies of the slots it looks at, made on a GPU while it scores them
     slots: SlotFormat | None = None  # how keys and values are stored; None: in the model's dtype
+    layer_budgets: tuple[int, ...] = ()  # slots that each layer keeps, if not all keep `budget`, which is their mean
     protect_prompt: bool = False
     protect_given: int = 0  # in a conversation, tokens of the last so many replies stay before others
     forget_given: int = 0  # tokens of replies that are so many replies old, or older, go before others; 0: they do not
@@ -184,8 +147,8 @@ class Compressor:
         return self
 
     def capacity(self, prompt: int, new: int) -> int:
-        """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones."""
-        return self.budget + self.interval
+        """Slots a row needs for prompts of up to `prompt` tokens and `new` generated ones, in its smallest layer."""
+        return self.least_budget + self.interval
 
     def evicts_prompt(self, tokens: int) -> bool:
         """Whether a prompt of that length is evicted, down to the budget, when it has been read."""
@@ -195,11 +158,37 @@ class Compressor:
         """Slots of the row in which prompts of up to `prompt` tokens are read."""
         if not (self.prompt_chunk and self.evicts_prompt(prompt)):
             return prompt
-        return min(prompt, max(self.budget + self.prompt_chunk, self.capacity(0, 0)))
+        return min(prompt, max(self.least_budget + self.prompt_chunk, self.capacity(0, 0)))
 
     def rule(self) -> str:
         """What a row holds, for the plan."""
-        return f"budget {self.budget} + interval {self.interval}"
+        return f"budget {said(self.budget, self.layer_budgets)} + interval {self.interval}"
+
+    @property
+    def least_budget(self) -> int:
+        """Slots that the layer with the smallest budget keeps."""
+        return min(self.layer_budgets, default=self.budget)
+
+    @property
+    def extra_slots(self) -> tuple[int, ...]:
+        """By layer: slots that it has beyond the smallest; (): all layers have as many."""
+        found = tuple(budget - self.least_budget for budget in self.layer_budgets)
+        return found if any(found) else ()
+
+    def with_extra(self, extra: int) -> Self:
+        """What chooses in a layer that has so many slots beyond the smallest."""
+        return self.on_average().bind(self.least_budget + extra, self.interval) if self.layer_budgets else self
+
+    def on_average(self) -> Self:
+        """The same with the mean budget in all layers."""
+        plain = copy.copy(self)
+        plain.layer_budgets = ()
+        return plain
+
+    @property
+    def most_queries(self) -> int:
+        """How many of the last queries are recorded: as many as any layer reads."""
+        return max(self.with_extra(extra).num_queries for extra in set(self.extra_slots or (0,)))
 
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last slots are always kept."""
@@ -210,6 +199,9 @@ class Compressor:
         require_int(budget=budget, interval=interval)
         bound = copy.copy(self)
         bound.budget, bound.interval = budget, interval
+        if self.layer_budgets:
+            check_mean(self.layer_budgets, budget)
+            bound.with_extra(0)
         sinks, window = bound.protected(budget)
         if sinks < 0 or window < 0:
             raise SparseRLError(f"{self.name}: sinks {sinks} and window {window} must not be negative.")
@@ -232,11 +224,11 @@ class Compressor:
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a protected prompt that leaves nothing to choose."""
-        if self.protect_prompt and not self.has_room(self.budget, tokens):
-            window = self.protected(self.budget)[1]
+        if self.protect_prompt and not self.has_room(self.least_budget, tokens):
+            window = self.protected(self.least_budget)[1]
             raise SparseRLError(
                 f"{self.name} protects the prompt, but {tokens} prompt tokens + window {window} leave nothing of "
-                f"budget {self.budget}; raise the budget to at least {self.smallest_budget(tokens)}, "
+                f"budget {self.least_budget}; raise the budget to at least {self.smallest_budget(tokens)}, "
                 "or set protect_prompt=False."
             )
 
@@ -357,20 +349,26 @@ def find(written: str) -> tuple[type[Compressor], str | None]:
     return COMPRESSORS[name], argument if colon else None
 
 
-STORING = ("slots", "slots_kept")  # options that `make` takes for every compressor
+STORING = ("slots", "slots_kept", "layer_budgets")  # options that `make` takes for every compressor
 
 
 def make(
-    compressor: str | Compressor | type[Compressor], /, slots: str = PLAIN, slots_kept: Sequence[int] = (), **options
+    compressor: str | Compressor | type[Compressor],
+    /,
+    slots: str = PLAIN,
+    slots_kept: Sequence[int] = (),
+    layer_budgets: Sequence[int] = (),
+    **options,
 ) -> Compressor:
     """A compressor from its name (`rkv`, `prompt-only:rkv`, `kvpress:KnormPress`, `FILE.py`) or class, or as given.
 
     Options of every compressor: `slots`, how keys and values are stored (`model`: in the model's dtype; `fp8`, `int8`),
-    and `slots_kept`, the numbers of layers that store the model's dtype all the same.
+    `slots_kept`, the numbers of layers that store the model's dtype all the same, and `layer_budgets`, the slots that
+    each layer keeps, if not all keep the budget, which is their mean.
     """
     if isinstance(compressor, Compressor):
         return compressor
-    stored = slot_format(slots, slots_kept)
+    stored, budgets = slot_format(slots, slots_kept), as_budgets(layer_budgets)
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
         made = compressor(**options)
     elif isinstance(compressor, str):
@@ -380,6 +378,9 @@ def make(
         raise SparseRLError(f"compressor must be a name or a Compressor, not {type(compressor).__name__}.")
     if stored is not None:
         made.slots = stored
+    if budgets and not made.has_budget:
+        raise SparseRLError(f"{made.name} has no budget, so layer_budgets mean nothing; leave them out.")
+    made.layer_budgets = budgets
     return made
 
 

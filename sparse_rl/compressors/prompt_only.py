@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import SparseRLError
 from .base import CacheView, Compressor, make, register
+from .budgets import said
 
 
 @register
@@ -55,13 +56,13 @@ class PromptOnly(Compressor):
         return self.chooser.decides()
 
     def evicts_prompt(self, tokens: int) -> bool:
-        return tokens > self.budget
+        return tokens > self.least_budget
 
     def capacity(self, prompt: int, new: int) -> int:
-        return min(prompt, self.budget) + new
+        return min(prompt, self.least_budget) + new
 
     def rule(self) -> str:
-        return f"prompt evicted to {self.budget}, response whole"
+        return f"prompt evicted to {said(self.budget, self.layer_budgets)}, response whole"
 
     def bind(self, budget: int, interval: int) -> Self:
         bound = super().bind(budget, interval)

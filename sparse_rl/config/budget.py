@@ -83,3 +83,20 @@ class Adaptive:
                 f"rollout.budget follows rejection, but {method} rejects no trajectories; "
                 "use alpha_5, or learn.method: sparse-rl."
             )
+
+
+def check_layer_budgets(budgets: list[int], budget: int | Adaptive) -> None:
+    """Refuse budgets by layer that take other memory than the budget says, or whose sum would move."""
+    if not budgets:
+        return
+    require_int(**{f"rollout.layer_budgets[{i}]": number for i, number in enumerate(budgets)})
+    if isinstance(budget, Adaptive):
+        raise SparseRLError(
+            f"rollout.layer_budgets are fixed, but rollout.budget moves between {budget.min} and {budget.max}; "
+            "give a number for the budget, or leave layer_budgets out."
+        )
+    if sum(budgets) != budget * len(budgets):
+        raise SparseRLError(
+            f"rollout.layer_budgets keep {sum(budgets) / len(budgets):g} slots on average, but rollout.budget is "
+            f"{budget}; their sum must be {len(budgets)} x {budget} = {len(budgets) * budget}, not {sum(budgets)}."
+        )

@@ -124,7 +124,7 @@ def _find(dotted: str) -> tuple[str, list[str]]:
     first, *rest = dotted.replace("-", "_").split(".")
     if rest:
         if first == "compressor":  # as eval and rollout spell the options of a compressor
-            if rest in (["slots"], ["slots_kept"]):
+            if rest in (["slots"], ["slots_kept"], ["layer_budgets"]):
                 return "rollout", rest
             return "rollout", ["compressor_options", *rest]
         if first not in SECTIONS:

@@ -27,12 +27,11 @@ from ..learn.loss import Loss
 from ..learn.objective import Objective
 from ..learn.optimizer import OptimizerSettings
 from ..learn.ppo import PPO, ActorCritic
-from ..learn.student import MAX_RANK, StudentSettings
+from ..learn.student import StudentSettings
 from ..learn.support import MOST
-from ..models.logits import check_logits
-from ..models.quantize import check_quantize
-from .budget import Adaptive
+from .budget import Adaptive, check_layer_budgets
 from .learn import LearnSettings
+from .model import ModelSettings
 from .pool import check_pool
 from .sections import EvalSettings, RunSettings, ScorerSettings, WarmupSettings
 from .task import TaskSettings
@@ -42,48 +41,16 @@ RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipp
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    name: str = key(
-        "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
-    )
-    dtype: str | None = key("float32, bfloat16, or float16 (the loss is scaled); null: the model's own", None)
-    logits: str = key(
-        "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
-    )
-    gradient_checkpointing: bool | str = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time; offload: keep it in "
-        "host memory, and compute MLPs by chunks of tokens, for long responses; auto: what the memory plan needs",
-        False,
-    )
-    lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
-    lora_alpha: int = key("LoRA's scale", 32)
-    quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
-    shard: bool = key(
-        "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
-    )
-
-    def __post_init__(self):
-        require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
-        check_logits(self.logits, "model.logits")
-        check_quantize(self.quantize, "model.quantize")
-        if self.quantize and (not self.lora_rank or self.shard):
-            why = "model.shard divides the weights" if self.lora_rank else "model.lora_rank is 0"
-            raise SparseRLError(
-                f"model.quantize is {self.quantize}, so only adapters can be trained, in one piece, but {why}; set "
-                "model.lora_rank above 0 and model.shard to false."
-            )
-        if self.gradient_checkpointing not in (True, False, "auto", "offload"):
-            given = self.gradient_checkpointing
-            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false, offload or auto.")
-
-
-@dataclass(frozen=True)
 class RolloutSettings:
     compressor: str = key(
         "a name from `sparse-rl list compressors`, prompt-only:NAME, `file.py` or `file.py:Class`", "rkv"
     )
     budget: int | Adaptive = key(
         "slots that a row keeps at an eviction; {min: 32, max: 64, target: {alpha_5: 0.9}}: moves between steps", 512
+    )
+    layer_budgets: list[int] = key(
+        "slots that each layer keeps, if not all keep the budget, which is their mean; `sparse-rl allocate` finds some",
+        [],
     )
     interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
@@ -129,7 +96,8 @@ class RolloutSettings:
         require_int(**{f"rollout.{n}": getattr(self, n) for n in counts})
         check_count("completions of a step", self.prompts * self.group_size)
         slot_format(self.slots, self.slots_kept)
-        if lost := [name for name in ("slots", "slots_kept") if name in self.compressor_options]:
+        check_layer_budgets(self.layer_budgets, self.budget)
+        if lost := [name for name in ("slots", "slots_kept", "layer_budgets") if name in self.compressor_options]:
             raise SparseRLError(f"{lost[0]} is among rollout.compressor_options; write rollout.{lost[0]} instead.")
         check_pool(self.pool, self.ahead, self.samplers, self.over_ask, self.patience)
         if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
@@ -150,11 +118,12 @@ class RolloutSettings:
 
     @property
     def cache_options(self) -> dict:
-        """The compressor's own parameters, and how slots are stored where it is not as the model."""
+        """The compressor's own parameters, and how slots are stored, by how many, where it is not as usual."""
+        more = {"layer_budgets": self.layer_budgets} if self.layer_budgets else {}
         if self.slots == PLAIN:
-            return self.compressor_options
+            return {**self.compressor_options, **more}
         kept = {"slots_kept": self.slots_kept} if self.slots_kept else {}
-        return {**self.compressor_options, "slots": self.slots, **kept}
+        return {**self.compressor_options, "slots": self.slots, **kept, **more}
 
     @property
     def max_budget(self) -> int:

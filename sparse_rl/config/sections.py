@@ -116,6 +116,8 @@ class ScorerSettings:
             why = f"{algorithm} has no advantage of a trajectory; use learn.algorithm: grpo"
         elif given:
             why = f"{given[0]} orders slots in another way; set it to 0"
+        elif rollout.layer_budgets:
+            why = "with rollout.layer_budgets evictions of a layer differ in size; omit them"
         else:
             return
         raise SparseRLError(f"scorer.advantage is {self.advantage}, so evictions are actions, but {why}.")

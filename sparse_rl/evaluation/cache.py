@@ -89,5 +89,9 @@ def caches(
         name: dict((inherited or {}).get(name, {})) | {k: v for k, v in options.items() if k in taken[name]}
         for name in ordered
     }
-    found = [Cache.of(name, budget, interval, known[name]) for name, budget in itertools.product(ordered, budgets)]
+    chosen = [(name, budget, dict(known[name])) for name, budget in itertools.product(ordered, budgets)]
+    for _, budget, own in chosen:
+        if "layer_budgets" not in options and sum(layers := own.get("layer_budgets", [])) != budget * len(layers):
+            del own["layer_budgets"]  # inherited, and of another budget
+    found = [Cache.of(name, budget, interval, own) for name, budget, own in chosen]
     return [cache for i, cache in enumerate(found) if cache not in found[:i]]

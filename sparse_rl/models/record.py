@@ -59,6 +59,10 @@ class Record:
     logits: str = "float32"
     quantize: str | None = None  # of the base, where adapters were trained
 
+    def options_at(self, budget: int) -> dict[str, Any]:
+        """The compressor's options under this budget: what layers keep belongs to the budget of training."""
+        return {k: v for k, v in self.options.items() if k != "layer_budgets" or budget == self.budget}
+
     @property
     def task_names(self) -> list[str]:
         """Its task, and the tasks of a mixture."""

@@ -17,6 +17,7 @@ from ..cache.formats import PLAIN
 from ..cache.slots import chunk_bytes
 from ..cache.trace import trace_dtype
 from ..compressors import Compressor
+from ..compressors.budgets import check_layers
 from ..compressors.rkv import BLOCK_ELEMENTS
 from ..errors import SparseRLError
 from ..models import ModelShape
@@ -36,7 +37,7 @@ class Plan:
     folds: bool  # whether chunks are folded into beacons
     budget: int  # slots right after an eviction; if chunks are folded, slots of the prompt and the beacons
     beside_budget: int  # the other slots of a row: the interval, the chunk, or the new tokens if responses stay whole
-    capacity: int
+    capacity: int  # of the smallest layer, if layers differ
     rows: int
     prompt_tokens: int  # the longest prompt
     new_tokens: int
@@ -45,7 +46,9 @@ class Plan:
     kv_bytes_per_token: int  # keys and values alone, in any cache
     state_bytes: int  # the share of row_bytes that recurrent layers keep, in any cache
     slot_bytes: int  # the share of row_bytes that one slot takes
-    scratch_capacity: int  # slots of a scratch row
+    extra: tuple[int, ...]  # by layer: slots beyond `capacity`, which the smallest has; (): none has more
+    scratch_capacity: int  # slots of a scratch row, in its smallest layer
+    scratch_most: int | None  # tokens that a scratch row is fed at most, if its layers differ
     prompt_piece: int  # tokens of one prompt that are fed at a time, at most
     most_prefill_rows: int  # prompts prefilled together, if there are as many rows
     prefill_chunk: int  # prompt tokens fed at a time
@@ -70,6 +73,11 @@ class Plan:
         return self.rows * self.row_bytes
 
     @property
+    def mean_capacity(self) -> float:
+        """Slots of a row, mean over layers."""
+        return self.capacity + (sum(self.extra) / len(self.extra) if self.extra else 0)
+
+    @property
     def dense_row_bytes(self) -> int:
         """Keys and values of a whole sequence in a dense cache, and the states of recurrent layers."""
         return (self.prompt_tokens + self.new_tokens) * self.kv_bytes_per_token + self.state_bytes
@@ -92,10 +100,12 @@ class Plan:
     def working_bytes(self) -> int:
         """An upper estimate: prefill, sampling and eviction as if they happened at the same time."""
         tokens = min(self.prefill_chunk, self.prefill_rows * self.prompt_piece)
-        a_prompt = self.prompt_logits_bytes + self.scratch_capacity * self.read_slot_bytes
+        more = max(self.extra, default=0)  # slots of the largest layer
+        a_prompt = self.prompt_logits_bytes + (self.scratch_capacity + more) * self.read_slot_bytes
         prefill = tokens * (self.prefill_token_bytes + self.attention_token_bytes) + self.prefill_rows * a_prompt
-        together = min(3 * self.rows * self.capacity * self.kv_bytes_per_token, self.eviction_bytes)
-        a_row = self.sampling_row_bytes + self.capacity * self.eviction_slot_bytes
+        largest = self.capacity + more
+        together = min(3 * self.rows * largest * self.kv_bytes_per_token, self.eviction_bytes)
+        a_row = self.sampling_row_bytes + largest * self.eviction_slot_bytes
         first = min(self.rows, 64) * self.first_row_bytes
         return prefill + first + self.scoring_bytes + together + self.rows * a_row
 
@@ -127,7 +137,8 @@ class Plan:
             return f"At this capacity use rows={rows}."
         capacity = _largest(lambda slots: self.with_rows(1).with_capacity(slots).total_bytes, memory)
         if self.evicts and capacity > self.beside_budget:
-            return f"Not even one row fits: with rows=1, use budget={capacity - self.beside_budget}."
+            budget = int(self.with_capacity(capacity).mean_capacity) - self.beside_budget
+            return f"Not even one row fits: with rows=1, use budget={budget}."
         if self.folds and capacity > self.prompt_tokens:
             return (
                 f"Not even one row fits: with rows=1 there is room for {capacity} of {self.capacity} slots; "
@@ -148,7 +159,7 @@ class Plan:
             ("weights", size(self.weight_bytes)),
             (f"KV per row, dense ({self.prompt_tokens} + {self.new_tokens} tokens)", size(self.dense_row_bytes)),
             (
-                f"KV per row, {self.compressor} ({self.rule} = {self.capacity} slots"
+                f"KV per row, {self.compressor} ({self.rule} = {self.mean_capacity:g} slots"
                 + ("" if self.slots == PLAIN else f" of {self.slots}")
                 + ")",
                 f"{size(self.row_bytes)} ({against})",
@@ -239,14 +250,16 @@ def make_plan(
         new_tokens=new_tokens,
         weight_bytes=weight_bytes,
         row_bytes=cache.row_bytes(capacity),
+        extra=cache.extra,
         kv_bytes_per_token=cache.kv_bytes_per_token,
         state_bytes=cache.state_bytes,
         slot_bytes=cache.slot_bytes,
         scratch_capacity=scratch,
+        scratch_most=prompt_tokens if cache.extra else None,
         prompt_piece=min(prompt_tokens, compressor.prompt_chunk) if scratch < prompt_tokens else prompt_tokens,
         most_prefill_rows=prefill_rows,
         prefill_chunk=prefill_chunk,
-        scratch_row_bytes=cache.row_bytes(scratch),
+        scratch_row_bytes=cache.row_bytes(scratch, prompt_tokens),
         trace_row_bytes=0 if folds else shape.slot_layers * shape.heads * tokens * trace_dtype(tokens).itemsize,
         chunk_row_bytes=new_tokens * (5 if compressor.chooses else 1) + 8 + 8 + 4 + 4 if folds else 0,
         token_row_bytes=new_tokens * (8 + 4 + (0 if room is None else 4 + 4 + 4 * room)),
@@ -312,7 +325,9 @@ def cache_shape(shape: ModelShape, compressor: Compressor) -> CacheShape:
             f"slots are {slots}, but those of {shape.architecture} hold latents, of which the learner makes the keys "
             "and values of all heads: their rounding cannot be replayed; leave slots out."
         )
-    return replace(plain, num_queries=compressor.num_queries, mass=compressor.uses_mass, slots=slots)
+    check_layers(compressor.layer_budgets, plain.layers, shape.architecture)
+    queries, extra = compressor.most_queries, compressor.extra_slots
+    return replace(plain, num_queries=queries, mass=compressor.uses_mass, slots=slots, extra=extra)
 
 
 def aligned(lines: Sequence[tuple[str, str]]) -> str:

@@ -1,5 +1,7 @@
 """One eviction: the compressor looks at full rows, they are compacted, and the trace says which tokens are gone."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,29 +25,36 @@ def evict(
     trace: Tensor,
     live: Tensor,
     replies: Tensor | None = None,
+    tokens: int = 0,
 ) -> Tensor:
     """Compress rows that all have `used` slots in use down to the budget; rows that are not live stay as they are.
 
     rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T]
+    tokens: where layers have different budgets, fed to each row; `used` is then of the smallest layer (see `alike`)
     replies int64 [N, T]: the number of the reply that a token was given in, from 1; 0 if it was not given
     -> bool: whether the compressor returned what it must
     """
-    shape, budget, n = cache.shape, compressor.budget, len(rows)
+    shape, n = cache.shape, len(rows)
     streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
-    num_queries = min(compressor.num_queries, used)  # at least `used` tokens, so as many queries, have been fed
     scaling = _common(cache.scaling, "scale")
     assert scaling is not None, "a prompt has been fed"
     fine = torch.ones((), dtype=torch.bool, device=rows.device)
     for layers in cache.layer_chunks(n, used):
-        feed = cache.feed[layers][:, rows, :, :used]  # [l, N, H, S]
+        stored = cache.stored_by(layers)
+        held, own = stored.used(used, tokens), compressor.with_extra(stored.extra)
+        budget = own.budget
+        if held <= budget:
+            continue  # a larger layer need not let go yet
+        feed = stored.feed[:, rows, :, :held]  # [l, N, H, S]
+        num_queries = min(own.num_queries, held)  # at least so many tokens, so as many queries, have been fed
         queries = cache.recent_queries(layers, rows, fed, num_queries)
-        keys, values = cache.read(layers, rows, used, compressor.uses_values)
+        keys, values = cache.read(layers, rows, held, own.uses_values)
         view = CacheView(
             keys=keys.flatten(0, 1),
             values=None if values is None else values.flatten(0, 1),
             feed=feed.flatten(0, 1),
             queries=None if queries is None else queries.flatten(0, 1),
-            mass=None if cache.mass is None else cache.mass[layers][:, rows, :, :used].flatten(0, 1),
+            mass=None if stored.mass is None else stored.mass[:, rows, :, :held].flatten(0, 1),
             streams=streams[layers].flatten(0, 1),
             num_prompt_tokens=num_prompt_tokens.repeat(feed.shape[0]),
             scaling=scaling,
@@ -54,15 +63,14 @@ def evict(
             given_age=None if replies is None else _ages(replies, feed, fed).flatten(0, 1),
             layer=torch.arange(shape.layers, device=rows.device)[layers].repeat_interleave(n),
         )
-        kept = choose(compressor, view, budget)
-        fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), used, compressor)
+        kept = choose(own, view, budget)
+        fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), held, own)
         if ops.rules(rows.device).defers_checks:
-            kept = kept.clamp(0, used - 1)  # until the host checks, a wrong number must not reach another row
+            kept = kept.clamp(0, held - 1)  # until the host checks, a wrong number must not reach another row
         else:
-            check_fine(bool(fine), used, compressor)
-        stored, mass = cache.stored_by(layers), None if cache.mass is None else cache.mass[layers]
+            check_fine(bool(fine), held, own)
         ops.compact(
-            stored.keys, stored.values, cache.feed[layers], mass, trace[:, layers], slice(None), rows, used,
+            stored.keys, stored.values, stored.feed, stored.mass, trace[:, layers], slice(None), rows, held,
             kept.unflatten(0, (-1, n)), fed, live, never_in(trace), stored.exponents,
         )  # fmt: skip
     return fine
@@ -110,20 +118,34 @@ def _check_kept(kept: object, shape: tuple[int, int, int], used: int, compressor
 
 
 def evict_as(cache: SlotCache, used: int, evicted_at: Tensor, fed: int) -> int:
-    """Evict from the first row what is gone after `fed` tokens. evicted_at int64 [L, H, T] -> slots left"""
-    feed = cache.feed[:, 0, :, :used].long()  # [L, H, S]
-    stays = evicted_at.gather(2, feed) > fed
-    left = int(stays[0, 0].sum())
-    kept = stays.nonzero()[:, 2].view(*stays.shape[:2], left)  # as many in every layer and head
-    row, live = (
-        torch.zeros(1, dtype=torch.int64, device=feed.device),
-        torch.ones(1, dtype=torch.bool, device=feed.device),
-    )
-    trace = torch.empty(1, *evicted_at.shape, dtype=torch.int32, device=feed.device)  # it is known
+    """Evict from the first row what is gone after `fed` tokens. evicted_at int64 [L, H, T] -> slots left
+
+    Slots are counted in the smallest layer.
+    """
+    row = torch.zeros(1, dtype=torch.int64, device=cache.device)
+    live = torch.ones(1, dtype=torch.bool, device=cache.device)
+    trace = torch.empty(1, *evicted_at.shape, dtype=torch.int32, device=cache.device)  # it is known
+    left = []
     for stored in cache.stored:
-        layers, mass = stored.layers, None if cache.mass is None else cache.mass[stored.layers]
+        layers, held = stored.layers, stored.used(used, fed)
+        feed = stored.feed[:, 0, :, :held].long()  # [l, H, S]
+        stays = evicted_at[layers].gather(2, feed) > fed
+        left.append(int(stays[0, 0].sum()))
+        kept = stays.nonzero()[:, 2].view(*stays.shape[:2], left[-1])  # as many in every layer and head
         ops.compact(
-            stored.keys, stored.values, cache.feed[layers], mass, trace[:, layers], slice(None), row, used,
-            kept[layers, None], row + fed, live, never_in(trace), stored.exponents,
+            stored.keys, stored.values, stored.feed, stored.mass, trace[:, layers], slice(None), row, held,
+            kept[:, None], row + fed, live, never_in(trace), stored.exponents,
         )  # fmt: skip
-    return left
+    return min(left)
+
+
+def alike(fed: Sequence[int], used: int, extra: int) -> list[list[int]]:
+    """Full rows by the slots that their layers use: the places of those that are evicted together.
+
+    fed: tokens fed to each; used: slots of the smallest layer; extra: those that the largest layer has more. Rows
+    differ only while the largest layer holds all that was fed.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, tokens in enumerate(fed):
+        groups.setdefault(min(tokens, used + extra), []).append(place)
+    return list(groups.values())

@@ -173,7 +173,7 @@ def fold(cache: SlotCache, state: RowState, turn: Turn) -> None:
     used = state.used[:width]
     at = used.clamp(max=cache.capacity - 1)
     to = torch.where(folding, at - chunks.open[:width], at)
-    for tensor in (*(tensor for stored in cache.stored for tensor in stored.tensors), cache.feed):
+    for tensor in [tensor for stored in cache.stored for tensor in stored.tensors]:
         tensor[:, rows, :, to] = tensor[:, rows, :, at]
     ended = (state.count[:width] - 2).clamp(min=0)  # the last token fed; the one sampled after it waits
     chunks.ends[rows, ended] |= folding

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from ..beacon import BeaconEmbedding
 from ..cache import SlotCache
+from ..cache.slots import place_in
 from ..kernels import ops
 from ..models.logits import Float32Head
 from .decode import RowState
@@ -98,7 +99,7 @@ class FusedForward:
     @staticmethod
     def fits(model: Any, cache: SlotCache) -> bool:
         """Whether the model is known to compute exactly this, and the cache records nothing that only modules do."""
-        if cache.mass is not None or not is_plain(model):
+        if cache.shape.mass or not is_plain(model):
             return False
         config, layers = model.config, model.model.layers
         rope = getattr(config, "rope_parameters", None) or {}
@@ -122,6 +123,7 @@ class FusedForward:
         """What the head makes logits of. [B, hidden]"""
         cache, shape, width = self.cache, self.cache.shape, len(token)
         used, index = state.used[:width], state.index[:width]
+        places = {stored.extra: place_in(stored.extra, used, index) for stored in cache.stored}
         residual = self.embed(token)  # [B, N]
         cos, sin = self.rotary(residual, position[:, None])
         rope = cos[:, 0], sin[:, 0]  # [B, D]
@@ -130,8 +132,9 @@ class FusedForward:
             qkv = layer.qkv(x).view(width, -1, shape.key_dim)  # [B, Hq + 2 H, D]
             query, key, value = qkv.split([shape.query_heads, shape.heads, shape.heads], 1)
             x = ops.store_and_attend(
-                query, key, value, cache.layer(i), used, index, live, layer.scaling, rope, layer.norms
-            )
+                query, key, value, cache.layer(i), places[shape.extra_of(i)], index, live, layer.scaling, rope,
+                layer.norms,
+            )  # fmt: skip
             x = layer.out(x)
             x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.eps)
             x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))

@@ -283,7 +283,8 @@ class LiveLoop(Loop):
         for row in rows:
             sequence = self.held.pop(row)
             conversation = self.of(sequence)
-            slots, trace = self.cache.take(row, sequence.used), self.state.trace[row, ..., : len(conversation.tokens)]
+            slots = self.cache.take(row, sequence.used, sequence.fed)
+            trace = self.state.trace[row, ..., : len(conversation.tokens)]
             conversation.parked, conversation.row = Parked(slots, trace.to("cpu", copy=True)), None
             self.parked[conversation.number] = conversation
         while len(self.parked) > self.park_at_most:

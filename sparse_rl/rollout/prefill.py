@@ -91,10 +91,10 @@ class Reader:
             logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
             used = [have + max(0, min(stop, length) - start) for have, length in zip(used, lengths)]
             for i in long if ends_chunk else ():
-                if used[i] > self.compressor.budget:
+                if used[i] > self.compressor.least_budget:
                     assert trace is not None
                     fine &= _compress(scratch, self.compressor, i, used[i], min(stop, lengths[i]), prompts[i], trace)
-                    used[i] = self.compressor.budget
+                    used[i] = self.compressor.least_budget
         assert logits is not None
         return Read(logits, trace, used, fine, list(torch.cat(routes, 1)) if routes else None)
 
@@ -135,4 +135,4 @@ def _compress(
     columns = [[row], [fed], [prompt.prompt_stream], [len(prompt.prompt)]]
     rows, feds, stream, lengths = torch.tensor(columns, device=scratch.device)
     live = torch.ones_like(rows).bool()
-    return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live)
+    return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live, tokens=fed)

@@ -32,7 +32,7 @@ from ..models import check_sliding_windows, own_stop_ids
 from ..records import Trajectory
 from ..signals import uninterrupted
 from .collect import collect
-from .evict import check_fine, evict
+from .evict import alike, check_fine, evict
 from .phases import Phases
 from .prefill import Reader
 from .progress import ProgressBar
@@ -216,6 +216,12 @@ class Loop:
         full = [i for i, row in rows_of.items() if row.used == self.capacity]
         if not full or not self.compressor.evicts_response:
             return
+        extra = max(self.cache.shape.extra, default=0)
+        for group in alike([rows_of[i].fed for i in full], self.capacity, extra):
+            self.evict_alike(rows_of, [full[place] for place in group])
+
+    def evict_alike(self, rows_of: dict[int, Row], full: list[int]) -> None:
+        """Rows whose layers use as many slots."""
         with self.phases("evict"):
             columns = [(i, rows_of[i].fed, len(rows_of[i].waiting.prompt)) for i in full]
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
@@ -223,11 +229,12 @@ class Loop:
             live = self.state.used[rows] == self.capacity  # the other rows have ended before
             replies = self.replies([rows_of[i] for i in full]) if self.compressor.uses_given else None
             self.fine &= evict(
-                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live, replies
-            )
-            self.state.used[rows] = torch.where(live, self.compressor.budget, self.state.used[rows])
+                self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live, replies,
+                tokens=rows_of[full[0]].fed,
+            )  # fmt: skip
+            self.state.used[rows] = torch.where(live, self.compressor.least_budget, self.state.used[rows])
         for i in full:
-            rows_of[i].used = self.compressor.budget
+            rows_of[i].used = self.compressor.least_budget
 
     # --------------------------------------------------------------------------------------------------------- finish
 

@@ -96,6 +96,7 @@ class Storage:
             scratch_capacity=slots,
             prompt_piece=slots,
             most_prefill_rows=rows,
+            scratch_most=None,  # of rows that are fed, too
             scratch_row_bytes=shape.row_bytes(slots),
         )
 
@@ -146,12 +147,14 @@ class Storage:
 
     def _allocate_scratch(self, plan: Plan) -> None:
         """Rows for the longest prompts, made anew when longer ones come, or more of them together."""
-        known = self.scratch
-        if known is None or known.capacity < plan.scratch_capacity or known.rows < plan.prefill_rows:
+        known, shape = self.scratch, cache_shape(self.shape, self.compressor)
+        asked = shape.capacities(plan.scratch_capacity, plan.scratch_most)
+        small = known is None or any(have < need for have, need in zip(known.capacities, asked, strict=True))
+        if known is None or small or known.rows < plan.prefill_rows:
             self.scratch = known = None
             self._require(plan.scratch_bytes, plan)
-            shape = cache_shape(self.shape, self.compressor)
-            self.scratch = SlotCache(shape, plan.prefill_rows, plan.scratch_capacity, self.device)
+            slots, most = plan.scratch_capacity, plan.scratch_most
+            self.scratch = SlotCache(shape, plan.prefill_rows, slots, self.device, most)
 
     def _allocate_state(self, plan: Plan, cache: SlotCache, room: int | None) -> None:
         """Where rows write down what they sample: as large as the largest call so far.

@@ -137,7 +137,7 @@ def _cache(
             f"this model was trained with the compressor {record.compressor!r:.300}, a Python file that would run with "
             "your rights; read that file, then name it yourself: compressor='FILE.py'."
         )
-    options = {**record.options, **options}
+    options = {**record.options_at(budget), **options}
     slots = f"{record.compressor}, budget {budget}, interval {interval}"
     more = "".join(f", {key} {value}" for key, value in options.items())
     return record.compressor, budget, interval, options, f"the cache of the model's training is used: {slots}{more}"

@@ -102,7 +102,7 @@ class Work:
     def of(
         cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int
     ) -> Work:
-        learn, bound, head = recipe.learn, compressor_of(recipe.rollout), shape.vocabulary * shape.hidden
+        learn, bound, head = recipe.learn, compressor_of(recipe.rollout).on_average(), shape.vocabulary * shape.hidden
         capacity, method = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
         models = 2 if recipe.has_separate_critic else 1  # that learn

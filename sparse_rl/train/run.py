@@ -286,6 +286,7 @@ CHANGEABLE_ON_RESUME = {
     "ppo.critic_lr",
     "rollout.rows",
     "rollout.budget",
+    "rollout.layer_budgets",
     "rollout.ahead",
     "learn.micro_batch_tokens",
     "model.gradient_checkpointing",

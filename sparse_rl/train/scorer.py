@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache.segments import Observed
-from ..compressors import CacheView, ScoreCompressor
+from ..compressors import CacheView, Compressor
 from ..compressors.learned import Learned, features, score_with
 from ..errors import SparseRLError
 from ..learn.regret import Watch, summary
@@ -81,23 +81,25 @@ class Collector(Watch):
     def __call__(self, seen: Observed) -> None:
         super().__call__(seen)
         worth = self.received[seen.layer].flip(-1).cumsum(-1).flip(-1)  # [H, T, S]
+        extra = self.compressor.extra_slots
+        compressor = self.compressor.with_extra(extra[seen.layer] if extra else 0)
         for segment, begin in enumerate(self.begins.tolist()):
             gone = self.evicted_at[seen.layer]
-            view = slots_at(seen, gone, begin, self.compressor, self.num_prompt_tokens, self.streams[seen.layer])
+            view = slots_at(seen, gone, begin, compressor, self.num_prompt_tokens, self.streams[seen.layer])
             if view is not None and (gone == begin).any():
                 if self.drawn is not None and begin in self.acts:
                     evicted = (gone == begin).gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
-                    action = rebuilt(view, evicted, self.compressor, self.drawn.advantage)
+                    action = rebuilt(view, evicted, compressor, self.drawn.advantage)
                     self.actions.setdefault(seen.layer, []).append(action)
                 of_slots = worth[..., segment].gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
-                if (drawn := self._draw(view, of_slots)) is not None:
+                if (drawn := self._draw(view, of_slots, compressor)) is not None:
                     self.found.setdefault(seen.layer, []).append(drawn)
 
-    def _draw(self, view: CacheView, worth: Tensor) -> Pairs | None:
-        """None where nothing was to choose. worth [H, S]"""
-        window, budget = self.compressor.window, self.compressor.budget
+    def _draw(self, view: CacheView, worth: Tensor, compressor: Learned) -> Pairs | None:
+        """None where nothing was to choose. worth [H, S]; compressor: of the layer"""
+        window, budget = compressor.window, compressor.budget
         count = worth.shape[1] - window
-        forced = self.compressor.forced(view, budget).expand(view.feed.shape)[0, :, :count]  # sinks and prompt: first
+        forced = compressor.forced(view, budget).expand(view.feed.shape)[0, :, :count]  # sinks and prompt: first
         always, keep = int(forced.sum(1).max()), min(budget - window, count - 1)
         if keep <= always:
             return None
@@ -116,7 +118,7 @@ def slots_at(
     seen: Observed,
     evicted_at: Tensor,
     begin: int,
-    compressor: ScoreCompressor,
+    compressor: Compressor,
     num_prompt_tokens: int,
     streams: Tensor | None = None,
 ) -> CacheView | None:
@@ -309,7 +311,7 @@ def train_rounds(
         done = engine.generate(ids, sampling=sampling, seed=seed + number)
         found = collect(model, done, compressor, pairs, seed + 1000 * number)
         if not found.pairs:
-            capacity = compressor.budget + compressor.interval
+            capacity = compressor.capacity(0, 0)
             raise SparseRLError(
                 f"none of {len(done)} rollouts filled {capacity} slots, so nothing was evicted; lower --budget, or "
                 "raise --max-new-tokens."

@@ -105,7 +105,7 @@ def test_forked_rows_and_parts_read_what_was_stored(kept):
         for mine, theirs in zip(cache.read(slice(layer, layer + 1), torch.tensor([0, 2, 3]), 5), expected):
             assert torch.equal(mine[0], theirs[[1, 0, 1]])
         assert torch.equal(cache.part(slice(2, 4)).read(slice(layer, layer + 1), slice(1), 5)[0][0], expected[0][:1])
-    taken = cache.take(3, 5)
+    taken = cache.take(3, 5, fed=5)
     assert len(taken) == len(cache.tensors) and taken[0].shape[2] == 5
     cache.put(1, taken)
     cache.tensors[0][:, 3] = 0  # a copy was taken

@@ -193,7 +193,7 @@ def cache_over(storage, margin):
     shape = CacheShape(layers, heads, heads, key_dim, storage["values"].shape[-1], storage["keys"].dtype)
     cache = SlotCache(shape, rows - margin, capacity - margin, storage["keys"].device)
     for name, tensor in storage.items():
-        holder = cache if name in ("feed", "mass") else cache.stored[0]
+        holder = cache.stored[0]
         setattr(holder, name, tensor[:, margin:, :, : capacity - margin])
     return cache
 

@@ -273,7 +273,7 @@ def test_a_conversation_read_again_under_its_trace_goes_on(architecture, compres
             live.extend(chat, prompts_of(3)[0], Sampling(1))
             live.run()
             ((row, sequence),) = live._loop.held.items()
-            return live.trajectory(chat), live.engine.cache.take(row, sequence.used), lost
+            return live.trajectory(chat), live.engine.cache.take(row, sequence.used, sequence.fed), lost
 
     (kept, slots, _), (recalled, again, lost) = run(), run(hold=0, park=0)
     assert lost
@@ -314,7 +314,7 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
             live._loop.hold = 2
             live.extend(chat, prompts_of(3)[0], Sampling(1))
             live.run()
-            slots = live.engine.cache.take(chat.row, chat.sequence.used)
+            slots = live.engine.cache.take(chat.row, chat.sequence.used, chat.sequence.fed)
             return live.trajectory(chat), slots, rows, without
 
     kept, slots, rows, without = run()

@@ -71,8 +71,9 @@ def metrics(folder):
             "loss": {"beta": 0.01},
         },
         {"learn": {"dynamic": 1}},
+        {"rollout": {"layer_budgets": [41, 45, 40]}, "learn": {"method": "shadow"}},
     ],
-    ids=["plain", "refill", "top-p-int8", "dynamic"],
+    ids=["plain", "refill", "top-p-int8", "dynamic", "layer-budgets"],
 )
 def test_a_pool_that_loses_samplers_trains_to_the_byte(pools, tmp_path, sections):
     def settings(**rollout):

@@ -1,0 +1,47 @@
+"""The section `model` of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import SparseRLError, require_int
+from ..keys import key
+from ..learn.student import MAX_RANK
+from ..models.logits import check_logits
+from ..models.quantize import check_quantize
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    name: str = key(
+        "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
+    )
+    dtype: str | None = key("float32, bfloat16, or float16 (the loss is scaled); null: the model's own", None)
+    logits: str = key(
+        "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
+    )
+    gradient_checkpointing: bool | str = key(
+        "keep one activation per layer and recompute the rest: less memory, a third more time; offload: keep it in "
+        "host memory, and compute MLPs by chunks of tokens, for long responses; auto: what the memory plan needs",
+        False,
+    )
+    lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
+    lora_alpha: int = key("LoRA's scale", 32)
+    quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
+    shard: bool = key(
+        "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
+    )
+
+    def __post_init__(self):
+        require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
+        check_logits(self.logits, "model.logits")
+        check_quantize(self.quantize, "model.quantize")
+        if self.quantize and (not self.lora_rank or self.shard):
+            why = "model.shard divides the weights" if self.lora_rank else "model.lora_rank is 0"
+            raise SparseRLError(
+                f"model.quantize is {self.quantize}, so only adapters can be trained, in one piece, but {why}; set "
+                "model.lora_rank above 0 and model.shard to false."
+            )
+        if self.gradient_checkpointing not in (True, False, "auto", "offload"):
+            given = self.gradient_checkpointing
+            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false, offload or auto.")
