@@ -10,6 +10,7 @@ from ..config import Recipe
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..pool.cluster import RayTransport
+from ..pool.pieces import own_samplers
 from ..pool.pool import Pool
 from ..records import Trajectory
 from ..rollout import Engine
@@ -74,7 +75,7 @@ def share_of(address: str, samplers: int, world: World) -> int:
         raise SparseRLError(
             f"rollout.samplers is {samplers}, but each of {world.size} processes needs one; use at least {world.size}."
         )
-    return samplers // world.size + (world.rank < samplers % world.size)
+    return own_samplers(samplers, world.size, world.rank)
 
 
 def start_pool(recipe: Recipe, sampler: Sampler, world: World, say: Callable[[str], None]) -> RunPool | None:
