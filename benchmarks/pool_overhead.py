@@ -30,7 +30,7 @@ import numpy as np
 
 from sparse_rl.files import append_line, read_lines
 from sparse_rl.pool import cluster
-from sparse_rl.pool.cluster import POLL, Actor, RayTransport
+from sparse_rl.pool.cluster import Actor, RayTransport
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
 
@@ -79,10 +79,15 @@ class StubHands:
             self.done += 1
         time.sleep(max(0.0, start + total - time.perf_counter()))
 
+    def begin(self) -> None: ...
+
     def stop(self) -> None: ...
 
     def beats(self) -> int:
         return self.done
+
+    def tokens(self) -> int:
+        return 0
 
     def cache_bytes(self) -> int:
         return 0
@@ -114,7 +119,7 @@ def deal_once(samplers: int, bytes_per_token: float, steps: int) -> dict:
     class Timed(RayTransport):
         def hand(self, member, handed):
             times = finish_times(work, H200, [piece for _, piece in handed], new, scores=False)
-            self.asked[self.actors[member].timed_start.remote(list(handed), self.weights[0], POLL, times)] = member
+            self.asked[self.actors[member].timed_start.remote(list(handed), self.weights[0], self.poll, times)] = member
 
     cluster.Actor = TimedActor  # pyright: ignore[reportAttributeAccessIssue]
     ray.init(num_cpus=samplers, object_store_memory=2**30, include_dashboard=False, log_to_driver=False)

@@ -63,8 +63,8 @@ class Transport(Protocol):
         """Give work to a member that is idle; `Answered` events follow until one says that it is not busy."""
         ...
 
-    def stop(self, member: int) -> None:
-        """Ask a member to end what it does."""
+    def stop(self, member: int, handout: Place) -> None:
+        """Ask a member to end a handout, named by its first place, early."""
         ...
 
     def kill(self, member: int) -> None:
@@ -89,10 +89,12 @@ class Sampler:
     about: About | None = None  # None: it has not joined yet
     moved: float = 0.0  # when it last got on with its work, or was given some
     beats: int = -1
-    completions: int = 0
-    seconds: float = 0.0
+    pieces: int = 0  # first results that it brought
+    tokens: int = 0  # that it has sampled
+    seconds: float = 0.0  # that it has worked
     cache_bytes: int = 0
-    stopping: bool = False
+    handout: Place | None = None  # the first place of what it was handed last
+    stopping: bool = False  # it was asked to end that early
 
 
 @dataclass
@@ -182,16 +184,18 @@ class Pool:
         try:
             self._grow()
             for member, work in self.ledger.assign().items():
-                self.samplers[member].stopping, self.samplers[member].moved = False, time.monotonic()
+                known = self.samplers[member]
+                known.stopping, known.handout, known.moved = False, work[0][0], time.monotonic()
                 self.counts.messages += 1
                 self.transport.hand(member, work)
             for event in self.transport.events(TURN):
                 self._hear(event)
             self._give_up_on_silent()
             for member in self.ledger.useless():
-                if not self.samplers[member].stopping:
-                    self.samplers[member].stopping = True
-                    self.transport.stop(member)
+                known = self.samplers[member]
+                if not known.stopping and known.handout is not None:
+                    known.stopping = True
+                    self.transport.stop(member, known.handout)
             worst = self.ledger.most_lost()
             if worst is not None and worst[0] >= MOST_LOSSES:
                 raise SparseRLError(
@@ -262,7 +266,7 @@ class Pool:
             self._bring(member, place, payload, known)
         if known is None:
             return
-        known.seconds, known.cache_bytes = answer.seconds, answer.cache_bytes
+        known.seconds, known.cache_bytes, known.tokens = answer.seconds, answer.cache_bytes, answer.tokens
         if answer.beats != known.beats or answer.finished or not answer.busy:
             known.beats, known.moved = answer.beats, time.monotonic()
         if answer.busy:
@@ -274,14 +278,13 @@ class Pool:
 
     def _bring(self, member: int, place: Place, payload: bytes, known: Sampler | None) -> None:
         number, piece = place
-        request = self.ledger.requests.get(number)
         brought = self.ledger.finish(member, place, hashlib.blake2b(payload).digest())
         self.counts.bytes_in += len(payload)
         if brought is Brought.FIRST:
             if number in self.waiting:
                 self.waiting[number].results[piece] = payload
-            if known is not None and request is not None:
-                known.completions += len(request.pieces[piece].members)
+            if known is not None:
+                known.pieces += 1
             return
         self.counts.late += brought is Brought.UNKNOWN
         self.counts.duplicates += brought is not Brought.UNKNOWN

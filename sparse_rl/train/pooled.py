@@ -37,6 +37,7 @@ class RunPool:
             sampler.engine.device.type == "cuda",
             store_bytes(keep, sampler.model, sampler.critic),
             world.size,
+            settings.patience,
         )
         self.pool = Pool(transport, own, settings.patience, settings.over_ask, keep, say)
         sampler.asks = FromPool(self.pool, sampler, scores, world.rank)

@@ -91,9 +91,14 @@ def test_a_pool_sends_no_more_messages_than_are_counted():
             for place, _ in work:
                 deliver(place, b"")
 
+        def begin(self): ...
+
         def stop(self): ...
 
         def beats(self):
+            return 0
+
+        def tokens(self):
             return 0
 
         def cache_bytes(self):

@@ -25,7 +25,7 @@ def pools(monkeypatch):
     """The transports of runs that follow; `mishap` of the fixture is what happens to their members."""
     made = []
 
-    def threads(address, make_hands, samplers, on_gpu, store_bytes, processes=1):
+    def threads(address, make_hands, samplers, on_gpu, store_bytes, processes, patience):
         made.append(Threads(make_hands, threads.mishap))
         return made[-1]
 
