@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,7 @@ from .. import errors
 from ..errors import SparseRLError
 from .ledger import Brought, Ledger
 from .pieces import Piece, Place
+from .standing import Standing, Standings
 from .worker import About, Answer, Part
 
 MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
@@ -24,6 +26,7 @@ MOST_STARTS = 3  # times in a row that members failed before they had joined
 JOINING = 600.0  # seconds that may pass until a member has joined: its model is loaded meanwhile
 LONGEST_PAUSE = 60.0  # seconds before another member is started, after many that failed: 1, 2, 4, ... up to this
 TURN = 0.5  # seconds that the driver waits for news
+WATCH = 0.5  # seconds between two views of the members
 _ROOM_EVERY = 5.0  # seconds between two looks at how many members the cluster has room for
 
 
@@ -125,14 +128,17 @@ class Pool:
         over_ask: float = 0.0,
         keep: int = 2,
         say: Callable[[str], None] = lambda text: None,
+        watch: Callable[[Standings], None] = lambda standings: None,
     ):
         """`wanted`: members; 0: as many as there is room for. `patience`: seconds in which a member must get on.
-        `keep`: versions of the weights that may be asked for.
+        `keep`: versions of the weights that may be asked for. `watch` is shown the members now and then.
         """
+        self.watch, self.watched = watch, 0.0
         self.transport, self.wanted, self.patience, self.keep, self.say = transport, wanted, patience, keep, say
         self.ledger = Ledger(wanted, over_ask)
         self.samplers: dict[int, Sampler] = {}
         self.counts = Counts()
+        self.lost_on: Counter[str] = Counter()  # members that were lost, by node
         self.versions: list[int] = []
         self.started = 0  # members so far
         self.failed_starts = 0  # in a row
@@ -202,6 +208,9 @@ class Pool:
                     f"{worst[0]} samplers were lost one after the other while they sampled prompt "
                     f"{worst[1].prompt_index} of a step ({len(worst[1].prompt)} tokens); the last: {self.why}"
                 )
+            if time.monotonic() - self.watched >= WATCH:
+                self.watched = time.monotonic()
+                self.watch(self.standings())
         except SparseRLError as error:
             self.error = error
             raise
@@ -217,6 +226,15 @@ class Pool:
     @property
     def live(self) -> int:
         return len(self.ledger.members)
+
+    def standings(self) -> Standings:
+        """Whoever drives the pool may ask, or anybody while nobody does."""
+        joined = [(number, s, s.about) for number, s in self.samplers.items() if s.about is not None]
+        held = {number: len(member.holding) for number, member in self.ledger.members.items()}
+        members = [Standing(i, about.place, s.pieces, held[i], s.tokens, s.seconds) for i, s, about in joined]
+        open_ = self.ledger.requests.values()
+        done, asked = sum(len(request.digests) for request in open_), sum(len(request.pieces) for request in open_)
+        return Standings(members, dict(self.lost_on), done, asked)
 
     # ------------------------------------------------------------------------------------------------------ members
 
@@ -308,6 +326,7 @@ class Pool:
         if lost.about is None:
             return self._note_failed_start(told)
         self.counts.lost += 1
+        self.lost_on[lost.about.place] += 1
         self.ledger.lose(member)
         self.say(f"sparse-rl: a sampler was lost ({told}); what it held is sampled elsewhere.")
 

@@ -50,7 +50,12 @@ class About:
     rows: int
     host: str
     pid: int
-    node: str = ""
+    node: str = ""  # its id in the cluster
+
+    @property
+    def place(self) -> str:
+        """The node for people: several may be on one host."""
+        return f"{self.host} {self.node[:6]}".strip()
 
 
 @dataclass
