@@ -3,6 +3,7 @@
 Here they are threads of this process; tests/pool/test_ray.py has them as processes of a Ray cluster.
 """
 
+import json
 import random
 import threading
 
@@ -88,6 +89,21 @@ def test_a_pool_that_loses_samplers_trains_to_the_byte(pools, tmp_path, sections
     assert last["pool/lost/count"] == len(pools.mishap.lost) > 0 and last["pool/asked_again/count"] > 0
     assert last["pool/duplicates/different"] == 0 and last["pool/bytes/weights"] > 0
     assert last["cache/bytes/allocated"] > 0 and last["cache/bytes_saved/frac"] < 1
+    found = json.loads((tmp_path / "pool" / "pool.json").read_text())
+    assert found["step"] == 2 and sum(found["lost"].values()) == len(pools.mishap.lost) and found["samplers"]
+    assert not (tmp_path / "one" / "pool.json").exists()
+
+
+def test_every_piece_and_token_is_counted_once(pools, tmp_path):
+    """Of a pool that loses nobody: samplers together have sampled the tokens that metrics.jsonl has."""
+    train(small(run={"steps": 2}, rollout={"pool": "ray", "samplers": 2}), tmp_path / "run", show=False)
+    found = json.loads((tmp_path / "run" / "pool.json").read_text())
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "rollout/length/mean" in line]
+    tokens = sum(round(9 * line["rollout/length/mean"]) for line in lines)
+    assert sum(sampler["tokens"] for sampler in found["samplers"]) == tokens and not found["lost"]
+    assert sum(sampler["pieces"] for sampler in found["samplers"]) == 2 * 3
+    assert {sampler["node"] for sampler in found["samplers"]} == {"here"}
+    assert all(sampler["seconds"] > 0 for sampler in found["samplers"] if sampler["tokens"])
 
 
 def test_a_run_goes_on_with_a_pool_or_without(pools, tmp_path):
