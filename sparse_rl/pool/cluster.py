@@ -184,7 +184,14 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if local:
         store = max(_MINIMUM, store_bytes)
-        ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+        try:
+            ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+        except ValueError as error:
+            raise SparseRLError(
+                f"Ray's object store cannot have {store / 2**30:,.1f} GiB, the room for all versions of the weights that "
+                f"are under way ({first_line(error)}); lower rollout.ahead, train adapters (model.lora_rank), or give "
+                "this machine more shared memory (/dev/shm)."
+            ) from error
         return ray, True
     head = address.removeprefix("ray://")
     try:

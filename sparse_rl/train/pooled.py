@@ -82,14 +82,14 @@ class RunPool:
 
 def share_of(address: str, samplers: int, world: World) -> int:
     """How many of the samplers are this process's; 0: as many as there is room for."""
-    if world.size == 1 or not samplers:
+    if world.size == 1:
         return samplers
     if address == "ray":
         raise SparseRLError(
             f"rollout.pool is ray, a cluster of one process, but the run has {world.size}; start a cluster, and give "
             "its address (ray://HOST:PORT)."
         )
-    if samplers < world.size:
+    if 0 < samplers < world.size:
         raise SparseRLError(
             f"rollout.samplers is {samplers}, but each of {world.size} processes needs one; use at least {world.size}."
         )

@@ -333,6 +333,17 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
         connect("ray://auto", 0)
 
 
+def test_an_object_store_that_is_too_large_is_a_sentence(monkeypatch):
+    def init(**options):
+        raise ValueError("The requested object store memory size is greater than the total available memory.")
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", fake.exceptions)
+    with pytest.raises(SparseRLError, match=r"cannot have 60.0 GiB, .* greater than .*; lower rollout.ahead"):
+        connect("ray", 60 * 2**30)
+
+
 def fake_ray(put):
     """A module as far as `publish` knows it."""
     errors = SimpleNamespace(

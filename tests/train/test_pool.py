@@ -6,6 +6,7 @@ Here they are threads of this process; tests/pool/test_ray.py has them as proces
 import json
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import sparse_rl.train.pooled
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
+from sparse_rl.pool.pieces import cut
 from sparse_rl.train import remote
 from sparse_rl.train.ask import Done, closed, opened
 from sparse_rl.train.run import train
@@ -176,6 +178,47 @@ def test_weights_travel_in_parts(monkeypatch):
     assert torch.equal(made[1][0].weight, made[0][0].weight)
     with pytest.raises(AssertionError, match="weights that did not come"):
         remote.load_weights(parts[1:], made[1])
+
+
+def test_weights_that_are_lost_on_their_way_are_fetched_again(monkeypatch):
+    """A node is lost in the middle of a transfer: nothing is sampled with weights of which some are old."""
+    monkeypatch.setattr(remote, "PART", 1)
+    made = remote.MakeHands(small(), torch.get_num_threads(), False)
+    hands, other = made(), made()
+    with torch.no_grad():
+        for value in other.completer.model.parameters():
+            value.mul_(1.01)
+    parts = list(remote.weights_of(other.completer.model))
+    assert len(parts) > 2
+    work = [((0, i), piece) for i, piece in enumerate(cut([[5, 6, 7]], [[0, 1]], 3, version=4))]
+
+    def torn():
+        yield from parts[:2]
+        raise OSError("the node is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the node is gone"):
+        hands.complete(work, torn, lambda place, payload: found.append(payload))
+    assert not found and hands.version is None
+    beats = hands.beats()
+    hands.complete(work, lambda: parts, lambda place, payload: found.append(payload))
+    assert hands.version == 4 and hands.beats() > beats + len(parts) - 1 and hands.tokens() > 0
+    other.version = other.completer.engine.version = 4
+    other.complete(work, lambda: [], lambda place, payload: found.append(payload))
+    assert found[0] == found[1]
+
+
+def test_processes_share_samplers():
+    def share(address, samplers, rank, size=2):
+        return sparse_rl.train.pooled.share_of(address, samplers, SimpleNamespace(size=size, rank=rank))
+
+    assert [share("ray://head:1", 5, rank) for rank in (0, 1)] == [3, 2]
+    assert share("ray://head:1", 0, 0) == 0 and share("ray", 0, 0, size=1) == 0 and share("ray", 3, 0, size=1) == 3
+    with pytest.raises(SparseRLError, match=r"each of 2 processes needs one; use at least 2"):
+        share("ray://head:1", 1, 0)
+    for samplers in (0, 4):  # two clusters of one machine would share its GPUs without knowing
+        with pytest.raises(SparseRLError, match=r"rollout.pool is ray, a cluster of one process, but the run has 2"):
+            share("ray", samplers, 0)
 
 
 def test_mistakes():
