@@ -188,8 +188,8 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
             ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
         except ValueError as error:
             raise SparseRLError(
-                f"Ray's object store cannot have {store / 2**30:,.1f} GiB, the room for all versions of the weights that "
-                f"are under way ({first_line(error)}); lower rollout.ahead, train adapters (model.lora_rank), or give "
+                f"Ray's object store cannot have {store / 2**30:,.1f} GiB, the room for all versions of the weights "
+                f"under way ({first_line(error)}); lower rollout.ahead, train adapters (model.lora_rank), or give "
                 "this machine more shared memory (/dev/shm)."
             ) from error
         return ray, True
