@@ -133,7 +133,7 @@ class Pool:
         """`wanted`: members; 0: as many as there is room for. `patience`: seconds in which a member must get on.
         `keep`: versions of the weights that may be asked for. `watch` is shown the members now and then.
         """
-        self.watch, self.watched = watch, 0.0
+        self.watch, self.watched, self.seen = watch, 0.0, Standings([], {}, 0, 0)
         self.transport, self.wanted, self.patience, self.keep, self.say = transport, wanted, patience, keep, say
         self.ledger = Ledger(wanted, over_ask)
         self.samplers: dict[int, Sampler] = {}
@@ -209,8 +209,8 @@ class Pool:
                     f"{worst[1].prompt_index} of a step ({len(worst[1].prompt)} tokens); the last: {self.why}"
                 )
             if time.monotonic() - self.watched >= WATCH:
-                self.watched = time.monotonic()
-                self.watch(self.standings())
+                self.watched, self.seen = time.monotonic(), self._standings()
+                self.watch(self.seen)
         except SparseRLError as error:
             self.error = error
             raise
@@ -228,7 +228,15 @@ class Pool:
         return len(self.ledger.members)
 
     def standings(self) -> Standings:
-        """Whoever drives the pool may ask, or anybody while nobody does."""
+        """As of now; while others drive the pool, as of a moment ago: nobody waits for this."""
+        if self.driving.acquire(blocking=False):
+            try:
+                self.seen = self._standings()
+            finally:
+                self.driving.release()
+        return self.seen
+
+    def _standings(self) -> Standings:
         joined = [(number, s, s.about) for number, s in self.samplers.items() if s.about is not None]
         held = {number: len(member.holding) for number, member in self.ledger.members.items()}
         members = [Standing(i, about.place, s.pieces, held[i], s.tokens, s.seconds) for i, s, about in joined]

@@ -77,13 +77,13 @@ class Worker:
         self.changed = threading.Condition()
         self.finished: list[tuple[Place, bytes]] = []
         self.error: tuple[str, str] | None = None
-        self.busy, self.seconds = False, 0.0
+        self.busy, self.seconds, self.since = False, 0.0, 0.0  # seconds: of handouts that ended; since: of this one
         self.handout: Place | None = None  # the first place of what it was handed last
 
     def start(self, work: Work, fetch: Fetch) -> None:
         with self.changed:
             assert not self.busy, "a member is handed work when it has ended what it had"
-            self.busy, self.handout = True, work[0][0]
+            self.busy, self.handout, self.since = True, work[0][0], time.perf_counter()
             self.hands.begin()
         threading.Thread(target=self._run, args=(work, fetch), daemon=True, name="sampler").start()
 
@@ -91,8 +91,9 @@ class Worker:
         """What was finished since the last poll; waits until something is, or the work ends, or time is up."""
         with self.changed:
             self.changed.wait_for(lambda: self.finished or not self.busy, seconds)
-            hands = self.hands
-            answer = Answer(self.finished, self.busy, hands.beats(), self.seconds, hands.cache_bytes(), hands.tokens())
+            hands, now = self.hands, time.perf_counter()
+            worked = self.seconds + (now - self.since if self.busy else 0.0)
+            answer = Answer(self.finished, self.busy, hands.beats(), worked, hands.cache_bytes(), hands.tokens())
             answer.error, self.error, self.finished = self.error, None, []
             return answer
 
@@ -103,7 +104,7 @@ class Worker:
                 self.hands.stop()
 
     def _run(self, work: Work, fetch: Fetch) -> None:
-        start, error = time.perf_counter(), None
+        error = None
         try:
             self.hands.complete(work, fetch, self._deliver)
         except BaseException as found:  # whatever it is, the pool decides
@@ -111,7 +112,7 @@ class Worker:
             error = (kind, f"{type(found).__name__}: {found}" if kind == "Exception" else str(found))
         with self.changed:
             self.busy, self.error = False, error
-            self.seconds += time.perf_counter() - start
+            self.seconds += time.perf_counter() - self.since
             self.changed.notify_all()
 
     def _deliver(self, place: Place, payload: bytes) -> None:

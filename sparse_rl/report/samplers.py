@@ -44,10 +44,12 @@ def _sampler(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not isinstance(value.get("node"), str):
         return None
     numbers = {name: _count(value.get(name)) for name in ("sampler", "pieces", "tokens")}
-    seconds = value.get("seconds")
-    if None in numbers.values() or type(seconds) not in (int, float) or not 0 <= seconds < BEYOND:
+    seconds, tokens = value.get("seconds"), numbers["tokens"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < BEYOND:
         return None
-    rate = numbers["tokens"] / seconds if seconds and numbers["tokens"] is not None else None
+    if tokens is None or None in numbers.values():
+        return None
+    rate = tokens / seconds if seconds else None
     if rate is not None and not math.isfinite(rate):
         return None
     return {"node": value["node"][:MAX_NAME], **numbers, "tokens_per_s": rate}

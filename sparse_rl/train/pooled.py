@@ -58,9 +58,7 @@ class RunPool:
     def write(self, folder: Path, step: int) -> None:
         """The samplers of the first process, in place of what was written before."""
         if self.first:
-            with self.pool.driving:  # with `rollout.ahead` the pool is at work
-                standings = self.pool.standings()
-            write_text(folder / WRITTEN, json.dumps({"step": step, **standings.to_dict()}) + "\n")
+            write_text(folder / WRITTEN, json.dumps({"step": step, **self.pool.standings().to_dict()}) + "\n")
 
     def timing(self) -> dict[str, float]:
         """Of this process's samplers; counts are since the run was started."""

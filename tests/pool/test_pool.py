@@ -302,6 +302,25 @@ def test_several_requests_at_a_time_each_with_its_weights():
     pool.close()
 
 
+def test_members_are_watched_and_counted(monkeypatch):
+    monkeypatch.setattr(pool_module, "WATCH", 0.0)
+    views, lost = [], []
+
+    def mishap(member, finished):
+        return None if lost or not finished else lost.append(member) or "lose"
+
+    pool, _ = made(mishap=mishap, watch=views.append)
+    pool.complete(request())
+    found = pool.standings()
+    assert found.lost == {"here": 1} and sum(member.pieces for member in found.samplers) == len(request())
+    assert all(member.seconds > 0 and member.node == "here" for member in found.samplers if member.pieces)
+    assert lost[0] not in [member.sampler for member in found.samplers] and not found.asked
+    assert any(0 < view.done < view.asked == len(request()) for view in views)
+    with pool.driving:  # while somebody drives it, nobody waits
+        assert pool.standings() is found
+    pool.close()
+
+
 def test_closing_ends_requests_under_way():
     begun = threading.Event()
 
