@@ -302,6 +302,29 @@ def test_several_requests_at_a_time_each_with_its_weights():
     pool.close()
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_second_results_are_compared_with_the_first(differ):
+    """Two members hold one piece, and do not hear that they should stop."""
+    together, said = threading.Barrier(2), []
+
+    class Both(Echo):
+        def complete(self, work, fetch, deliver):
+            if work[0][0] == (0, 0):
+                together.wait(60)
+            for place, piece in work:
+                deliver(place, f"{id(self) if differ else ''} {piece}".encode())
+
+    pool, _ = made(Both, over_ask=1.0, say=said.append)
+    while pool.live < 2:
+        pool.turn()
+    (first,) = pool.complete(request(prompts=1, group=1))
+    while not pool.counts.duplicates:
+        pool.turn()
+    assert pool.ledger.asked_twice == pool.counts.duplicates == 1 and pool.counts.different == differ
+    assert len(said) == differ and first.endswith(f"{request(prompts=1, group=1)[0]}".encode())
+    pool.close()
+
+
 def test_members_are_watched_and_counted(monkeypatch):
     monkeypatch.setattr(pool_module, "WATCH", 0.0)
     views, lost = [], []
