@@ -10,8 +10,9 @@ as a result has (`bytes`: measured once on an engine with 28 layers and two KV h
 made of the same lengths by the same ledger, without Ray: what a step takes beyond it is the pool's overhead.
 
 `weights`: bf16 arrays in the shapes of a model go into the object store of one node, and an actor on another node
-fetches them and copies them once, as a sampler does. A part is at most 512 MiB, as in a run, and is forgotten as soon
-as it was fetched, so that a 7B model needs little memory.
+fetches them and copies them once, as a sampler does. A part is little more than 512 MiB, as in a run. 1.5B: all parts
+stay until the next version comes, of which there are two: the first into memory that nobody has touched, the second
+into that of the first. 7B: each part is forgotten as soon as it was fetched, so that it needs little memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 
 from sparse_rl.files import append_line, read_lines
 from sparse_rl.pool import cluster
-from sparse_rl.pool.cluster import POLL, Actor, RayTransport
+from sparse_rl.pool.cluster import Actor, RayTransport
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
 
@@ -79,10 +80,15 @@ class StubHands:
             self.done += 1
         time.sleep(max(0.0, start + total - time.perf_counter()))
 
+    def begin(self) -> None: ...
+
     def stop(self) -> None: ...
 
     def beats(self) -> int:
         return self.done
+
+    def tokens(self) -> int:
+        return 0
 
     def cache_bytes(self) -> int:
         return 0
@@ -114,7 +120,7 @@ def deal_once(samplers: int, bytes_per_token: float, steps: int) -> dict:
     class Timed(RayTransport):
         def hand(self, member, handed):
             times = finish_times(work, H200, [piece for _, piece in handed], new, scores=False)
-            self.asked[self.actors[member].timed_start.remote(list(handed), self.weights[0], POLL, times)] = member
+            self.asked[self.actors[member].timed_start.remote(list(handed), self.weights[0], self.poll, times)] = member
 
     cluster.Actor = TimedActor  # pyright: ignore[reportAttributeAccessIssue]
     ray.init(num_cpus=samplers, object_store_memory=2**30, include_dashboard=False, log_to_driver=False)
@@ -198,8 +204,8 @@ class Receiver:
         return size, fetched - start, time.perf_counter() - begun
 
 
-def send_weights(name: str, forget: bool) -> dict:
-    """forget: each part is dropped from the store as soon as it was fetched"""
+def send_weights(name: str, forget: bool) -> list[dict]:
+    """Two versions of a model; forget: of one, each part is dropped from the store as soon as it was fetched"""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -212,18 +218,23 @@ def send_weights(name: str, forget: bool) -> dict:
     try:
         receiver = ray.remote(Receiver).options(resources={"other": 1}).remote()
         ray.get(receiver.receive.remote([ray.put({"w": np.zeros(1, np.int16)})]))
-        total, put, fetched, copied, kept, parts = 0, 0.0, 0.0, 0.0, [], 0
-        for part in arrays_of(name):
-            start = time.perf_counter()
-            ref = ray.put(part)
-            put += time.perf_counter() - start
-            size, fetch, copy = ray.get(receiver.receive.remote([ref]))
-            total, fetched, copied, parts = total + size, fetched + fetch, copied + copy, parts + 1
-            if not forget:
-                kept.append(ref)
-            del ref
-        found = {"kind": "weights", "model": name, "bytes": total, "parts": parts, "put": put, "fetch": fetched}
-        return found | {"copy": copied, "kept": not forget}
+        lines = []
+        for version in range(1 if forget else 2):
+            total, put, fetched, copied, kept, parts = 0, 0.0, 0.0, 0.0, [], 0
+            for part in arrays_of(name):
+                start = time.perf_counter()
+                ref = ray.put(part)
+                put += time.perf_counter() - start
+                size, fetch, copy = ray.get(receiver.receive.remote([ref]))
+                total, fetched, copied, parts = total + size, fetched + fetch, copied + copy, parts + 1
+                if not forget:
+                    kept.append(ref)
+                del ref
+            found = {"kind": "weights", "model": name, "bytes": total, "parts": parts, "put": put, "fetch": fetched}
+            lines.append(found | {"copy": copied, "kept": not forget, "version": version})
+            kept.clear()
+            time.sleep(2.0)  # until both stores have forgotten it
+        return lines
     finally:
         ray.shutdown()
         nodes.shutdown()
@@ -248,7 +259,7 @@ def table(lines: list[dict]) -> str:
         ]
         total = line["put"] + line["fetch"] + line["copy"]
         cells = [
-            line["model"] + ("" if line["kept"] else ", part by part"),
+            line["model"] + (f", version {line['version'] + 1}" if line["kept"] else ", part by part"),
             f"{line['bytes'] / 1e9:.2f} GB",
             line["parts"],
         ]
@@ -277,8 +288,9 @@ def main() -> None:
             append_line(results, found := deal_once(samplers, per_token, given.steps))
             print(found, flush=True)
     for name in (name for name in given.what if name in SHAPES):
-        append_line(results, found := send_weights(name, forget=name == "7b"))
-        print(found, flush=True)
+        for found in send_weights(name, forget=name == "7b"):
+            append_line(results, found)
+            print(found, flush=True)
     if given.table:
         print(table(read_lines(results)))
 

@@ -93,13 +93,15 @@ def test_the_compressor_page_describes_every_field_of_the_view():
         assert f"`{field.name}`" in page, field.name
 
 
-@pytest.mark.parametrize("mark, start", [("plan", "--model"), ("fit", "--recipe")])
-def test_the_plans_on_the_page_of_commands_are_printed(mark, start):
+@pytest.mark.parametrize(
+    "name, mark, start", [("cli", "plan", "--model"), ("cli", "fit", "--recipe"), ("scale", "pool", "--recipe")]
+)
+def test_the_plans_on_the_pages_are_printed(name, mark, start):
     from typer.testing import CliRunner
 
     from sparse_rl.cli.main import app
 
-    page = (ROOT / "docs/cli.md").read_text()
+    page = (ROOT / f"docs/{name}.md").read_text()
     (command,) = re.findall(rf"^ +sparse-rl plan ({start} qwen.*)$", page, flags=re.MULTILINE)
     done = CliRunner().invoke(app, ["plan", *command.split()])
     assert done.exit_code == 0, done.exception

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..scale.model import Forecast
 
 # options that only have a meaning with --gpus
-OF_MANY = ("steps", "price", "mean", "spread", "lengths", "link", "network", "per_node", "seed")
+OF_MANY = ("steps", "price", "mean", "spread", "lengths", "link", "network", "per_node", "store", "message", "seed")
 MOST_GPUS = 8  # that are proposed: one machine
 
 
@@ -34,7 +34,12 @@ def plan(
         Path | None,
         typer.Option(help="Plan a training run instead. Options can change any key of the recipe, as for `train`."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="Plan a training run on that many GPUs: time, memory, cost.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Plan a training run on that many GPUs: time, memory, cost. With rollout.pool: those of the learner."
+        ),
+    ] = None,
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
     interval: Interval = 128,
@@ -67,6 +72,12 @@ def plan(
     link: Annotated[float, typer.Option(help="GB/s between the GPUs of a node; the default is an assumption.")] = 300.0,
     network: Annotated[float, typer.Option(help="GB/s of a GPU between nodes; the default is an assumption.")] = 40.0,
     per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    store: Annotated[
+        float, typer.Option(help="With rollout.pool: GB/s into Ray's object store, and out of it; an assumption.")
+    ] = 1.0,
+    message: Annotated[
+        float, typer.Option(help="With rollout.pool: milliseconds of the learner for a message; an assumption.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the response lengths.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes and seconds, for programs.")] = False,
     trust: Trust = False,
@@ -155,14 +166,18 @@ def plan_rollout(options: dict[str, Any], memory: int | None, own: Sequence[tupl
 
 def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_json: bool) -> None:
     """Print the memory plan of a training run in one process; if it does not fit, the settings that would."""
+    from ..planning.memory import size
     from ..train.fit import Fitting
     from ..train.run import plan_run
+    from .plan_pool import pool_numbers, sampler_bytes
 
     recipe, chosen = with_choice(recipe, prompt_tokens, memory)
     result = plan_run(recipe, prompt_tokens)
     short = memory is not None and not result.fits(memory)
     if as_json:
         numbers = dataclasses.asdict(result) | {"total_bytes": result.total_bytes}
+        if recipe.rollout.pool is not None:
+            numbers |= pool_numbers(recipe, result)
         if memory is not None:
             numbers |= {"memory": memory, "fits": not short}
         if memory is not None and short:
@@ -173,6 +188,8 @@ def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_jso
         typer.echo(json.dumps(numbers | ({"chosen": chosen} if chosen else {})))
         return
     typer.echo(f"{recipe.model.name}, {recipe.learn.method}\n{result.text(memory)}")
+    if recipe.rollout.pool is not None:
+        typer.echo(f"  each sampler of the pool: {size(sampler_bytes(recipe, result))}")
     for key, value in chosen.items():
         typer.echo(f"  {key} auto: {str(value).lower()}")
     if memory is not None and short:
@@ -193,29 +210,39 @@ def with_choice(recipe: Recipe, prompt_tokens: int, memory: int | None, gpus: in
 def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], memory: int | None) -> None:
     """Print time, memory and cost of a training run on many GPUs; refuse a run that does not fit."""
     from ..scale.model import H200, Links, forecast, work_of
+    from ..scale.pool import PoolForecast, forecast_pool
     from ..train.run import plan_run
+    from .plan_pool import pool_numbers, pool_table
 
     gpus, prompt_tokens, price = options["gpus"], options["prompt_tokens"], options["price"]
     require_int(**{"--gpus": gpus})
     require_int(0, **{"--seed": options["seed"]})
     if price is not None and not 0 <= price < math.inf:
         raise SparseRLError(f"--price is {price}; it must be a number of at least 0, for an hour of one GPU.")
+    alien = [name for name in ("store", "message") if name in given and recipe.rollout.pool is None]
+    if alien:
+        raise SparseRLError(f"--{alien[0]} is for a recipe with rollout.pool; omit it, or add --rollout.pool ray.")
     links = Links(options["link"] * 1e9, options["network"] * 1e9, options["per_node"])
+    links = dataclasses.replace(links, store=options["store"] * 1e9, message=options["message"] / 1e3)
     drawn = lengths_of(options, given, recipe.rollout.max_new_tokens)
     recipe, _ = with_choice(recipe, prompt_tokens, memory or H200.memory, gpus)
-    found = forecast(work_of(recipe, prompt_tokens), H200, links, gpus, drawn, options["seed"])
+    predict = forecast if recipe.rollout.pool is None else forecast_pool
+    found = predict(work_of(recipe, prompt_tokens), H200, links, gpus, drawn, options["seed"])
     memory = memory or H200.memory
     planned = plan_run(recipe, prompt_tokens, gpus)
     if not planned.fits(memory):
         raise SparseRLError(too_large(recipe, prompt_tokens, gpus, planned, memory))
-    hours = gpus * found.step * recipe.run.steps / 3600
+    hours = (gpus + recipe.rollout.samplers) * found.step * recipe.run.steps / 3600  # each sampler has a GPU
     if not options["as_json"]:
-        typer.echo(table(recipe, found, planned, gpus, memory, hours, price))
+        shown = planned, gpus, memory, hours, price
+        pooled = isinstance(found, PoolForecast)
+        typer.echo(pool_table(recipe, found, *shown) if pooled else table(recipe, found, *shown))
         return
     cost = {"gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
     rate = {"tokens_per_s": found.tokens / found.step, "gpus": gpus, "steps": recipe.run.steps}
     memory_of_each = {"bytes_per_gpu": planned.total_bytes, "memory": memory, "plan": dataclasses.asdict(planned)}
-    typer.echo(json.dumps(dataclasses.asdict(found) | rate | cost | memory_of_each))
+    of_pool = pool_numbers(recipe, planned) if isinstance(found, PoolForecast) else {}
+    typer.echo(json.dumps(dataclasses.asdict(found) | rate | cost | memory_of_each | of_pool))
 
 
 def lengths_of(options: dict[str, Any], given: list[str], longest: int) -> Lengths:

@@ -40,6 +40,7 @@ class TrainingPlan:
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
     offloads_optimizer: bool = False
+    scoring_bytes: int = 0  # estimate: the part of `update_bytes` that scoring alone would need
 
     @property
     def total_bytes(self) -> int:
@@ -49,6 +50,15 @@ class TrainingPlan:
         models = self.learner_bytes + self.reference_bytes + self.reward_model_bytes
         held = self.optimizer_bytes + models + self.student_bytes + self.critic_bytes + WORKSPACE
         return plan.total_bytes - plan.working_bytes + held + max(working, self.eval_bytes)
+
+    def sampler_bytes(self, scores: bool) -> int:
+        """What a sampler of a pool takes in a process of its own: no optimizer, no update. scores: it also scores what
+        it samples, for which it has the reference and a critic's weights where the run has them.
+        """
+        plan = self.rollout
+        critic = plan.weight_bytes if self.critic_bytes else 0
+        models, working = (self.reference_bytes + critic, self.scoring_bytes) if scores else (0, 0)
+        return plan.total_bytes - plan.working_bytes + models + WORKSPACE + max(plan.working_bytes, working)
 
     def fits(self, memory: int) -> bool:
         """Whether the plan fits, with the allocator's share left free."""
@@ -182,6 +192,7 @@ def make_training_plan(
         update_bytes=update + exchanged if divided else max(update, exchanged, passing),
         host_bytes=on_host * learners + (passes * shape.layers * tokens * shape.hidden * item if long_rows else 0),
         offloads_optimizer=offload,
+        scoring_bytes=scoring,
         eval_bytes=min(dense_rows, rollout.rows) * rollout.dense_row_bytes if evaluates else 0,
     )
 

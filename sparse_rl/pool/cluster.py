@@ -10,6 +10,7 @@ Ray unpickles what it is sent: the network of a cluster must be trusted (SECURIT
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -52,8 +53,8 @@ class Actor:
     def poll(self, seconds: float) -> Answer:
         return self.worker.poll(seconds)
 
-    def stop(self) -> None:
-        self.worker.stop()
+    def stop(self, handout: Place) -> None:
+        self.worker.stop(handout)
 
 
 class RayTransport:
@@ -65,25 +66,29 @@ class RayTransport:
         on_gpu: bool,
         store_bytes: int,
         processes: int = 1,
+        patience: float = math.inf,
     ):
         """`samplers`: as many as are wanted, or 0; they share what the cluster has. `processes`: of the run, each of
-        which has samplers of its own.
+        which has samplers of its own. `patience`: seconds of silence for which a member is given up.
         """
-        self.processes = processes
+        self.processes, self.poll = processes, min(POLL, patience / 4)
         self.ray, self.own = connect(address, store_bytes)
         self.make_hands = make_hands
-        found = self.ray.cluster_resources()
-        self.kind = "GPU" if on_gpu and found.get("GPU") else "CPU"
-        self.each = min(1.0, found.get(self.kind, 1.0) / samplers) if samplers else 1.0
-        self.each = max(0.01, int(self.each * 100) / 100)  # Ray counts in ten-thousandths
+        self.kind = "GPU" if on_gpu and self.ray.cluster_resources().get("GPU") else "CPU"
+        self.each = share_of_each(self._units(), samplers)
         self.node = self.ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
         self.about: dict[int, About] = {}
         self.asked: dict[Any, int] = {}  # what members have not answered yet -> who
         self.weights: dict[int, list[Any]] = {}  # by version: where their parts are in the object store
 
+    def _units(self) -> list[float]:
+        """What samplers can share: the CPUs of each node that is there, or each of its GPUs."""
+        found = [node["Resources"].get(self.kind, 0.0) for node in self.ray.nodes() if node["Alive"]]
+        return found if self.kind == "CPU" else [1.0 for gpus in found for _ in range(int(gpus))]
+
     def room(self) -> int:
-        return int(self.ray.cluster_resources().get(self.kind, 0.0) / self.each + 1e-6) // self.processes
+        return places(self._units(), self.each) // self.processes
 
     def start(self, member: int) -> None:
         needs = {"num_cpus": 0, "num_gpus": self.each} if self.kind == "GPU" else {"num_cpus": self.each}
@@ -93,10 +98,10 @@ class RayTransport:
 
     def hand(self, member: int, work: Sequence[tuple[Place, Piece]]) -> None:
         weights = self.weights[work[0][1].version]  # where they are: a member fetches them if it has others
-        self.asked[self.actors[member].start.remote(list(work), weights, POLL)] = member
+        self.asked[self.actors[member].start.remote(list(work), weights, self.poll)] = member
 
-    def stop(self, member: int) -> None:
-        self.actors[member].stop.remote()
+    def stop(self, member: int, handout: Place) -> None:
+        self.actors[member].stop.remote(handout)
 
     def kill(self, member: int) -> None:
         actor, about = self.actors.pop(member), self.about.pop(member, None)
@@ -136,7 +141,7 @@ class RayTransport:
             self.about[member] = answer
             return Joined(member, answer)
         if answer.busy:
-            self.asked[self.actors[member].poll.remote(POLL)] = member
+            self.asked[self.actors[member].poll.remote(self.poll)] = member
         return Answered(member, answer)
 
     def publish(self, version: int, parts: Iterable[Part], oldest: int) -> int:
@@ -179,7 +184,14 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if local:
         store = max(_MINIMUM, store_bytes)
-        ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+        try:
+            ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+        except ValueError as error:
+            raise SparseRLError(
+                f"Ray's object store cannot have {store / 2**30:,.1f} GiB, the room for all versions of the weights "
+                f"under way ({first_line(error)}); lower rollout.ahead, train adapters (model.lora_rank), or give "
+                "this machine more shared memory (/dev/shm)."
+            ) from error
         return ray, True
     head = address.removeprefix("ray://")
     try:
@@ -190,6 +202,20 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
             "`ray start --head`, and on this machine `ray start --address=HOST:PORT`."
         ) from error
     return ray, True
+
+
+def share_of_each(units: Sequence[float], samplers: int) -> float:
+    """How much of a GPU, or CPU, each sampler gets: all of one, or the most with which all of them find a place. A
+    sampler is in one unit: what is left of two of them is of no use.
+    """
+    for hundredths in range(100, 1, -1):
+        if places(units, hundredths / 100) >= samplers:
+            return hundredths / 100
+    return 0.01
+
+
+def places(units: Sequence[float], each: float) -> int:
+    return sum(int(size / each + 1e-6) for size in units)
 
 
 def why(error: Exception) -> str:

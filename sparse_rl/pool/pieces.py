@@ -83,3 +83,8 @@ def piece_of(pieces: Sequence[Piece]) -> dict[tuple[int, int], int]:
 def completions(piece: Piece) -> Iterator[tuple[int, int]]:
     for member in piece.members:
         yield piece.prompt_index, member
+
+
+def own_samplers(samplers: int, processes: int, rank: int) -> int:
+    """How many of a run's samplers are those of one of its processes."""
+    return samplers // processes + (rank < samplers % processes)

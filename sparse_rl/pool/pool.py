@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,7 @@ from .. import errors
 from ..errors import SparseRLError
 from .ledger import Brought, Ledger
 from .pieces import Piece, Place
+from .standing import Standing, Standings
 from .worker import About, Answer, Part
 
 MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
@@ -24,6 +26,7 @@ MOST_STARTS = 3  # times in a row that members failed before they had joined
 JOINING = 600.0  # seconds that may pass until a member has joined: its model is loaded meanwhile
 LONGEST_PAUSE = 60.0  # seconds before another member is started, after many that failed: 1, 2, 4, ... up to this
 TURN = 0.5  # seconds that the driver waits for news
+WATCH = 0.5  # seconds between two views of the members
 _ROOM_EVERY = 5.0  # seconds between two looks at how many members the cluster has room for
 
 
@@ -63,8 +66,8 @@ class Transport(Protocol):
         """Give work to a member that is idle; `Answered` events follow until one says that it is not busy."""
         ...
 
-    def stop(self, member: int) -> None:
-        """Ask a member to end what it does."""
+    def stop(self, member: int, handout: Place) -> None:
+        """Ask a member to end a handout, named by its first place, early."""
         ...
 
     def kill(self, member: int) -> None:
@@ -89,10 +92,12 @@ class Sampler:
     about: About | None = None  # None: it has not joined yet
     moved: float = 0.0  # when it last got on with its work, or was given some
     beats: int = -1
-    completions: int = 0
-    seconds: float = 0.0
+    pieces: int = 0  # first results that it brought
+    tokens: int = 0  # that it has sampled
+    seconds: float = 0.0  # that it has worked
     cache_bytes: int = 0
-    stopping: bool = False
+    handout: Place | None = None  # the first place of what it was handed last
+    stopping: bool = False  # it was asked to end that early
 
 
 @dataclass
@@ -123,14 +128,17 @@ class Pool:
         over_ask: float = 0.0,
         keep: int = 2,
         say: Callable[[str], None] = lambda text: None,
+        watch: Callable[[Standings], None] = lambda standings: None,
     ):
         """`wanted`: members; 0: as many as there is room for. `patience`: seconds in which a member must get on.
-        `keep`: versions of the weights that may be asked for.
+        `keep`: versions of the weights that may be asked for. `watch` is shown the members now and then.
         """
+        self.watch, self.watched, self.seen = watch, 0.0, Standings([], {}, 0, 0)
         self.transport, self.wanted, self.patience, self.keep, self.say = transport, wanted, patience, keep, say
         self.ledger = Ledger(wanted, over_ask)
         self.samplers: dict[int, Sampler] = {}
         self.counts = Counts()
+        self.lost_on: Counter[str] = Counter()  # members that were lost, by node
         self.versions: list[int] = []
         self.started = 0  # members so far
         self.failed_starts = 0  # in a row
@@ -182,22 +190,27 @@ class Pool:
         try:
             self._grow()
             for member, work in self.ledger.assign().items():
-                self.samplers[member].stopping, self.samplers[member].moved = False, time.monotonic()
+                known = self.samplers[member]
+                known.stopping, known.handout, known.moved = False, work[0][0], time.monotonic()
                 self.counts.messages += 1
                 self.transport.hand(member, work)
             for event in self.transport.events(TURN):
                 self._hear(event)
             self._give_up_on_silent()
             for member in self.ledger.useless():
-                if not self.samplers[member].stopping:
-                    self.samplers[member].stopping = True
-                    self.transport.stop(member)
+                known = self.samplers[member]
+                if not known.stopping and known.handout is not None:
+                    known.stopping = True
+                    self.transport.stop(member, known.handout)
             worst = self.ledger.most_lost()
             if worst is not None and worst[0] >= MOST_LOSSES:
                 raise SparseRLError(
                     f"{worst[0]} samplers were lost one after the other while they sampled prompt "
                     f"{worst[1].prompt_index} of a step ({len(worst[1].prompt)} tokens); the last: {self.why}"
                 )
+            if time.monotonic() - self.watched >= WATCH:
+                self.watched, self.seen = time.monotonic(), self._standings()
+                self.watch(self.seen)
         except SparseRLError as error:
             self.error = error
             raise
@@ -213,6 +226,23 @@ class Pool:
     @property
     def live(self) -> int:
         return len(self.ledger.members)
+
+    def standings(self) -> Standings:
+        """As of now; while others drive the pool, as of a moment ago: nobody waits for this."""
+        if self.driving.acquire(blocking=False):
+            try:
+                self.seen = self._standings()
+            finally:
+                self.driving.release()
+        return self.seen
+
+    def _standings(self) -> Standings:
+        joined = [(number, s, s.about) for number, s in self.samplers.items() if s.about is not None]
+        held = {number: len(member.holding) for number, member in self.ledger.members.items()}
+        members = [Standing(i, about.place, s.pieces, held[i], s.tokens, s.seconds) for i, s, about in joined]
+        open_ = self.ledger.requests.values()
+        done, asked = sum(len(request.digests) for request in open_), sum(len(request.pieces) for request in open_)
+        return Standings(members, dict(self.lost_on), done, asked)
 
     # ------------------------------------------------------------------------------------------------------ members
 
@@ -262,7 +292,7 @@ class Pool:
             self._bring(member, place, payload, known)
         if known is None:
             return
-        known.seconds, known.cache_bytes = answer.seconds, answer.cache_bytes
+        known.seconds, known.cache_bytes, known.tokens = answer.seconds, answer.cache_bytes, answer.tokens
         if answer.beats != known.beats or answer.finished or not answer.busy:
             known.beats, known.moved = answer.beats, time.monotonic()
         if answer.busy:
@@ -274,14 +304,13 @@ class Pool:
 
     def _bring(self, member: int, place: Place, payload: bytes, known: Sampler | None) -> None:
         number, piece = place
-        request = self.ledger.requests.get(number)
         brought = self.ledger.finish(member, place, hashlib.blake2b(payload).digest())
         self.counts.bytes_in += len(payload)
         if brought is Brought.FIRST:
             if number in self.waiting:
                 self.waiting[number].results[piece] = payload
-            if known is not None and request is not None:
-                known.completions += len(request.pieces[piece].members)
+            if known is not None:
+                known.pieces += 1
             return
         self.counts.late += brought is Brought.UNKNOWN
         self.counts.duplicates += brought is not Brought.UNKNOWN
@@ -305,6 +334,7 @@ class Pool:
         if lost.about is None:
             return self._note_failed_start(told)
         self.counts.lost += 1
+        self.lost_on[lost.about.place] += 1
         self.ledger.lose(member)
         self.say(f"sparse-rl: a sampler was lost ({told}); what it held is sampled elsewhere.")
 

@@ -26,10 +26,18 @@ class Hands(Protocol):
         """Deliver every piece. After `stop` the rest may be left out."""
         ...
 
+    def begin(self) -> None:
+        """Work comes, and `stop` is meant for it from here on."""
+        ...
+
     def stop(self) -> None: ...
 
     def beats(self) -> int:
         """A number that changes as long as the work goes on."""
+        ...
+
+    def tokens(self) -> int:
+        """Tokens sampled so far."""
         ...
 
     def cache_bytes(self) -> int: ...
@@ -42,7 +50,12 @@ class About:
     rows: int
     host: str
     pid: int
-    node: str = ""
+    node: str = ""  # its id in the cluster
+
+    @property
+    def place(self) -> str:
+        """The node for people: several may be on one host."""
+        return f"{self.host} {self.node[:6]}".strip()
 
 
 @dataclass
@@ -54,6 +67,7 @@ class Answer:
     beats: int = 0
     seconds: float = 0.0  # that it has worked so far
     cache_bytes: int = 0
+    tokens: int = 0  # that it has sampled so far
     error: tuple[str, str] | None = None  # (class, message) of what ended its work
 
 
@@ -63,27 +77,34 @@ class Worker:
         self.changed = threading.Condition()
         self.finished: list[tuple[Place, bytes]] = []
         self.error: tuple[str, str] | None = None
-        self.busy, self.seconds = False, 0.0
+        self.busy, self.seconds, self.since = False, 0.0, 0.0  # seconds: of handouts that ended; since: of this one
+        self.handout: Place | None = None  # the first place of what it was handed last
 
     def start(self, work: Work, fetch: Fetch) -> None:
         with self.changed:
             assert not self.busy, "a member is handed work when it has ended what it had"
-            self.busy = True
+            self.busy, self.handout, self.since = True, work[0][0], time.perf_counter()
+            self.hands.begin()
         threading.Thread(target=self._run, args=(work, fetch), daemon=True, name="sampler").start()
 
     def poll(self, seconds: float) -> Answer:
         """What was finished since the last poll; waits until something is, or the work ends, or time is up."""
         with self.changed:
             self.changed.wait_for(lambda: self.finished or not self.busy, seconds)
-            answer = Answer(self.finished, self.busy, self.hands.beats(), self.seconds, self.hands.cache_bytes())
+            hands, now = self.hands, time.perf_counter()
+            worked = self.seconds + (now - self.since if self.busy else 0.0)
+            answer = Answer(self.finished, self.busy, hands.beats(), worked, hands.cache_bytes(), hands.tokens())
             answer.error, self.error, self.finished = self.error, None, []
             return answer
 
-    def stop(self) -> None:
-        self.hands.stop()
+    def stop(self, handout: Place) -> None:
+        """End a handout early, named by its first place. It may be late, and then does not mean what came after it."""
+        with self.changed:
+            if self.busy and self.handout == handout:
+                self.hands.stop()
 
     def _run(self, work: Work, fetch: Fetch) -> None:
-        start, error = time.perf_counter(), None
+        error = None
         try:
             self.hands.complete(work, fetch, self._deliver)
         except BaseException as found:  # whatever it is, the pool decides
@@ -91,7 +112,7 @@ class Worker:
             error = (kind, f"{type(found).__name__}: {found}" if kind == "Exception" else str(found))
         with self.changed:
             self.busy, self.error = False, error
-            self.seconds += time.perf_counter() - start
+            self.seconds += time.perf_counter() - self.since
             self.changed.notify_all()
 
     def _deliver(self, place: Place, payload: bytes) -> None:

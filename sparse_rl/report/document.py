@@ -54,6 +54,7 @@ def described(run: Run, most: int) -> dict[str, Any]:
         "curves": {name: binned(curve, most, regular=not is_evaluation(name)) for name, curve in run.curves.items()},
         "verdict": verdict(run.curves, run.aim),
         "recipe": settings(run.recipe),
+        "samplers": run.samplers,
         "trajectories": [],
     }
 

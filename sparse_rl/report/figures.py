@@ -16,6 +16,7 @@ from .curves import Curve, is_evaluation
 from .palette import colours
 from .read import Run, bounded
 from .recipe import command, differences
+from .samplers import sentence
 from .trend import differ, rewards_say_more
 from .verdict import verdict
 
@@ -173,6 +174,7 @@ def markdown(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
         said = [
             f"**{s['level']}**: {escaped(s['text'])} ({escaped(s['figure'])})" for s in verdict(run.curves, run.aim)
         ]
+        said += [escaped(sentence(run.samplers))] if run.samplers else []
         said += [f"note: {escaped(note)}" for note in bounded(run.notes)]
         parts += [f"## {escaped(run.name)}", bullets(said or ["no metrics yet"])]
     if len(runs) > 1:

@@ -11,7 +11,17 @@ from . import palette
 from .document import dumped
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("text", "curves", "figures", "runs", "trajectories", "hindsight", "map", "report")  # joined in this order
+SCRIPTS = (
+    "text",
+    "curves",
+    "figures",
+    "runs",
+    "samplers",
+    "trajectories",
+    "hindsight",
+    "map",
+    "report",
+)  # joined in this order
 
 
 def page(document: dict) -> str:

@@ -21,6 +21,7 @@ from .aim import Aim, aim_of
 from .curves import EXPECTED, Curve, damage, read_curves
 from .lines import contents, json_object
 from .recipe import LONGEST, plain
+from .samplers import POOL, read_samplers
 
 MARKS = ("recipe.yaml", "metrics.jsonl")  # a folder with one of them is a run
 MAX_NOTES = 20  # notes of a run that are shown
@@ -35,6 +36,7 @@ class Run:
     complete: bool  # the recipe belongs to this version, and has every key
     curves: dict[str, Curve]
     notes: list[str] = field(default_factory=list)
+    samplers: dict[str, Any] | None = None  # of its pool (samplers.py)
 
     @property
     def method(self) -> str:
@@ -130,7 +132,7 @@ def read_run(folder: str | os.PathLike) -> Run:
     if not is_run(folder):
         raise SparseRLError(f"{folder} is not a run: it has neither a recipe.yaml nor a metrics.jsonl.")
     notes: list[str] = []
-    outside = [name for name in ("recipe.yaml", *EXPECTED) if not lies_in(folder / name, folder)]
+    outside = [name for name in ("recipe.yaml", *EXPECTED, POOL) if not lies_in(folder / name, folder)]
     notes += [f"{name} is a link out of the run's folder and is not read" for name in outside]
     recipe, complete = ({}, False) if "recipe.yaml" in outside else read_recipe(folder / "recipe.yaml", notes)
     curves: dict[str, Curve] = {}
@@ -140,7 +142,8 @@ def read_run(folder: str | os.PathLike) -> Run:
         found, odd = read_curves(folder / name, expected)
         curves |= {curve: points for curve, points in found.items() if curve not in curves}
         notes += odd
-    return Run(folder, str(folder), recipe, complete, curves, notes)
+    samplers = None if POOL in outside else read_samplers(folder, notes)
+    return Run(folder, str(folder), recipe, complete, curves, notes, samplers)
 
 
 def read_recipe(path: Path, notes: list[str]) -> tuple[dict[str, dict[str, Any]], bool]:

@@ -18,12 +18,13 @@ from ..errors import SparseRLError
 from ..signals import stoppable
 from .document import document, dumped
 from .page import page
+from .samplers import POOL
 
 LOOPBACK = "127.0.0.1"
 EVERY = 2.0  # seconds between two requests of the page
 PATIENCE = 10.0  # seconds that a connection may be silent, and that the head of a request may take to arrive
 MOST = 32  # connections at a time; the next is closed at once
-_FILES = ("metrics.jsonl", "timing.jsonl", "recipe.yaml", "samples")
+_FILES = ("metrics.jsonl", "timing.jsonl", POOL, "recipe.yaml", "samples")
 
 
 class Server(ThreadingHTTPServer):

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -250,6 +251,9 @@ class Forecast:
     longest: float  # tokens of the longest response
 
 
+Drawn = TypeVar("Drawn", bound=Forecast)
+
+
 def drain(steps: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """(numbers of running rows, decode steps that each lasts). Sequences take `steps` steps; each goes, in order, into
     the row that is free first.
@@ -268,21 +272,24 @@ def forecast(
     work: Work, machine: Machine, links: Links, gpus: int, lengths: Lengths, seed: int = 0, draws: int = 4
 ) -> Forecast:
     """The mean of `draws` steps with response lengths drawn at random."""
+    require_prompts(work, gpus)
+    size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
+    drawn = [one_step(work, machine, links, gpus, lengths.draw(*size, seed + i)) for i in range(draws)]
+    return mean_of(drawn)
+
+
+def require_prompts(work: Work, gpus: int) -> None:
     require_int(**{"--gpus": gpus})
     if work.rollout.prompts < gpus:
         raise SparseRLError(
             f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a prompt's completions stay on one GPU; "
             f"use at least {gpus} prompts."
         )
-    size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
-    drawn = [one_step(work, machine, links, gpus, lengths.draw(*size, seed + i)) for i in range(draws)]
-    return mean_of(drawn)
 
 
-def mean_of(drawn: Sequence[Forecast]) -> Forecast:
-    return Forecast(
-        **{name: float(np.mean([getattr(f, name) for f in drawn])) for name in Forecast.__dataclass_fields__}
-    )
+def mean_of(drawn: Sequence[Drawn]) -> Drawn:
+    kind = type(drawn[0])
+    return kind(**{name: float(np.mean([getattr(f, name) for f in drawn])) for name in kind.__dataclass_fields__})
 
 
 def one_step(

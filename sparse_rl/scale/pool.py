@@ -1,7 +1,8 @@
 """The scale model of a pool: the ledger of a run deals a step's pieces to samplers that take as long as the model says.
 
-The learner has GPUs of its own. With `rollout.ahead: 0` sampling and learning take turns; otherwise they run at the
-same time on different GPUs, and a step takes as long as the longer of the two.
+The learner has GPUs of its own, and each of its processes has samplers of its own. With `rollout.ahead: 0` sampling and
+learning take turns; otherwise they run at the same time on different GPUs, and a step takes as long as the longer of
+the two.
 """
 
 from __future__ import annotations
@@ -12,15 +13,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import SparseRLError, require_int
+from ..errors import SparseRLError
 from ..pool.ledger import Ledger
-from ..pool.pieces import Piece, Place, cut
+from ..pool.pieces import Piece, Place, cut, own_samplers
 from ..rollout.schedule import row_counts
 from ..train.deal import deal
 from .lengths import Lengths
-from .model import RECORD_BYTES, Forecast, Links, Machine, Work, mean_of, update_seconds
+from .model import RECORD_BYTES, Forecast, Links, Machine, Work, mean_of, require_prompts, update_seconds
 
 RESULT_BYTES = 37  # per token of a result of the 1.5B shape, compressed (docs/results/pool.md)
+
+
+@dataclass(frozen=True)
+class PoolForecast(Forecast):
+    """A step with a pool. `sample`: the rollout, and scoring where the learner does it; `exchange`: records between the
+    learner's processes, and what samplers bring; `publish`: weights into the object store, and out of it;
+    `idle`: share of a step that a GPU waits, on average over learner and samplers.
+    """
+
+    messages: float  # of all processes of the learner, at most
+    received: float  # bytes of results
+    sent: float  # bytes of weights that one process of the learner puts into the store
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,13 @@ def finish_times(
     drawn = [new[piece.prompt_index, list(piece.members)] for piece in pieces]
     lengths = np.concatenate(drawn)
     prompts = len({piece.prompt_index for piece in pieces})
-    total = work.rollout_seconds(machine, lengths, prompts)
+    total = float(work.rollout_seconds(machine, lengths, prompts))
     widths = np.array(sorted(row_counts(work.rollout.rows)))
     ordered = np.sort(lengths)
     live = np.arange(len(ordered), 0, -1)
     steps = np.diff(ordered, prepend=0)
     taken = np.cumsum(steps * work.step_seconds(machine, widths[np.searchsorted(widths, np.minimum(live, widths[-1]))]))
-    done = total * taken / taken[-1]
+    done = total * (taken / taken[-1])  # at most `total`, also when rounded: no piece comes after the end
     times = [float(done[np.searchsorted(ordered, own.max(), side="right") - 1]) for own in drawn]
     if not scores:
         return times, total
@@ -85,59 +98,74 @@ def finish_times(
     return times, total
 
 
-def pool_step(work: Work, machine: Machine, links: Links, gpus: int, samplers: int, new: np.ndarray) -> Forecast:
+def pool_step(work: Work, machine: Machine, links: Links, gpus: int, samplers: int, new: np.ndarray) -> PoolForecast:
     """A step of a learner on `gpus` GPUs and `samplers` samplers, each with a GPU."""
     ahead = bool(work.rollout.ahead)
-    sampled = pool_rollout(work, machine, samplers, new, scores=ahead)
     owner = np.array(deal([1.0] * len(new), work.minibatches, gpus))  # [prompts]
+    shares = [new[owner == rank] for rank in range(gpus)]  # of each process of the learner
+    members = [own_samplers(samplers, gpus, rank) for rank in range(gpus)]
+    sampled = [pool_rollout(work, machine, *pair, scores=ahead) for pair in zip(members, shares, strict=True)]
+    rollout, working = max(own.seconds for own in sampled), sum(own.working for own in sampled)
     total = new.ravel() + work.prompt_tokens
-    by_rank = [new[owner == rank].ravel() + work.prompt_tokens for rank in range(gpus)]
-    scores = np.array([0.0 if ahead else work.views * work.passes_of(machine, own)[0] for own in by_rank])
+    passes = [work.views * work.passes_of(machine, own.ravel() + work.prompt_tokens)[0] for own in shares]
+    scores = np.zeros(gpus) if ahead else np.array(passes)
     update, learned, communication = update_seconds(work, machine, links, np.repeat(owner, new.shape[1]), total, gpus)
     padded = float(total.max()) * new.size
-    exchange = padded * RECORD_BYTES / links.records if gpus > 1 else 0.0
-    results = float(new.sum()) * RESULT_BYTES / links.store + sampled.messages * links.message
+    brought = max(
+        float(share.sum()) * RESULT_BYTES / links.store + own.messages * links.message
+        for share, own in zip(shares, sampled, strict=True)
+    )
+    exchange = brought + (padded * RECORD_BYTES / links.records if gpus > 1 else 0.0)
     publish = work.travelling_bytes / links.store
     records = padded * machine.record_seconds
-    sample = sampled.seconds + publish  # samplers fetch what the learner has put into the store
+    scored = float(scores.max())
 
     def step(communication: float) -> float:
-        learn = float(scores.max()) + update + communication + exchange + results + publish + records
+        sample = rollout + publish  # samplers fetch what the learner has put into the store
+        learn = scored + update + communication + exchange + publish + records
         return (max(sample, learn) if ahead else sample + learn) / (1 - machine.step_rest)
 
     found = step(communication)
-    busy = sampled.working + float(scores.sum() + learned.sum())
-    return Forecast(
-        sample=sample + float(scores.max()),
-        rollout=sampled.seconds,
+    busy = working + float(scores.sum() + learned.sum())
+    return PoolForecast(
+        sample=rollout + scored,
+        rollout=rollout,
         update=update,
         communication=communication,
-        exchange=exchange + results,
+        exchange=exchange,
         publish=2 * publish,
         rest=machine.step_rest * found + records,
         step=found,
         step_at_best=step(max(0.0, communication - update)),
         step_at_worst=found,
         idle=1 - busy / (found * (gpus + samplers)),
-        idle_sampling=1 - sampled.working / (sampled.seconds * samplers),
+        idle_sampling=1 - working / (rollout * samplers),
         tokens=float(new.sum()),
         length=float(new.mean()),
         longest=float(new.max()),
+        messages=float(sum(own.messages for own in sampled)),
+        received=float(new.sum()) * RESULT_BYTES,
+        sent=float(work.travelling_bytes),
     )
 
 
 def forecast_pool(
     work: Work, machine: Machine, links: Links, gpus: int, lengths: Lengths, seed: int = 0, draws: int = 4
-) -> Forecast:
+) -> PoolForecast:
     """The mean of `draws` steps with response lengths drawn at random."""
-    samplers = work.rollout.samplers
-    require_int(**{"--gpus": gpus})
+    rollout, samplers = work.rollout, work.rollout.samplers
+    require_prompts(work, gpus)
     if not samplers:
         raise SparseRLError(
-            f"rollout.pool is {work.rollout.pool} and rollout.samplers is 0, as many as the cluster has room for; "
-            "a plan cannot know that: give --rollout.samplers: --gpus counts the GPUs of the learner alone."
+            f"rollout.pool is {rollout.pool}, and rollout.samplers is 0, as many as the cluster has room for, which a "
+            "plan cannot know; give --rollout.samplers (--gpus counts the GPUs of the learner alone)."
         )
-    size = work.rollout.prompts, work.rollout.group_size, work.rollout.max_new_tokens
+    if samplers < gpus:
+        raise SparseRLError(
+            f"rollout.samplers is {samplers}, but each of the learner's {gpus} processes needs one; "
+            f"use at least {gpus}."
+        )
+    size = rollout.prompts, rollout.group_size, rollout.max_new_tokens
     return mean_of(
         [pool_step(work, machine, links, gpus, samplers, lengths.draw(*size, seed + i)) for i in range(draws)]
     )

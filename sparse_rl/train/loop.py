@@ -55,7 +55,7 @@ from .parts import (
     make_students,
     make_tasks,
 )
-from .pooled import RunPool, end_pool, sampler_timing, start_pool
+from .pooled import RunPool, end_pool, sampler_timing, start_pool, write_samplers
 from .prefetch import make_source
 from .progress import Progress, Versions, is_due
 from .samples import positions_to_write, samples_due, write_samples
@@ -125,7 +125,7 @@ class Trainer:
             self.terminal.say(f"sparse-rl: {line}")
         with self.terminal, self.world.stoppable():
             try:
-                self.pool = start_pool(recipe, self.sampler, self.world, self.terminal.say)
+                self.pool = start_pool(recipe, self.sampler, self.world, self.terminal)
                 self.publish_weights()
                 self.sampler.check_prompts_of_files(progress.steps)
                 while True:
@@ -283,11 +283,11 @@ class Trainer:
     def write(self, metrics: dict[str, float], clock: Clock, rollout: StepRollout) -> None:
         timing = clock.timing()
         timing["rollout/tokens_per_s"] = sum(len(t.response_tokens) for t in rollout.trajectories) / rollout.seconds
-        timing["trace/bytes/total"] = float(rollout.trace_bytes)
-        timing |= sampler_timing(self.sampler.engine, rollout.trajectories, self.pool) | rollout.timing
+        timing |= sampler_timing(self.sampler.engine, rollout, self.pool) | rollout.timing
         if torch.cuda.is_available():
             timing["memory/peak_bytes"] = float(torch.cuda.max_memory_allocated())
         self.log.write(self.progress.steps, metrics, timing)
+        write_samplers(self.pool, self.folder, self.progress.steps)
         self.terminal.show(self.progress.steps, {**metrics, **timing})
 
     def sample_evidence(

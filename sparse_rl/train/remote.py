@@ -17,7 +17,7 @@ from ..config import Recipe
 from ..learn.batch import collate
 from ..models import companions_of
 from ..pool.pieces import Piece, completions, engine_call, piece_of
-from ..pool.worker import Deliver, Fetch, Work
+from ..pool.worker import Deliver, Fetch, Part, Work
 from ..records import Trajectory
 from .ask import Done, closed
 from .complete import Completer
@@ -90,7 +90,8 @@ class RecipeHands:
         self.completer, self.threads, self.scores = completer, threads, scores
         self.rows = completer.recipe.rollout.rows
         self.version: int | None = None  # of the weights that are loaded
-        self.scored = 0  # pieces
+        self.moves = 0  # parts of weights that came, and pieces that were scored
+        self.sampled = 0  # tokens
 
     def complete(self, work: Work, fetch: Fetch, deliver: Deliver) -> None:
         torch.set_num_threads(self.threads)  # of this thread
@@ -99,7 +100,7 @@ class RecipeHands:
         first = pieces[0]
         if self.version != first.version:
             self.version = None  # until all of them are there
-            load_weights(fetch(), completer.model, completer.critic)
+            load_weights(self._counted(fetch()), completer.model, completer.critic)
             self.version = engine.version = first.version
         if first.budget is not None and first.budget != engine.compressor.budget:
             engine.set_budget(first.budget)
@@ -109,18 +110,18 @@ class RecipeHands:
         def note(trajectory: Trajectory) -> None:
             own = replace(trajectory, prompt_index=indices[trajectory.prompt_index])
             number = number_of[own.prompt_index, own.sample_index]
+            self.sampled += len(own.response_tokens)
             found[number].append(own)
             if len(found[number]) == len(pieces[number].members) and not self.scores:
                 deliver(work[number][0], closed(Done(in_order(found[number]))))
 
-        engine.stopped = False
         engine.generate(prompts, 1, completer.sampling, first.seed, on_finish=note, samples=samples, keep=False)
         if self.scores:
             for number, piece in enumerate(pieces):
                 deliver(work[number][0], closed(self._score(piece, in_order(found[number]))))
 
     def _score(self, piece: Piece, trajectories: list[Trajectory]) -> Done:
-        self.scored += 1
+        self.moves += 1
         places = list(completions(piece))
         scored = self.completer.score(collate(trajectories), 0, list(range(len(places))))
         diagnosed = {
@@ -130,11 +131,22 @@ class RecipeHands:
         }
         return Done(trajectories, scored, diagnosed)
 
+    def _counted(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            self.moves += 1
+            yield part
+
+    def begin(self) -> None:
+        self.completer.engine.stopped = False
+
     def stop(self) -> None:
         self.completer.engine.stopped = True
 
     def beats(self) -> int:
-        return self.completer.engine.rounds + self.scored
+        return self.completer.engine.rounds + self.moves
+
+    def tokens(self) -> int:
+        return self.sampled
 
     def cache_bytes(self) -> int:
         storage = self.completer.engine.storage

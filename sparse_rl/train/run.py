@@ -4,6 +4,7 @@ runs/NAME/recipe.yaml      the recipe with every key spelled out
          chosen.yaml       what was chosen for its keys that are `auto`, if there are any
          metrics.jsonl     one line per step: what was learned
          timing.jsonl      one line per step: what it took
+         pool.json         where the samplers of a pool are, and what they have done (rollout.pool)
          samples/          completions to read, with the evidence of every token and their traces
          checkpoints/      the newest few, each an ordinary Hugging Face folder
 """
@@ -32,14 +33,14 @@ from ..models.routing import routing_from
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
 from ..tasks import Task, may_converse
-from . import auto
+from . import auto, pooled
 from .budget import compressor_of
 from .checkpoint import require_space
 from .loop import Trainer
 from .saving import resume as resume_run
 
 WRITTEN = (  # in a run's folder
-    *("recipe.yaml", "metrics.jsonl", "timing.jsonl", auto.CHOSEN, "samples", "checkpoints", ".lock"),
+    *("recipe.yaml", "metrics.jsonl", "timing.jsonl", pooled.WRITTEN, auto.CHOSEN, "samples", "checkpoints", ".lock"),
 )
 
 

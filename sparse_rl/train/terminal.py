@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
+
+from ..pool.standing import Standings
 
 _ROWS = 12
+_SAMPLERS = 8  # that are shown
 _COLUMNS = {  # heading -> (metric, format)
     "reward": ("reward/mean", "{:.3f}"),
     "right": ("reward/right/frac", "{:.1%}"),
@@ -44,20 +49,33 @@ class TerminalTable:
         self.live = Live(console=self.console, refresh_per_second=4) if enabled and sys.stderr.isatty() else None
         self.started: tuple[float, int] | None = None
         self.stage = ""
+        self.samplers: Standings | None = None  # of a pool
+        self.changing = threading.RLock()  # a pool may be driven by other threads than the run's
 
     def show_stage(self, stage: str) -> None:
         """Show what the run is doing."""
-        self.stage = stage
+        with self.changing:
+            self.stage = stage
+            self._redraw()
+
+    def show_samplers(self, samplers: Standings) -> None:
+        """Show where a pool's samplers are, and what they do."""
+        with self.changing:
+            self.samplers = samplers
+            self._redraw()
+
+    def _redraw(self) -> None:
         if self.live:
-            self.live.update(self.table())
+            shown = [self.table(), *([] if self.samplers is None else [samplers_table(self.samplers)])]
+            self.live.update(Group(*shown))
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         now = time.perf_counter()
-        self.started = self.started or (now, step)
-        self.rows[step] = {**self.rows.get(step, {}), **values}
-        if self.live:
-            self.live.update(self.table())
-        elif self.enabled:
+        with self.changing:
+            self.started = self.started or (now, step)
+            self.rows[step] = {**self.rows.get(step, {}), **values}
+            self._redraw()
+        if self.enabled and not self.live:
             cells = [f"{name} {text}" for name, text in self.cells(values).items() if text]
             print(f"step {step}/{self.steps}: {', '.join(cells)}{self.time_left(step)}", file=sys.stderr, flush=True)
 
@@ -65,8 +83,8 @@ class TerminalTable:
         self.console.print(text, highlight=False, markup=False)
 
     def columns(self) -> dict[str, tuple[str, str]]:
-        """Heading -> (metric, format): the usual columns, one for each named reward, one for a critic, and two for each
-        student: its KL to the teacher, its accuracy.
+        """Heading -> (metric, format): the usual columns, one for each named reward, one for a critic, two for a pool,
+        and two for each student: its KL to the teacher, its accuracy.
         """
         found = {heading: column for heading, column in _COLUMNS.items() if not self._repeats(heading)}
         for name in dict.fromkeys(name for values in self.rows.values() for name in values):
@@ -75,6 +93,8 @@ class TerminalTable:
                 found[who] = (name, "{:.3f}")
             elif name == "value/explained/frac":
                 found["critic explains"] = (name, "{:.0%}")
+            elif (part, quantity) == ("pool", "count") and who in ("samplers", "lost"):
+                found[who] = (name, "{:.0f}")
             elif (part, quantity) == ("student", "kl"):
                 found[f"{who} KL"] = (name, "{:.3f}")
             elif (part, quantity) == ("eval", "accuracy") and who not in ("dense", "sparse"):
@@ -122,3 +142,22 @@ class TerminalTable:
     def __exit__(self, *exception) -> None:
         if self.live:
             self.live.__exit__(*exception)
+
+
+def samplers_table(found: Standings) -> Table:
+    """The first few samplers of a pool; of the others their sum."""
+    under_way = f"pieces {found.done} of {found.asked}" if found.asked else "nothing is asked for"
+    table = Table(title=f"{len(found.samplers)} samplers: {under_way}")
+    for heading in ("sampler", "node", "pieces", "has", "tokens/s", "lost on its node"):
+        table.add_column(heading, justify="left" if heading == "node" else "right", no_wrap=True)
+    for member in found.samplers[:_SAMPLERS]:
+        rate = "" if member.tokens_per_s is None else f"{member.tokens_per_s:,.0f}"
+        lost = f"{found.lost.get(member.node, 0)}"
+        table.add_row(f"{member.sampler}", Text(member.node), f"{member.pieces}", f"{member.held}", rate, lost)
+    rest = found.samplers[_SAMPLERS:]
+    if rest:
+        counts = [f"{sum(getattr(member, name) for member in rest)}" for name in ("pieces", "held")]
+        table.add_row(f"{len(rest)} more", "", *counts, f"{sum(m.tokens_per_s or 0.0 for m in rest):,.0f}", "")
+    gone = sum(count for node, count in found.lost.items() if node not in {m.node for m in found.samplers})
+    table.caption = f"{gone} lost on nodes that are gone" if gone else None
+    return table

@@ -209,7 +209,8 @@ class Sampler(Completer):
         if self.chats is None:
             done = self.asks.complete(asks)
             responses = [t.response_tokens.tolist() for t in done.trajectories]
-            return done, self.tokenizer.batch_decode(responses, skip_special_tokens=True), []
+            with self.one_at_a_time:
+                return done, self.tokenizer.batch_decode(responses, skip_special_tokens=True), []
         trajectories, texts, talks = sampled(
             self.engine,
             self.tokenizer,

@@ -191,3 +191,48 @@ def test_the_suggested_rows_fit():
     assert found is not None
     rows = int(found[1])
     assert run(*command, rows).returncode == 0 != run(*command, rows + 1).returncode
+
+
+POOL = ["plan", "--recipe", RECIPE, "--gpus", 2, "--rollout.pool", "ray://head:6379", "--rollout.samplers", 6]
+
+
+def test_the_numbers_of_a_pool_agree():
+    found = json.loads(run(*POOL, "--price", 2, "--json").stdout)
+    assert (found["gpus"], found["samplers"]) == (2, 6)
+    assert found["gpu_hours"] == pytest.approx((2 + 6) * found["step"] * found["steps"] / 3600)
+    assert found["cost"] == pytest.approx(2 * found["gpu_hours"]) and 0 < found["idle"] < 1
+    assert 0 < found["bytes_per_sampler"] < found["bytes_per_gpu"] < found["memory"]
+    slower = json.loads(run(*POOL, "--store", 0.5, "--message", 100, "--json").stdout)
+    assert slower["publish"] == pytest.approx(2 * found["publish"]) and slower["exchange"] > found["exchange"]
+    alone = json.loads(run("plan", "--recipe", RECIPE, "--rollout.pool", "ray", "--json").stdout)
+    assert 0 < alone["bytes_per_sampler"] < alone["total_bytes"]
+
+
+def test_the_table_of_a_pool():
+    shown = run(*POOL, "--price", 2).stdout
+    for label in ("a learner on 2 GPUs (gradients summed (DDP)) and 6 samplers with a GPU each", "scoring, on the"):
+        assert label in shown
+    for label in ("memory of a GPU of the learner", "memory of a sampler's GPU", "messages", "assumptions", "cost"):
+        assert label in shown
+    steps = int(re.search(r"(\d+) steps", shown)[1])
+    both, learner, samplers = (int(found) for found in re.findall(r"(\d+) (?:GPU hours|and)", shown))
+    assert abs(both - learner - samplers) <= 1 and samplers == pytest.approx(3 * learner, abs=2) and steps == 100
+    ahead = run(*POOL, "--rollout.ahead", 2).stdout
+    assert "rollout and scoring, until" in ahead and "at the same time" in ahead and "on the learner " not in ahead
+    alone = run("plan", "--recipe", RECIPE, "--rollout.pool", "ray").stdout
+    assert "each sampler of the pool: " in alone
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([*POOL, "--rollout.samplers", 0], "a plan cannot know; give --rollout.samplers"),
+        ([*POOL, "--rollout.samplers", 1], "each of the learner's 2 processes needs one; use at least 2"),
+        ([*POOL, "--message", 0], "message is 0"),
+        (["plan", *SEVEN, "--gpus", 8, "--store", 3], "--store is for a recipe with rollout.pool"),
+        (["plan", *SEVEN, "--message", 3], "--message is for a run on many GPUs"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(arguments, message):
+    refused = run(*arguments)
+    assert refused.returncode == 1 and message in refused.stderr and len(refused.stderr.splitlines()) == 1

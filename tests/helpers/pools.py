@@ -32,12 +32,12 @@ class Threads:
         self.workers[member].start(work, lambda: weights)
         self.open.append(member)
 
-    def stop(self, member):
+    def stop(self, member, handout):
         self.stopped.append(member)
-        self.workers[member].stop()
+        self.workers[member].stop(handout)
 
     def kill(self, member):
-        self.workers.pop(member).stop()
+        self.workers.pop(member).hands.stop()
         self.open = [other for other in self.open if other != member]
 
     def events(self, seconds):

@@ -1,5 +1,6 @@
 """The pool with members that are lost, late, slow, hung, out of memory or wrong: made-up work, without Ray."""
 
+import math
 import random
 import subprocess
 import sys
@@ -8,12 +9,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparse_rl.errors import NonFiniteLogits, OutOfMemory, SparseRLError
+from sparse_rl.pool import cluster
 from sparse_rl.pool import pool as pool_module
-from sparse_rl.pool.cluster import RayTransport, connect, kill_sampler
+from sparse_rl.pool.cluster import POLL, RayTransport, connect, kill_sampler
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
+from sparse_rl.pool.worker import Worker
 from tests.helpers.pools import Threads
 
 
@@ -27,7 +32,6 @@ class Echo:
 
     def complete(self, work, fetch, deliver):
         weights = fetch()
-        self.ended.clear()
         for place, piece in work:
             if self.trouble is not None:
                 self.trouble(self, piece)
@@ -36,11 +40,17 @@ class Echo:
             deliver(place, f"{weights} {piece}".encode())
             self.done += 1
 
+    def begin(self):
+        self.ended.clear()
+
     def stop(self):
         self.ended.set()
 
     def beats(self):
         return self.done
+
+    def tokens(self):
+        return 10 * self.done
 
     def cache_bytes(self):
         return 100
@@ -292,6 +302,48 @@ def test_several_requests_at_a_time_each_with_its_weights():
     pool.close()
 
 
+@pytest.mark.parametrize("differ", [False, True])
+def test_second_results_are_compared_with_the_first(differ):
+    """Two members hold one piece, and do not hear that they should stop."""
+    together, said = threading.Barrier(2), []
+
+    class Both(Echo):
+        def complete(self, work, fetch, deliver):
+            if work[0][0] == (0, 0):
+                together.wait(60)
+            for place, piece in work:
+                deliver(place, f"{id(self) if differ else ''} {piece}".encode())
+
+    pool, _ = made(Both, over_ask=1.0, say=said.append)
+    while pool.live < 2:
+        pool.turn()
+    (first,) = pool.complete(request(prompts=1, group=1))
+    while not pool.counts.duplicates:
+        pool.turn()
+    assert pool.ledger.asked_twice == pool.counts.duplicates == 1 and pool.counts.different == differ
+    assert len(said) == differ and first.endswith(f"{request(prompts=1, group=1)[0]}".encode())
+    pool.close()
+
+
+def test_members_are_watched_and_counted(monkeypatch):
+    monkeypatch.setattr(pool_module, "WATCH", 0.0)
+    views, lost = [], []
+
+    def mishap(member, finished):
+        return None if lost or not finished else lost.append(member) or "lose"
+
+    pool, _ = made(mishap=mishap, watch=views.append)
+    pool.complete(request())
+    found = pool.standings()
+    assert found.lost == {"here": 1} and sum(member.pieces for member in found.samplers) == len(request())
+    assert all(member.seconds > 0 and member.node == "here" for member in found.samplers if member.pieces)
+    assert lost[0] not in [member.sampler for member in found.samplers] and not found.asked
+    assert any(0 < view.done < view.asked == len(request()) for view in views)
+    with pool.driving:  # while somebody drives it, nobody waits
+        assert pool.standings() is found
+    pool.close()
+
+
 def test_closing_ends_requests_under_way():
     begun = threading.Event()
 
@@ -323,6 +375,17 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
         connect("ray://auto", 0)
 
 
+def test_an_object_store_that_is_too_large_is_a_sentence(monkeypatch):
+    def init(**options):
+        raise ValueError("The requested object store memory size is greater than the total available memory.")
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", fake.exceptions)
+    with pytest.raises(SparseRLError, match=r"cannot have 60.0 GiB, .* greater than .*; lower rollout.ahead"):
+        connect("ray", 60 * 2**30)
+
+
 def fake_ray(put):
     """A module as far as `publish` knows it."""
     errors = SimpleNamespace(
@@ -343,6 +406,77 @@ def test_a_full_object_store_is_told_with_what_it_needed(kind):
         SparseRLError, match=r"no room for 4 MiB of weights and more \(the node is full\); .*object-store-memory"
     ):
         transport.publish(1, [{"w": np.zeros(2**20, np.int32)}], 0)
+
+
+def test_a_stop_that_comes_late_does_not_end_what_came_after_it():
+    """Ray may run two calls of an actor in another order than they were sent in."""
+    worker, (one, other) = Worker(Echo()), request(prompts=2, group=1)
+    worker.start([((0, 0), one)], lambda: "first")
+    assert [place for place, _ in worker.poll(60).finished] == [(0, 0)]
+    while worker.poll(60).busy:
+        pass
+    begun, go_on = threading.Event(), threading.Event()
+    worker.hands.trouble = lambda hands, piece: begun.set() or go_on.wait(60)
+    worker.start([((1, 0), other)], lambda: "first")
+    begun.wait(60)
+    worker.stop((0, 0))
+    go_on.set()
+    assert [place for place, _ in worker.poll(60).finished] == [(1, 0)]
+
+
+def test_a_stop_that_comes_while_weights_are_fetched_is_heard():
+    worker, (piece,) = Worker(Echo()), request(prompts=1, group=1)
+    begun, go_on = threading.Event(), threading.Event()
+    worker.start([((0, 0), piece)], lambda: begun.set() or go_on.wait(60) or "first")
+    begun.wait(60)
+    worker.stop((0, 0))
+    go_on.set()
+    answer = worker.poll(60)
+    assert not answer.busy and not answer.finished and answer.error is None
+
+
+def test_members_are_polled_before_patience_ends(monkeypatch):
+    """Else one that works would look silent."""
+    monkeypatch.setattr(cluster, "connect", lambda address, store: (FakeCluster([2.0]), False))
+    for patience, seconds in ((600.0, POLL), (math.inf, POLL), (2.0, 0.5)):
+        assert RayTransport("ray", Echo, 1, False, 0, patience=patience).poll == seconds
+
+
+class FakeCluster:
+    """A cluster as far as its sizes go."""
+
+    def __init__(self, nodes, gpus=()):
+        self.found = [{"CPU": cpus} | ({"GPU": gpus[i]} if gpus else {}) for i, cpus in enumerate(nodes)]
+
+    def cluster_resources(self):
+        return {name: sum(node.get(name, 0.0) for node in self.found) for name in ("CPU", "GPU")}
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": node} for node in self.found] + [{"Alive": False, "Resources": {}}]
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: "here")
+
+
+def test_all_samplers_find_a_place(monkeypatch):
+    """Two CPUs here and one there: five of 0.6 do not fit, though they are three together."""
+    fake = FakeCluster([2.0, 1.0])
+    monkeypatch.setattr(cluster, "connect", lambda address, store: (fake, False))
+    transport = RayTransport("ray", Echo, 5, False, 0)
+    assert transport.each == 0.5 and transport.room() == 6
+    fake.found.pop()
+    assert transport.room() == 4
+    assert RayTransport("ray", Echo, 0, False, 0).each == 1.0
+    fake = FakeCluster([16.0, 16.0], gpus=[8.0, 4.0])
+    transport = RayTransport("ray", Echo, 16, True, 0, processes=2)
+    assert (transport.kind, transport.each, transport.room()) == ("GPU", 0.5, 12)  # no sampler is on two GPUs
+
+
+@given(units=st.lists(st.integers(0, 9).map(float), min_size=1, max_size=6), samplers=st.integers(0, 40))
+def test_a_share_is_the_largest_with_which_all_find_a_place(units, samplers):
+    each = cluster.share_of_each(units, samplers)
+    assert 0.01 <= each <= 1.0 and (cluster.places(units, each) >= samplers or not any(units))
+    assert each == 1.0 or cluster.places(units, each + 0.01) < samplers
 
 
 def test_only_samplers_are_ended():

@@ -797,3 +797,48 @@ def test_ticks_of_a_curve_that_hardly_moves_do_not_look_alike(show):
         assert len(ticks) >= 3 and len(set(ticks)) == len(ticks), (title, ticks)
         if title.startswith("\u03be"):
             assert {"0.98", "1", "1.02"} <= set(ticks)  # rounding does not fill the figure
+
+
+# ---------- samplers of a pool
+
+
+def pooled(name: str, **changes) -> dict:
+    """A run whose pool has samplers on two nodes, one of them with a hostile name."""
+    samplers = [
+        {"sampler": i, "node": node, "pieces": 40 + i, "tokens": 12_000 * (i + 1), "tokens_per_s": 900.0 - 100 * i}
+        for i, node in enumerate(["gpu7 ab12cd", "gpu7 ab12cd", HOSTILE])
+    ]
+    lost = [{**sampler, "lost": 2 * (i < 2)} for i, sampler in enumerate(samplers)]
+    found = {"step": 60, "samplers": lost, "hidden": 0, "gone": [["gpu9 <b>00</b>", 3]], "lost": 5}
+    return run(name, samplers={**found, **changes})
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202eoops"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_samplers_are_shown_with_their_nodes(show, width):
+    tab = show(document(pooled("runs/pool"), run("runs/alone", seed=1)), width=width)
+    section = tab.locator("#samplers")
+    assert section.is_visible() and section.locator("article").count() == 1
+    rows = [row.locator("td").all_inner_texts() for row in section.locator("tbody tr").all()]
+    assert rows[0] == ["0", "gpu7 ab12cd", "40", "12k", "900", "2"] and rows[1][5] == "2"
+    assert rows[2][1] == "<img src=x onerror=alert(1)>\u27e8U+202E\u27e9oops" and rows[2][5] == "0"
+    assert section.locator("img").count() == section.locator("b").count() == 0
+    text = section.inner_text()
+    assert "after step 60" in text and "5 lost since the start" in text and "gpu9 <b>00</b> 3" in text
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.locator("#chips button").first.click()  # hides the run
+    assert not section.is_visible()
+
+
+def test_a_page_without_pools_has_no_samplers(show):
+    tab = show(document(run("runs/alone"), run("runs/other", seed=1, samplers=None)))
+    assert tab.locator("#samplers").is_hidden()
+
+
+def test_samplers_that_are_not_shown_are_counted(show):
+    odd = {"sampler": 0, "node": "", "pieces": 0, "tokens": 0, "tokens_per_s": None, "lost": 0}
+    tab = show(document(pooled("runs/pool", samplers=[odd], hidden=88, step=None, gone=[])), dark=True)
+    assert "88 more samplers are not shown" in tab.locator("#samplers").inner_text()
+    assert tab.locator("#samplers tbody td").all_inner_texts()[4] == "\u2013"

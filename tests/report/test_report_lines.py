@@ -190,11 +190,11 @@ def test_numbers_beyond_sense_are_gaps(tmp_path):
 # ---------- links and pipes
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "timing.jsonl"])
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "timing.jsonl", "pool.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
 def test_what_is_not_a_file_becomes_a_note(tmp_path, name, kind):
     folder = plant(tmp_path / "run", STEPS, [{"step": 1, "time/step": 1.0}])
-    (folder / name).unlink()
+    (folder / name).unlink(missing_ok=True)
     {"pipe": os.mkfifo, "folder": os.mkdir, "loop": lambda path: path.symlink_to(path.name)}[kind](folder / name)
     run = document([folder])["runs"][0]
     assert any(name in note and ("is not a file" in note or "not read" in note) for note in run["notes"]), run["notes"]

@@ -215,6 +215,7 @@ def test_mistakes_get_a_sentence():
         ({"rollout": {**hot, "ahead": 1}}, "rollout.ahead 1 the scorer is not the one that drew"),
         ({"rollout": hot, "learn": {"algorithm": "ppo"}}, "ppo has no advantage of a trajectory"),
         ({"rollout": {"compressor_options": {"temperature": 1, "forget_given": 1}}}, "forget_given orders slots"),
+        ({"rollout": {**hot, "budget": 32, "layer_budgets": [30, 34]}}, "evictions of a layer differ in size"),
         ({"scorer": {"advantage": -1.0}}, "scorer.advantage is -1.0"),
     ]:
         with pytest.raises(SparseRLError, match=said):

@@ -3,8 +3,10 @@
 Here they are threads of this process; tests/pool/test_ray.py has them as processes of a Ray cluster.
 """
 
+import json
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 import sparse_rl.train.pooled
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
+from sparse_rl.pool.pieces import cut
 from sparse_rl.train import remote
 from sparse_rl.train.ask import Done, closed, opened
 from sparse_rl.train.run import train
@@ -25,7 +28,7 @@ def pools(monkeypatch):
     """The transports of runs that follow; `mishap` of the fixture is what happens to their members."""
     made = []
 
-    def threads(address, make_hands, samplers, on_gpu, store_bytes, processes=1):
+    def threads(address, make_hands, samplers, on_gpu, store_bytes, processes, patience):
         made.append(Threads(make_hands, threads.mishap))
         return made[-1]
 
@@ -89,6 +92,21 @@ def test_a_pool_that_loses_samplers_trains_to_the_byte(pools, tmp_path, sections
     assert last["pool/lost/count"] == len(pools.mishap.lost) > 0 and last["pool/asked_again/count"] > 0
     assert last["pool/duplicates/different"] == 0 and last["pool/bytes/weights"] > 0
     assert last["cache/bytes/allocated"] > 0 and last["cache/bytes_saved/frac"] < 1
+    found = json.loads((tmp_path / "pool" / "pool.json").read_text())
+    assert found["step"] == 2 and sum(found["lost"].values()) == len(pools.mishap.lost) and found["samplers"]
+    assert not (tmp_path / "one" / "pool.json").exists()
+
+
+def test_every_piece_and_token_is_counted_once(pools, tmp_path):
+    """Of a pool that loses nobody: samplers together have sampled the tokens that metrics.jsonl has."""
+    train(small(run={"steps": 2}, rollout={"pool": "ray", "samplers": 2}), tmp_path / "run", show=False)
+    found = json.loads((tmp_path / "run" / "pool.json").read_text())
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "rollout/length/mean" in line]
+    tokens = sum(round(9 * line["rollout/length/mean"]) for line in lines)
+    assert sum(sampler["tokens"] for sampler in found["samplers"]) == tokens and not found["lost"]
+    assert sum(sampler["pieces"] for sampler in found["samplers"]) == 2 * 3
+    assert {sampler["node"] for sampler in found["samplers"]} == {"here"}
+    assert all(sampler["seconds"] > 0 for sampler in found["samplers"] if sampler["tokens"])
 
 
 def test_a_run_goes_on_with_a_pool_or_without(pools, tmp_path):
@@ -161,6 +179,47 @@ def test_weights_travel_in_parts(monkeypatch):
     assert torch.equal(made[1][0].weight, made[0][0].weight)
     with pytest.raises(AssertionError, match="weights that did not come"):
         remote.load_weights(parts[1:], made[1])
+
+
+def test_weights_that_are_lost_on_their_way_are_fetched_again(monkeypatch):
+    """A node is lost in the middle of a transfer: nothing is sampled with weights of which some are old."""
+    monkeypatch.setattr(remote, "PART", 1)
+    made = remote.MakeHands(small(), torch.get_num_threads(), False)
+    hands, other = made(), made()
+    with torch.no_grad():
+        for value in other.completer.model.parameters():
+            value.mul_(1.01)
+    parts = list(remote.weights_of(other.completer.model))
+    assert len(parts) > 2
+    work = [((0, i), piece) for i, piece in enumerate(cut([[5, 6, 7]], [[0, 1]], 3, version=4))]
+
+    def torn():
+        yield from parts[:2]
+        raise OSError("the node is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the node is gone"):
+        hands.complete(work, torn, lambda place, payload: found.append(payload))
+    assert not found and hands.version is None
+    beats = hands.beats()
+    hands.complete(work, lambda: parts, lambda place, payload: found.append(payload))
+    assert hands.version == 4 and hands.beats() > beats + len(parts) - 1 and hands.tokens() > 0
+    other.version = other.completer.engine.version = 4
+    other.complete(work, lambda: [], lambda place, payload: found.append(payload))
+    assert found[0] == found[1]
+
+
+def test_processes_share_samplers():
+    def share(address, samplers, rank, size=2):
+        return sparse_rl.train.pooled.share_of(address, samplers, SimpleNamespace(size=size, rank=rank))
+
+    assert [share("ray://head:1", 5, rank) for rank in (0, 1)] == [3, 2]
+    assert share("ray://head:1", 0, 0) == 0 and share("ray", 0, 0, size=1) == 0 and share("ray", 3, 0, size=1) == 3
+    with pytest.raises(SparseRLError, match=r"each of 2 processes needs one; use at least 2"):
+        share("ray://head:1", 1, 0)
+    for samplers in (0, 4):  # two clusters of one machine would share its GPUs without knowing
+        with pytest.raises(SparseRLError, match=r"rollout.pool is ray, a cluster of one process, but the run has 2"):
+            share("ray", samplers, 0)
 
 
 def test_mistakes():

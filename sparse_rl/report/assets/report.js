@@ -25,6 +25,7 @@ function show() {
   showChips();
   showVerdicts();
   showFigures();
+  showSamplers();
   showTrajectories();
   showTable();
 }
