@@ -33,8 +33,10 @@ from aiohttp import web  # pyright: ignore[reportMissingImports]
 from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 
+from ..files import OWN_HARNESS
+from .environment import BEAT
+
 HARNESS = "sparse_rl_chat"  # under which this module is known to verifiers' loader of plugins
-BEAT = 1.0  # seconds between signs of life
 MOST_BYTES = 64 << 20  # of a request
 LONGEST_LINE = 256 << 20
 __all__ = ["Chat"]
@@ -177,7 +179,7 @@ class Episode:
 class Host:
     def __init__(self, made: dict[str, Any], out: Any):
         self.out, self.episodes = out, {}
-        chat = made["harness"] == "chat"
+        chat = made["harness"] == OWN_HARNESS
         agent = {"harness": {"id": HARNESS if chat else made["harness"]}, "runtime": {"type": made["runtime"]}}
         config = {"taskset": {**made["options"], "id": made["taskset"]}}
         kind = vf.env_config_type(made["taskset"])
