@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -198,12 +199,13 @@ class Host:
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
         app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_post("/{key}/v1/chat/completions", self.complete)
+        secret = secrets.token_urlsafe(16)  # others on this machine, and pages in a browser, do not know it
+        app.router.add_post(f"/{secret}/{{key}}/v1/chat/completions", self.complete)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}"
         async with self.env.serving():
             self.send({"ready": {"prompts": self.prompts, "tools": await self.tools()}})
             beating, working = asyncio.create_task(self.beat()), set()

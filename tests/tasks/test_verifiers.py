@@ -16,6 +16,7 @@ from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.chat import Chats, Turns, converse, graded_texts, with_faults
 from sparse_rl.config import make_recipe
 from sparse_rl.errors import SparseRLError
+from sparse_rl.evaluation import Exam, Results, ask
 from sparse_rl.models import load_model
 from sparse_rl.tasks import make, may_converse
 from sparse_rl.tasks.conversing import called, said
@@ -215,6 +216,23 @@ def test_a_process_that_ends_between_two_turns_costs_its_conversations(asking):
                 "the process of verifiers:asking-env (was )?ended", lost.problem
             )
             assert not replies.waiting
+
+
+@installed
+def test_eval_holds_an_environment_s_conversations(asking, tiny_model, tmp_path):
+    """Its own grades, which need no transcript."""
+    model, tokenizer = tiny_model
+    engine, task = Engine(model, "rkv", budget=16, interval=4, rows=4), asking
+    prompts = [task[i] for i in range(3)]
+    exam = Exam("asking", task, prompts, 2, Sampling(60, stop_ids=(1, *DIGITS)), turns=Turns(4, 60))
+    with Results(tmp_path, {"benches": {"asking": exam.settings()}}) as results:
+        (summary,) = ask(engine, tokenizer, [exam], 3, results)
+    _, expected = talk(model, tokenizer, task)
+    items = [results.items["asking", i, k] for i in range(3) for k in range(2)]
+    for item, (trajectory, found) in zip(items, expected, strict=True):
+        assert item.text == found.graded and item.turns == found.turns == item.rewards["turns"]
+        assert item.given == trajectory.num_given_tokens and item.reward == json.loads(found.graded)["reward"]
+    assert summary.turns > 1 and summary.rewards["turns"] == summary.turns and not summary.ungraded
 
 
 @installed
