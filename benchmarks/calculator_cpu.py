@@ -39,7 +39,10 @@ CURVES = (
     "reward/mean", "talk/turns/mean", "talk/given/mean", "talk/tool_errors/mean", "reject/trajectories/frac",
     "cache/tokens_saved/frac", "gap/abs/mean",
 )  # fmt: skip
-HEADS = ("arm", "seeds", "dense inference", "own cache", "turns, first", "turns, last", "rejected", "KV tokens saved")
+HEADS = (
+    "arm", "seeds", "dense, first", "dense, last", "own cache, first", "own cache, last", "turns, first", "turns, last",
+    "rejected", "KV tokens saved",
+)  # fmt: skip
 
 
 def warmed_up(out: Path, seed: int) -> Path:
@@ -84,14 +87,12 @@ def warm(args: tuple[Path, int]) -> str:
 
 def table(rows: list[dict]) -> str:
     lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
-    first = interval([r["accuracy"]["dense"][0] for r in rows if r["arm"] == "dense"])
-    lines.append(f"| **at the start** | | {first} | | | | | |")
     for arm in ARMS:
         group = [r for r in rows if r["arm"] == arm]
         if not group:
             continue
         cells = [arm, str(len(group))]
-        cells += [interval([r["accuracy"][view][-1] for r in group]) for view in ("dense", "sparse")]
+        cells += [interval([r["accuracy"][view][k] for r in group]) for view in ("dense", "sparse") for k in (0, -1)]
         cells += [f"{statistics.mean(r['turns'][k] for r in group):.2f}" for k in (0, -1)]
         curves = [[x for r in group for x in r["curves"][key]] for key in CURVES[4:6]]
         lines.append(f"| {' | '.join([*cells, *(f'{statistics.mean(c):.0%}' if c else '-' for c in curves)])} |")

@@ -23,6 +23,7 @@ from .errors import CannotWrite, SparseRLError
 
 STATE = "training.pt"  # beside a checkpoint's model: the state that --resume loads
 BEST = "best"  # beside a run's checkpoints: a link to the best one
+VERIFIERS, OWN_HARNESS = "verifiers:", "chat"  # how tasks of verifiers are named; their harness that is ours
 
 
 @contextmanager
@@ -218,17 +219,39 @@ def python_module(path: Path, what: str) -> ModuleType:
     return module
 
 
+def names_code(name: str) -> bool:
+    """Whether a name makes a run execute what it names: a Python file, or a package that verifiers imports."""
+    return names_python_file(name) or name.startswith(VERIFIERS)
+
+
 def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> None:
-    """Refuse to run Python files that a run folder or a checkpoint names: it may come from someone else.
+    """Refuse to run code that a run folder or a checkpoint names: it may come from someone else.
 
     named: option on the command line -> the name that `source` holds for it; trust: the user gave --trust
     """
     for option, name in named.items():
-        if names_python_file(name) and not trust:
-            raise SparseRLError(
-                f"{source} names the Python file {name!r:.300}, which would run with your rights; read that file, "
-                f"then repeat the command with --trust, or name the file yourself with {option}."
-            )
+        if not names_code(name) or trust:
+            continue
+        what, it = ("Python file", "file") if names_python_file(name) else ("environment", "package")
+        raise SparseRLError(
+            f"{source} names the {what} {name!r:.300}, which would run with your rights; read that {it}, "
+            f"then repeat the command with --trust, or name the {it} yourself with {option}."
+        )
+
+
+def code_in(options: Mapping[str, Any]) -> dict[str, str]:
+    """What a task's options may name that runs, by option: tasks of a mixture, and harnesses of verifiers."""
+    listed = options.get("tasks")
+    entries = listed if isinstance(listed, (list, tuple)) else []
+    found: dict[str, str] = {}
+    for i, entry in enumerate(entries):
+        own = {"name": entry} if isinstance(entry, str) else entry if isinstance(entry, Mapping) else {}
+        inside = code_in(own) | ({"name": own["name"]} if isinstance(own.get("name"), str) else {})
+        found |= {f"tasks.{i}.{key}": name for key, name in inside.items()}
+    harness = options.get("harness")
+    if isinstance(harness, str) and harness != OWN_HARNESS:  # an option of nothing else is called so
+        found["harness"] = VERIFIERS + harness
+    return found
 
 
 def tasks_in(options: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ and in to the bit, and results are in the order of the prompts.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import SparseRLError
@@ -66,10 +66,12 @@ def converse(
     sampling: Sampling,
     seed: int,
     turns: Turns,
+    on_end: Callable[[Trajectory, Talk], None] | None = None,
 ) -> list[tuple[Trajectory, Talk]]:
     """Conversations about every prompt (ids: its tokens), one for each of its members, prompt by prompt.
 
-    A first turn is the completion that `Engine.generate` gives for the same seed, if no two prompts are equal.
+    A first turn is the completion that `Engine.generate` gives for the same seed, if no two prompts are equal. `on_end`
+    gets every conversation when it ends; nothing is returned then.
     """
     seeds, seen = [], Counter()
     for tokens in map(tuple, ids):  # of equal prompts the second one has random numbers of its own
@@ -78,7 +80,7 @@ def converse(
     waiting = deque((i, member) for i, wanted in enumerate(members) for member in wanted)
     if not waiting:
         return []
-    longest = max(len(ids[i]) for i, _ in waiting)
+    longest = max(map(len, ids))  # of all: where some were held before, the others have the rows that they had then
     together = 2 * engine.rows  # conversations that are open at a time: rows run while others wait for replies
     opened = engine.open(
         longest,
@@ -89,7 +91,7 @@ def converse(
         park=together,  # so that none has to be read again, which is exact only up to rounding
     )
     with opened as live, Replies(task) as replies:
-        hall = _Hall(live, replies, task, chats, prompts, sampling, turns)
+        hall = _Hall(live, replies, task, chats, prompts, sampling, turns, on_end)
         while waiting or hall.open:
             while waiting and len(hall.open) < together:
                 i, member = waiting.popleft()
@@ -100,14 +102,18 @@ def converse(
                     hall.hear(conversation)
             for key, reply in replies.ready(_PATIENCE if live.idle else 0.0):
                 hall.answer(key, reply)
+    if on_end is not None:
+        return []
     return [hall.done[i, member] for i, wanted in enumerate(members) for member in wanted]
 
 
 class _Hall:
     """The conversations that are open, and those that are done."""
 
-    def __init__(self, live, replies: Replies, task: Task, chats: Chats, prompts, sampling: Sampling, turns: Turns):
-        self.live, self.replies, self.task, self.chats = live, replies, task, chats
+    def __init__(
+        self, live, replies: Replies, task: Task, chats: Chats, prompts, sampling: Sampling, turns: Turns, on_end
+    ):
+        self.live, self.replies, self.task, self.chats, self.on_end = live, replies, task, chats, on_end
         self.prompts, self.sampling, self.turns = prompts, sampling, turns
         self.open: dict[int, tuple[Conversation, Talk]] = {}  # by the number of the conversation
         self.spoken: dict[int, int] = {}  # tokens before the turn that is sampled
@@ -158,6 +164,8 @@ class _Hall:
         trajectory = self.live.release(conversation)
         if talk.at_limit:
             trajectory = replace(trajectory, finish_reason="length")
+        if self.on_end is not None:
+            return self.on_end(trajectory, talk)
         self.done[conversation.prompt_index, conversation.sample_index] = trajectory, talk
 
 

@@ -81,6 +81,12 @@ def eval_(
         float | None, typer.Option(help="0 is greedy. Default: 0.8 for benchmarks; tasks as in training, else 1.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="1 is off. Default: 0.95 for benchmarks, 1 for tasks.")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(help="Of tasks that reply: turns of a conversation. Default: as in training, else 8.")
+    ] = None,
+    max_given_tokens: Annotated[
+        int | None, typer.Option(help="Of tasks that reply: tokens of a reply. Default: as in training, else 512.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[
@@ -103,15 +109,17 @@ def eval_(
     benches = tasks_of(trained, bench, trust)
     notes |= {"task": benches[0]} if bench is None else {}
     options, own = parse_options(rest, context, benches)
-    ways, said = {}, {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    turns = {"max_turns": max_turns, "max_given_tokens": max_given_tokens}
+    ways, said = {}, {"max_new_tokens": max_new_tokens, "temperature": temperature, **turns}
     instead = {"template", "chat", "suffix"} if template is not None else set()  # options that --template replaces
     for name in benches:
         brought, ways[name] = of_their_task(trained, name, instead | set(options[name]), said, trust)
         options[name] = {**brought, **options[name]}
         notes |= brought | ways[name]
     asked = Asked(
-        benches, options, data, template, samples, limit, max_new_tokens, temperature, top_p, seed, rows, dtype, ways
-    )
+        benches, options, data, template, samples, limit, max_new_tokens, temperature, top_p, seed, rows, dtype, ways,
+        **turns,
+    )  # fmt: skip
     if compare:
         several = None if compressors is None else names(compressors, "--compressors")
         numbers = None if budgets is None else whole_numbers(budgets, "--budgets")

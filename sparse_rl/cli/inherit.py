@@ -1,7 +1,7 @@
 """Settings that models bring along: what a command takes from the records of their training, and the line that says so.
 
 An option of the command line comes first, the record of the model second, the default last. A record may be a
-stranger's, so a Python file that it names is imported only with --trust.
+stranger's, so code that it names is imported only with --trust.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SparseRLError, cut
-from ..files import names_python_file, refuse_foreign_code, split_python_file, tasks_in
+from ..files import code_in, names_python_file, refuse_foreign_code, split_python_file
 from ..models import Record, check_folder, find_model, read_record
 
 if TYPE_CHECKING:
@@ -147,9 +147,10 @@ def of_their_task(
     """
     known = [t for t in trained if t.record.task is not None and same_task(t.record.task, bench)]
     keys = dict.fromkeys(key for t in known for key in t.record.task_options if key not in given)
-    for t in known if "tasks" in keys else ():
-        for name in tasks_in(t.record.task_options):
-            refuse_foreign_code(Path(t.model), {f"--{bench}.tasks": name}, trust)
+    for t in known:
+        inherited = {key: value for key, value in t.record.task_options.items() if key in keys}
+        for key, name in code_in(inherited).items():
+            refuse_foreign_code(Path(t.model), {f"--{bench}.{key.partition('.')[0]}": name}, trust)
     options = {
         key: agreed({t.model: t.record.task_options.get(key) for t in known}, f"the task's {key}", f"--{bench}.{key}")
         for key in keys

@@ -32,7 +32,8 @@ RecipePath = Annotated[
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust", help="Run the Python files that the folder names (task, compressor, estimator). Read them before."
+        "--trust",
+        help="Run the files and packages that the folder names (task, compressor, estimator). Read them first.",
     ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")]

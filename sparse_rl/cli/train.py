@@ -20,12 +20,12 @@ def train(
 ) -> None:
     """Train by reinforcement learning. Options can change any key of the recipe: --rollout.budget 256 --lr 1e-5."""
     from ..config import load_recipe_to_run
-    from ..files import names_python_file
+    from ..files import names_code
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
     settings = load_recipe_to_run(recipe, overrides(context.args), trust)
     go_on = f"sparse-rl train {folder} --resume" + (
-        " --trust" if any(map(names_python_file, settings.may_name_files().values())) else ""
+        " --trust" if any(map(names_code, settings.may_name_code().values())) else ""
     )
     if num_processes != 1:
         from ..distributed.launch import launch

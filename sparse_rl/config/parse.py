@@ -35,13 +35,13 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
 def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], trust: bool) -> Recipe:
     """`load_recipe` for a command that runs what the recipe names.
 
-    A recipe is its user's own words, but a run folder may come from someone else: a Python file that it names runs only
-    with `trust` (--trust), or if an override names it.
+    A recipe is its user's own words, but a run folder may come from someone else: a file or package that it names
+    runs only with `trust` (--trust), or if an override names it.
     """
     recipe = load_recipe(path, overrides)
     own_words = [_find(dotted) for dotted, _ in overrides]
     if Path(path).is_dir() or _in_run_folder(recipe_file(path)):
-        named = {key: name for key, name in recipe.may_name_files().items() if not _is_in(key, own_words)}
+        named = {key: name for key, name in recipe.may_name_code().items() if not _is_in(key, own_words)}
         refuse_foreign_code(Path(path), {f"--{key}": name for key, name in named.items()}, trust)
     return recipe
 

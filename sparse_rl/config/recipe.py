@@ -20,7 +20,7 @@ from typing import Any
 
 from ..cache.formats import PLAIN, slot_format
 from ..errors import SparseRLError, check_count, require_int
-from ..files import tasks_in
+from ..files import code_in
 from ..keys import key
 from ..learn.dpo import DPO
 from ..learn.loss import Loss
@@ -344,12 +344,12 @@ class Recipe:
         """Whether rollouts fold chunks into beacons."""
         return self.rollout.compressor.partition(":")[0] == "beacon"
 
-    def may_name_files(self) -> dict[str, str]:
-        """The keys that may name a Python file, which a run executes, with their values."""
+    def may_name_code(self) -> dict[str, str]:
+        """The keys that may name a Python file or a package, which a run executes, with their values."""
         return {
             "task.name": self.task.name,
-            **{f"task.tasks.{i}.name": name for i, name in enumerate(tasks_in(self.task.options))},
-            **{f"eval.options.tasks.{i}.name": name for i, name in enumerate(tasks_in(self.eval.options))},
+            **{f"task.{key}": name for key, name in code_in(self.task.options).items()},
+            **{f"eval.options.{key}": name for key, name in code_in(self.eval.options).items()},
             "rollout.compressor": self.rollout.compressor,
             "learn.advantage": self.learn.advantage,
         }

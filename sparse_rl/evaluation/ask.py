@@ -3,7 +3,7 @@
     results = Results(folder, question)
     summaries = ask(engine, tokenizer, exams, seed, results)
 
-Benchmarks that sample alike share one engine run.
+Benchmarks that sample alike share one engine run. A task that replies has one of its own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..chat import Chats, Talk, Turns, converse, graded_texts
 from ..learn.diagnose import ends_in_loop
-from ..models import encode
+from ..models import encode, end_token
 from ..records import Trajectory, entries
 from ..rollout import Engine, Sampling
-from ..tasks import Prompt, Task
+from ..tasks import Grade, Prompt, Task
 from .results import Completion, Item, Key, Results
 from .summary import Summary, summarize
 
@@ -39,6 +40,7 @@ class Exam:
     samples: int
     sampling: Sampling
     options: Mapping[str, Any] = field(default_factory=dict)  # the task's
+    turns: Turns | None = None  # of conversations; None: the task never replies
 
     @property
     def keys(self) -> list[Key]:
@@ -52,6 +54,7 @@ class Exam:
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
             "options": dict(self.options),
+            **({} if self.turns is None else {"max_turns": self.turns.most, "max_given_tokens": self.turns.given}),
         }
 
 
@@ -59,9 +62,13 @@ def ask(
     engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool = False
 ) -> list[Summary]:
     """Sample and grade what `results` lacks, and summarize every benchmark."""
-    for sampling in dict.fromkeys(exam.sampling for exam in exams):
-        sample(engine, tokenizer, [exam for exam in exams if exam.sampling == sampling], seed, results, progress)
+    asked_once = [exam for exam in exams if exam.turns is None]
+    for sampling in dict.fromkeys(exam.sampling for exam in asked_once):
+        alike = [exam for exam in asked_once if exam.sampling == sampling]
+        sample(engine, tokenizer, alike, seed, results, progress)
     for exam in exams:
+        if exam.turns is not None:
+            hold(engine, tokenizer, exam, exam.turns, seed, results)
         grade(exam, results, progress)
     return [
         summarize(items_of(exam, results), exam.samples, engine.shape.cache_shape().kv_bytes_per_token)
@@ -101,6 +108,34 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
         results.add_call(tokens=sampled, seconds=seconds, cache_bytes=engine.cache_bytes, rows=engine.rows)
 
 
+def hold(engine: Engine, tokenizer, exam: Exam, turns: Turns, seed: int, results: Results) -> None:
+    """Hold the missing conversations. All prompts are passed, for the same reason."""
+    chats = Chats(tokenizer, exam.task, end_token(engine.model, tokenizer))
+    ids = [chats.of(prompt).start(prompt) for prompt in exam.prompts]
+    texts = [tokenizer.decode(prompt) for prompt in ids]
+    for i, text in enumerate(texts):
+        results.check_prompt(exam.name, i, text)
+    wanted = [[n for n in range(exam.samples) if not results.has((exam.name, i, n))] for i in range(len(ids))]
+    if not any(wanted):
+        return
+    sampled, start = 0, time.perf_counter()
+
+    def save(trajectory: Trajectory, talk: Talk) -> None:
+        nonlocal sampled
+        i = trajectory.prompt_index
+        (text,) = graded_texts(exam.task, [exam.prompts[i]], [talk])
+        exam.task.last_error = exam.task.last_error or talk.problem
+        sampled += len(trajectory.response_tokens)
+        said = {"turns": talk.turns, "given": trajectory.num_given_tokens, "fault": talk.fault}
+        results.add(replace(completion(exam.name, i, texts[i], text, trajectory), messages=talk.messages, **said))
+
+    try:
+        converse(engine, chats, exam.task, exam.prompts, ids, wanted, exam.sampling, seed, turns, save)
+    finally:
+        seconds = time.perf_counter() - start
+        results.add_call(tokens=sampled, seconds=seconds, cache_bytes=engine.cache_bytes, rows=engine.rows)
+
+
 def completion(bench: str, index: int, prompt: str, text: str, trajectory: Trajectory) -> Completion:
     held = entries(trajectory)
     return Completion(
@@ -133,7 +168,9 @@ def grade(exam: Exam, results: Results, progress: bool) -> None:
     grades = {}
     for part in shown(parts, f"grading {exam.name}", progress):
         found = exam.task.grade([exam.prompts[c.index] for c in part], [c.text for c in part])
-        grades |= {c.key: grade for c, grade in zip(part, found, strict=True)}
+        grades |= {
+            c.key: grade if c.fault is None else Grade(0.0, c.fault) for c, grade in zip(part, found, strict=True)
+        }
     if grades:
         golds = {c.key: plain(exam.prompts[c.index].answer) for c in waiting}
         results.grade(golds, {c.key: exam.task.extracted(c.text) for c in waiting}, grades)

@@ -2,7 +2,8 @@
 
     evaluation.json      what was evaluated: model, cache, sampling, seed
     completions.jsonl    finished completions that are not graded yet
-    items.jsonl          graded completions: prompt, text, extracted answer, verdict, tokens, KV entries
+    items.jsonl          graded completions: prompt, text, extracted answer, verdict, tokens, KV entries; of
+                         conversations also their messages, and the text is what was graded
     calls.jsonl          tokens, seconds and bytes of every engine run
 
 A finished completion is in one of the two files and is never sampled again. More samples, more problems and other
@@ -44,6 +45,10 @@ class Completion:
     entries: float  # mean
     peak_entries: float
     last_entries: float
+    turns: int = field(default=1, kw_only=True)  # of the model; the rest is of conversations alone
+    given: int = field(default=0, kw_only=True)  # tokens of replies
+    fault: str | None = field(default=None, kw_only=True)  # why a reply is missing: `timeout` or `error`
+    messages: list[dict[str, Any]] = field(default_factory=list, kw_only=True)  # all that was said
 
     @property
     def key(self) -> Key:
@@ -111,7 +116,7 @@ class Results:
             )
 
     def add(self, completion: Completion) -> None:
-        append_line(self.folder / "completions.jsonl", asdict(completion))
+        append_line(self.folder / "completions.jsonl", written(completion))
         self.ungraded[completion.key] = completion
 
     def reopen(self, key: Key) -> None:
@@ -172,9 +177,10 @@ class Results:
         write_text(path, json.dumps(whole, indent=1) + "\n")
 
 
-def written(item: Item) -> dict[str, Any]:
-    """An item as a line of the file; without named rewards if it has none."""
-    return {name: value for name, value in asdict(item).items() if name != "rewards" or value}
+def written(found: Completion) -> dict[str, Any]:
+    """A completion or an item as a line of its file, without what it does not have: named rewards, a conversation."""
+    usual = {"turns": 1, "given": 0, "fault": None, "messages": [], "rewards": {}}
+    return {name: value for name, value in asdict(found).items() if name not in usual or value != usual[name]}
 
 
 def read(kind: type[Completion], path: Path) -> list:
@@ -211,4 +217,5 @@ def mean_rewards(items: Sequence[Item]) -> dict[tuple[str, int], float]:
 
 def tokens_saved(items: Sequence[Item]) -> float:
     """1 - entries in use at the end / tokens: `records.kv_tokens_saved` for items."""
-    return 1 - sum(item.last_entries for item in items) / sum(item.prompt_tokens + item.tokens for item in items)
+    tokens = sum(item.prompt_tokens + item.tokens + item.given for item in items)
+    return 1 - sum(item.last_entries for item in items) / tokens

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tasks
+from ..chat import Turns
 from ..errors import SparseRLError, check_count, require_int
 from ..files import write_text
 from ..models import Record, encode, load_model, record_of, stop_ids
@@ -26,7 +27,9 @@ from .results import Item, Results
 from .summary import Summary
 
 ENDLESS = 256  # problems that are asked of an endless task
-DEFAULTS = {"samples": 1, "max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0}  # for tasks without a protocol
+DEFAULTS = {  # for tasks without a protocol
+    "samples": 1, "max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0, "max_turns": 8, "max_given_tokens": 512,
+}  # fmt: skip
 PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # for the seven benchmarks; samples and new tokens are their own
 
 
@@ -47,9 +50,12 @@ class Asked:
     rows: int = 64
     dtype: str | None = None
     trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # benchmark -> sampling as in training
+    max_turns: int | None = None  # of tasks that reply
+    max_given_tokens: int | None = None
 
     def __post_init__(self):
         given = {"samples": self.samples, "limit": self.limit, "max_new_tokens": self.max_new_tokens}
+        given |= {"max_turns": self.max_turns, "max_given_tokens": self.max_given_tokens}
         require_int(**{name: value for name, value in given.items() if value is not None})
         check_count("samples of every problem", self.samples or 1, 100_000)
         if self.template is not None:
@@ -111,6 +117,12 @@ def evaluate(
     """Evaluate one model on one cache after the other. What their folders already hold is not sampled again."""
     with ExitStack() as stack:
         found = problems_of(asked)  # finds mistakes before a model is loaded
+        limits = [name for name in ("max_turns", "max_given_tokens") if getattr(asked, name) is not None]
+        if limits and not any(task.converses for _, task, _ in found.values()):
+            raise SparseRLError(
+                f"--{limits[0].replace('_', '-')} is for tasks that reply, which {', '.join(asked.benches)} does not; "
+                "omit it."
+            )
         for cache in caches:
             cache.make().bind(*cache.slots)  # likewise
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
@@ -203,13 +215,7 @@ def task_of(bench: str, asked: Asked) -> tuple[tasks.Task, dict[str, Any]]:
         options = {"folder": asked.data, **options}
     if asked.template is not None and issubclass(kind, Math):
         options = {"template": asked.template, **options}
-    task = tasks.make(bench, **options)
-    if task.converses:
-        raise SparseRLError(
-            f"{bench} holds conversations, which this command does not; a run evaluates them while it trains "
-            "(eval.every)."
-        )
-    return task.held_out(), options
+    return tasks.make(bench, **options).held_out(), options
 
 
 def make_exam(
@@ -251,6 +257,7 @@ def make_exam(
         options={
             key: str(value) if isinstance(value, Path) else value for key, value in options.items() if key != "folder"
         },
+        turns=Turns(protocol["max_turns"], protocol["max_given_tokens"]) if task.converses else None,
     )
 
 

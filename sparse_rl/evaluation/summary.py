@@ -27,6 +27,8 @@ class Summary:
     rewards: dict[str, float]  # the means of the named rewards that it is made of
     graded_rewards: bool  # they say more than accuracy
     length: float  # tokens sampled
+    turns: float  # of the model in a conversation
+    given: float  # tokens of replies
     truncated: float  # a share of the completions, as are the next two
     loops: float
     no_answer: float
@@ -72,6 +74,8 @@ def summarize(items: Sequence[Item], samples: int, bytes_per_entry: int) -> Summ
         rewards={name: mean(item.rewards.get(name, 0.0) for item in items) for name in names},
         graded_rewards=graded_rewards(items),
         length=mean(item.tokens for item in items),
+        turns=mean(item.turns for item in items),
+        given=mean(item.given for item in items),
         truncated=mean(item.finish == "length" for item in items),
         loops=mean(item.loop for item in items),
         no_answer=mean(verdict == "no answer" for verdict in verdicts),
@@ -109,6 +113,8 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {  # heading -> its cell
     "rewards": lambda s: ", ".join(f"{name} {value:.3f}" for name, value in s.rewards.items()),
     "pass@k": lambda s: f"{s.pass_at[s.samples]:.1%}" if s.samples > 1 else "-",
     "length": lambda s: f"{s.length:,.0f}",
+    "turns": lambda s: f"{s.turns:.2f}",
+    "given": lambda s: f"{s.given:,.0f}",
     "cut": lambda s: f"{s.truncated:.1%}",
     "loops": lambda s: f"{s.loops:.1%}",
     "no answer": lambda s: f"{s.no_answer:.1%}",
@@ -123,6 +129,7 @@ def table(summaries: Sequence[Summary]) -> str:
     """One line per benchmark, and their mean if there are several. Rewards are there if they say more than accuracy."""
     hidden = set() if any(s.graded_rewards for s in summaries) else {"reward (95 %)"}
     hidden |= set() if any(s.rewards for s in summaries) else {"rewards"}
+    hidden |= set() if any(s.turns > 1 for s in summaries) else {"turns", "given"}
     shown = {heading: tell for heading, tell in COLUMNS.items() if heading not in hidden}
     rows = [list(shown), *([tell(s) for tell in shown.values()] for s in summaries)]
     if len(summaries) > 1:

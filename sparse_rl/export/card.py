@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..files import names_python_file
+from ..files import code_in, names_code, names_python_file
 from ..models import Record
 
 
@@ -75,14 +75,15 @@ class Card:
             parts += ["On the cache of training, which the folder remembers:", f"```python\n{self._sparse()}\n```"]
             trust = " --trust" if names_python_file(record.compressor or "") else ""
             parts += ["Served on it, to clients of OpenAI's protocol:", f"```\nsparse-rl serve {self.name}{trust}\n```"]
-            own = [name for name in (*record.task_names, record.compressor) if name and names_python_file(name)]
+            brought = code_in(record.task_options).values()
+            own = [name for name in (record.task, *brought, record.compressor) if name and names_code(name)]
             given = record.task_options.get("files") or []
             files = [name for name in ([given] if isinstance(given, str) else given) if not name.startswith("hub:")]
             more = (" --trust" if own else "") + (" --task.files FILES" if files else "")
             command = f"sparse-rl eval {self.name}{more}"
             parts += ["Measured on either:", f"```\n{command}\n{command} --compressor dense\n```"]
             named = ", ".join(f"`{name}`" for name in dict.fromkeys(own))
-            parts += [f"Read {named} first: `--trust` runs the file with your rights."] if own else []
+            parts += [f"Read {named} first: `--trust` runs it with your rights."] if own else []
             data = ", ".join(f"`{name}`" for name in files)
             parts += [f"FILES stands for the problems, {data}, which are not part of this folder."] if files else []
         return "\n\n".join(parts)

@@ -51,7 +51,8 @@ class OpenBatch:
         asked: list[tuple[Conversation, int]] = []
         free = list(self.conversations)
         for tokens in prompts:
-            conversation = next((c for c in free if tokens[: len(c.tokens)] == c.tokens), None)
+            begun = [c for c in free if tokens[: len(c.tokens)] == c.tokens]
+            conversation = max(begun, key=lambda c: len(c.tokens), default=None)
             if conversation is None:
                 raise SparseRLError(
                     f"TRL asks for a turn after {len(tokens)} tokens that are no continuation of what was sampled; "
@@ -74,8 +75,15 @@ class OpenBatch:
         found = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             tokens = [*prompt, *completion]
-            place = next(j for j, t in enumerate(free) if t.tokens[: len(tokens)].tolist() == tokens)
-            found.append(replace(cut(free.pop(place), len(tokens)), prompt_index=i))
+            same = [t for t in free if t.tokens[: len(tokens)].tolist() == tokens]
+            trajectory = min(same, key=lambda t: len(t.tokens), default=None)
+            if trajectory is None or len(trajectory.tokens) > len(tokens) + 1:
+                raise SparseRLError(
+                    f"TRL has a conversation of {len(tokens)} tokens that was not sampled so; sparse rollouts cannot "
+                    "replay completions that were changed."
+                )
+            free = [t for t in free if t is not trajectory]
+            found.append(replace(cut(trajectory, len(tokens)), prompt_index=i))
         return found
 
     def abandon(self) -> None:

@@ -56,6 +56,8 @@ class Record:
     stop_ids: list[int] = field(default_factory=list)  # all tokens that ended a response
     max_new_tokens: int | None = None
     temperature: float | None = None  # of evaluations
+    max_turns: int | None = None  # of its conversations, if the task replies
+    max_given_tokens: int | None = None  # of a reply
     logits: str = "float32"
     quantize: str | None = None  # of the base, where adapters were trained
 

@@ -58,6 +58,7 @@ class Conversation:
     since: float = 0.0  # when it stopped
     parked: Parked | None = None
     trace: Trace | None = None  # of a conversation that has neither a row nor a copy of one
+    restored: bool = False  # whether its row was made from tokens and trace for this turn
     told: int = 0  # tokens that `read` has returned
     supports: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)  # count, margin, ids by turn
     routes: list[Tensor] = field(default_factory=list)  # [n, M, k] of prompt, turns and given tokens, if recorded

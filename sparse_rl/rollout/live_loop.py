@@ -152,7 +152,7 @@ class LiveLoop(Loop):
         """Go on with a conversation that stopped, after feeding it `tokens`."""
         conversation.ahead = [conversation.tokens[-1], *tokens] if tokens else []
         conversation.give(tokens)
-        conversation.finish_reason = conversation.matched = None
+        conversation.finish_reason, conversation.matched, conversation.restored = None, None, False
         if conversation.row is None:
             self.queue.append(conversation)
         else:
@@ -305,6 +305,7 @@ class LiveLoop(Loop):
             assert conversation.trace is not None
             evicted_at = conversation.trace.evicted_at.to(torch.int64)
             trace = torch.where(evicted_at > fed, self.state.never, evicted_at).to(self.device, self.state.trace.dtype)
+            conversation.restored = True
             with self.phases("prefill"):
                 known = evicted_at.to(self.device)
                 sequence.used = self.feeder.recall(row, conversation.tokens[:fed], known)

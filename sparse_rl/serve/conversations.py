@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 @dataclass
 class Kept:
     ticket: Ticket
-    messages: Messages  # the answer included
+    messages: Messages  # as prompts.past has them; the answer included
     since: float
 
 
@@ -36,7 +36,7 @@ class Conversations:
         return len(self._kept)
 
     def take(self, key: tuple[str, str, str], messages: Messages) -> tuple[Ticket, Messages] | None:
-        """(conversation, its messages), if these messages go on with it. It is the caller's until `put` again.
+        """(conversation, its past), if these messages go on with it. It is the caller's until `put` again.
 
         key: owner, name of the conversation, name of the model
         """

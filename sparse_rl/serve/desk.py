@@ -162,18 +162,15 @@ class Desk:
 
     def extend(
         self, old: Ticket, given: list[int], sampling: Sampling, stop_strings: list[str], watch: bool = False
-    ) -> tuple[Ticket, str]:
-        """Go on with a conversation that was kept, in its row (`extended`), or in one that is made from its trace
-        (`restored`).
-        """
+    ) -> Ticket:
+        """Go on with a conversation that was kept, in its row, or in one that is made from its trace."""
         live, conversation = self._open_at(old.place), old.conversation
         with self._wake:
-            how = "restored" if conversation.row is None and conversation.parked is None else "extended"
             try:
                 live.extend(conversation, given, sampling, stop_strings=stop_strings)
             except SparseRLError as error:
                 raise Refusal(400, str(error)) from error
-            return self._ticket(old.place, conversation, len(given), watch, True), how
+            return self._ticket(old.place, conversation, len(given), watch, True)
 
     def _open_at(self, place: str) -> LiveEngine:
         live = self.places[place].live

@@ -45,7 +45,7 @@ def _encoded(tokenizer, text: str) -> list[int]:
 
 def _rendered(tokenizer, asked: ChatRequest, messages: list[dict[str, Any]], ask: bool) -> str:
     """ask: with what makes the model speak"""
-    tools = asked.tools if asked.tools and asked.tool_choice != "none" else None
+    tools = _tools(asked)
     more = asked.chat_template_kwargs  # values for the template; nothing that changes how it is rendered, nor which
     if odd := [name for name in more if name in inspect.signature(tokenizer.apply_chat_template).parameters]:
         message = f"chat_template_kwargs may not hold {odd[0]}; it holds values for the model's template."
@@ -70,6 +70,18 @@ def continuation(tokenizer, end: int, asked: ChatRequest, known: int) -> list[in
     except SparseRLError as error:
         raise Refusal(400, f"{error} Or leave out `conversation`.", param="conversation") from error
     return _encoded(tokenizer, text)
+
+
+def _tools(asked: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that the template tells the model of."""
+    return asked.tools if asked.tools and asked.tool_choice != "none" else None
+
+
+def past(asked: ChatRequest, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a conversation was made of: what the template was told beside the messages, then these. One that goes on
+    must begin with it; other tools, say, are told before the first message, so all of it must be read anew.
+    """
+    return [{"tools": _tools(asked), "more": asked.chat_template_kwargs}, *map(essence, messages)]
 
 
 def essence(message: dict[str, Any]) -> dict[str, Any]:

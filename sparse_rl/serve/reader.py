@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ..rollout import Sampling
 from .answer import Answer, Teller, usage
 from .desk import Event, Ticket
-from .prompts import continuation, essence, reading
+from .prompts import continuation, past, reading
 from .protocol import Asked, ChatRequest, Refusal
 from .scoring import score
 from .service import Service
@@ -34,19 +34,19 @@ class Reader:
         prompts: list[list[int]],
         owner: str | None,
         keep: bool = False,
-        extended: tuple[Ticket, Sampling, str] | None = None,
+        extended: tuple[Ticket, Sampling] | None = None,
     ):
-        """keep: the answer may be followed by a further turn; extended: the conversation that goes on, and how"""
+        """keep: the answer may be followed by a further turn; extended: the conversation that goes on"""
         self.service, self.asked, self.name, self.owner = service, asked, name, owner or ""
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         self.sampling: list[Sampling] = []
         self.tickets: list[Ticket] = []
         self.answers: list[Answer] = []
-        self.how = "prefilled"
+        self.goes_on = extended is not None
         self.keeps, self.kept = keep or extended is not None, False
         service.check_answers(name, len(prompts) * asked.n)
         if extended is not None:
-            ticket, sampling, self.how = extended
+            ticket, sampling = extended
             self.tickets, self.sampling, self.answers = [ticket], [sampling], [Answer(0, prompts[0])]
             prompts = []
         try:
@@ -61,6 +61,13 @@ class Reader:
             self.close()
             raise
         self.tellers = [Teller(service.tokenizer, asked.stops) for _ in self.tickets]
+
+    @property
+    def how(self) -> str:
+        """What happened to its conversation; known with the first token."""
+        if not self.goes_on:
+            return "prefilled"
+        return "restored" if self.tickets[0].conversation.restored else "extended"
 
     def close(self) -> None:
         """Nobody reads any more. Answers that run are cancelled; a conversation that was to go on, but was not kept, is
@@ -124,7 +131,7 @@ class Reader:
             self.service.desk.forget(self.tickets[0])
             return
         self.kept = True
-        said = [essence(known) for known in [*asked.messages, message]]
+        said = past(asked, [*asked.messages, message])
         self.service.conversations.put((self.owner, asked.conversation, self.name), self.tickets[0], said)
 
     def own(self, answer: Answer, ids: bool) -> dict[str, Any]:
@@ -153,22 +160,22 @@ async def go_on(service: Service, asked: ChatRequest, name: str, owner: str | No
     """The reader of a conversation that goes on in its row; None: it begins, or must be read anew."""
     if asked.conversation is None or getattr(service.tokenizer, "chat_template", None) is None:
         return None
-    kept = service.conversations.take((owner or "", asked.conversation, name), list(map(essence, asked.messages)))
+    kept = service.conversations.take((owner or "", asked.conversation, name), past(asked, asked.messages))
     if kept is None:
         return None
     ticket, known = kept
     conversation = ticket.conversation
     try:
-        given = await reading(lambda: continuation(service.tokenizer, service.end, asked, len(known)))
+        given = await reading(lambda: continuation(service.tokenizer, service.end, asked, len(known) - 1))
         if conversation.tokens[-1] != service.end:  # the answer was cut off: its turn ends here
             given = [service.end, *given]
         before = [*conversation.tokens, *given]
         sampling = service.sampling(asked, len(before), goes_on=True)
-        again, how = service.desk.extend(ticket, given, sampling, asked.stops, asked.map)
+        again = service.desk.extend(ticket, given, sampling, asked.stops, asked.map)
     except BaseException:  # also a client that hangs up meanwhile
         service.desk.forget(ticket)
         raise
-    return Reader(service, asked, name, [before], owner, extended=(again, sampling, how))
+    return Reader(service, asked, name, [before], owner, extended=(again, sampling))
 
 
 class Streaming(StreamingResponse):

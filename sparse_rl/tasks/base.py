@@ -34,7 +34,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from ..errors import SparseRLError, check_count, nearest
-from ..files import names_python_file
+from ..files import VERIFIERS, names_python_file
 from .conversing import call_tools
 from .judging import graded, judged
 from .problem import Grade, Message, Prompt
@@ -43,7 +43,6 @@ from .verify import Limits, Pool, pool_for
 TaskType = TypeVar("TaskType", bound="Task")
 
 TASKS: dict[str, type[Task]] = {}
-VERIFIERS = "verifiers:"
 FAR = 1_000_000_000  # the first held-out prompt of an endless task without splits
 
 

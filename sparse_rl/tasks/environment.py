@@ -4,7 +4,8 @@ Like the services of replies.py it is asked and answers later. But it remembers 
 there, and it must be told when one ends. At the end it says what the conversation is worth (`Reply.graded`).
 
 A conversation whose reply is late is dropped, with the fault `timeout`. If the process gives no sign of life for as
-long, or dies, all its conversations end with a fault, and the next one starts a new process.
+long, or dies, all its conversations end with a fault, and the next one starts a new process. A process that holds no
+conversation and is silent is replaced at once: it may still hang in one that was dropped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .problem import Message, Prompt
 from .verify import START, how_ended
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from sparse_rl.tasks.verifiers_host import main; main()"
+BEAT = 1.0  # seconds between the process's signs of life
 _BAD_CALL = "no_tool"  # the name of a call that could not be read; a harness answers that there is no such tool
 
 
@@ -51,10 +53,10 @@ class Environment:
 
     def ask(self, key: Hashable, prompt: Prompt, messages: list[Message], last: bool = False) -> None:
         """Give it the model's turn. last: it was cut, and there will be no other."""
+        if self.process is not None and not self.due:
+            self._end_if_silent()
         if key not in self.open and len(messages) > len(prompt.text) + 1:
-            why = f"the process of {self.name} {self.ending}, and with it the conversation of prompt {prompt.index}"
-            self.lost.append((key, Reply(fault="error", problem=why)))
-            return
+            return self._lose(key, prompt)
         if self.process is None:
             self._start()
         if key not in self.open:
@@ -68,6 +70,8 @@ class Environment:
 
     def stop(self, key: Hashable, prompt: Prompt) -> None:
         """The conversation ends after what was said: ask for its grade."""
+        if key not in self.open:
+            return self._lose(key, prompt)
         self.last.discard(key)
         self.due[key] = time.monotonic() + self.deadline, prompt
         self._send({"key": self.open[key], "stop": True})
@@ -136,6 +140,8 @@ class Environment:
         raise SparseRLError(f"the environment {self.name} was not ready: its process {ending}.")
 
     def _send(self, message: dict[str, Any]) -> None:
+        if self.process is None:  # it ended meanwhile; whoever waits is told by `_late`
+            return
         self.outbox += json.dumps(message).encode() + b"\n"
         self._push()
 
@@ -216,6 +222,22 @@ class Environment:
             self.open.clear()
             self.last.clear()
         return found
+
+    def _end_if_silent(self) -> None:
+        """Nobody waits, so nobody has looked at its signs of life: do not give another turn to a process that hangs."""
+        self._messages(0.0)
+        silent, allowed = time.monotonic() - self.beat, self.deadline if self.open else min(self.deadline, 3 * BEAT)
+        if self.process is not None and silent > allowed:
+            self.end(patience=0.0)
+            self.ending = f"gave no sign of life for {silent:.0f} s"
+        if self.process is None:
+            self.open.clear()
+            self.last.clear()
+
+    def _lose(self, key: Hashable, prompt: Prompt) -> None:
+        """The process ended while the conversation's turn was sampled."""
+        why = f"the process of {self.name} {self.ending}, and with it the conversation of prompt {prompt.index}"
+        self.lost.append((key, Reply(fault="error", problem=why)))
 
     def _forget(self, key: Hashable) -> None:
         self.open.pop(key, None)

@@ -14,6 +14,7 @@ import json
 from typing import Any
 
 from ..errors import SparseRLError, require_int
+from ..files import OWN_HARNESS, VERIFIERS
 from .base import Task
 from .environment import Environment
 from .judging import finite, named_rewards
@@ -29,7 +30,7 @@ class Verifiers(Task):
         /,
         seed: int = 0,
         size: int | None = None,
-        harness: str = "chat",
+        harness: str = OWN_HARNESS,
         runtime: str = "subprocess",
         deadline: float = 60.0,
         **options: Any,
@@ -49,7 +50,7 @@ class Verifiers(Task):
             raise SparseRLError(f"verifiers: deadline is {deadline!r}; it must be a number of seconds above 0.")
         if size is not None:
             require_int(**{"verifiers: size": size})
-        self.name, self.seed = f"verifiers:{taskset}", seed
+        self.name, self.seed = f"{VERIFIERS}{taskset}", seed
         made = {"taskset": taskset, "size": size, "harness": harness, "runtime": runtime, "options": options}
         self._made_of, self._deadline = made, deadline
         self._idle: list[Environment] = []  # shared with copies of the task

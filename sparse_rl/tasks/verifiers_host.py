@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -33,8 +34,10 @@ from aiohttp import web  # pyright: ignore[reportMissingImports]
 from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 
+from ..files import OWN_HARNESS
+from .environment import BEAT
+
 HARNESS = "sparse_rl_chat"  # under which this module is known to verifiers' loader of plugins
-BEAT = 1.0  # seconds between signs of life
 MOST_BYTES = 64 << 20  # of a request
 LONGEST_LINE = 256 << 20
 __all__ = ["Chat"]
@@ -177,7 +180,7 @@ class Episode:
 class Host:
     def __init__(self, made: dict[str, Any], out: Any):
         self.out, self.episodes = out, {}
-        chat = made["harness"] == "chat"
+        chat = made["harness"] == OWN_HARNESS
         agent = {"harness": {"id": HARNESS if chat else made["harness"]}, "runtime": {"type": made["runtime"]}}
         config = {"taskset": {**made["options"], "id": made["taskset"]}}
         kind = vf.env_config_type(made["taskset"])
@@ -196,12 +199,13 @@ class Host:
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
         app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_post("/{key}/v1/chat/completions", self.complete)
+        secret = secrets.token_urlsafe(16)  # others on this machine, and pages in a browser, do not know it
+        app.router.add_post(f"/{secret}/{{key}}/v1/chat/completions", self.complete)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}"
         async with self.env.serving():
             self.send({"ready": {"prompts": self.prompts, "tools": await self.tools()}})
             beating, working = asyncio.create_task(self.beat()), set()

@@ -55,6 +55,8 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
         stop_ids=list(stop_ids),
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.eval.temperature,
+        max_turns=recipe.rollout.max_turns if task.converses else None,
+        max_given_tokens=recipe.rollout.max_given_tokens if task.converses else None,
         logits=recipe.model.logits,
         quantize=recipe.model.quantize,
     )

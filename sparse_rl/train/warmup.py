@@ -30,7 +30,7 @@ from .. import tasks
 from ..chat import Turns
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
-from ..files import names_python_file, read_lines, refuse_links_out, write_text, writing
+from ..files import names_code, read_lines, refuse_links_out, write_text, writing
 from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
@@ -287,7 +287,7 @@ class Warmup:
 
     @property
     def way_on(self) -> str:
-        trust = " --trust" if any(map(names_python_file, self.recipe.may_name_files().values())) else ""
+        trust = " --trust" if any(map(names_code, self.recipe.may_name_code().values())) else ""
         go_on = f"go on with: sparse-rl warmup {self.folder} --resume{trust}"
         if not self.saved:
             return go_on

@@ -1,12 +1,15 @@
 """A run folder may come from someone else: Python files that it names run only if the user says so."""
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
+from sparse_rl.cli.inherit import Trained, of_their_task, tasks_of
 from sparse_rl.config import load_recipe_to_run
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import refuse_foreign_code
+from sparse_rl.models import Record
 from tests.helpers.runs import run, write_recipe
 
 TASK = """
@@ -86,3 +89,46 @@ def test_what_counts_as_a_python_file(tmp_path, name):
         refuse_foreign_code(tmp_path, {"--rollout.compressor": name}, trust=False)
     refuse_foreign_code(tmp_path, {"--rollout.compressor": name}, trust=True)
     refuse_foreign_code(tmp_path, {"--rollout.compressor": "rkv", "--task.name": "gym:x.pyramid"}, trust=False)
+
+
+@pytest.mark.parametrize(
+    "task, option, said",
+    [
+        ({"name": "verifiers:this"}, "--task.name", "verifiers:this"),
+        ({"name": "verifiers:this", "harness": "that"}, "--task.harness", "verifiers:that"),
+        ({"name": "mixture", "tasks": ["sums", {"name": "verifiers:this"}]}, "--task.tasks.1.name", "verifiers:this"),
+        (
+            {"name": "mixture", "tasks": [{"name": "sums", "harness": "that"}]},
+            "--task.tasks.0.harness",
+            "verifiers:that",
+        ),
+    ],
+)
+def test_packages_that_verifiers_would_import_need_trust(tmp_path, task, option, said):
+    """A recipe of one's own may name them; a folder's may not, whatever else the command names."""
+    given = write_recipe(tmp_path, task=task)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(given, folder / "recipe.yaml")
+    own = [("task.name", task["name"])] if option == "--task.harness" else []
+    with pytest.raises(
+        SparseRLError, match=f"names the environment '{said}', .* name the package yourself with {option}"
+    ):
+        load_recipe_to_run(folder, own, trust=False)
+    load_recipe_to_run(folder, own, trust=True)
+    load_recipe_to_run(given, own, trust=False)
+
+
+def test_a_model_that_names_a_package_does_not_have_it_imported():
+    for record, bench in (
+        (Record(task="verifiers:this"), None),
+        (Record(task="verifiers:this", task_options={"harness": "that"}), "verifiers:this"),
+        (Record(task="mixture", task_options={"tasks": ["verifiers:this", "sums"]}), "mixture"),
+    ):
+        trained = [Trained("model", record)]
+        for trust in (False, True):
+            with (
+                nullcontext() if trust else pytest.raises(SparseRLError, match=r"model names the environment .*--trust")
+            ):
+                (name,) = tasks_of(trained, bench, trust)
+                of_their_task(trained, name, set(), {}, trust)

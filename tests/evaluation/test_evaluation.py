@@ -355,8 +355,3 @@ def test_mistakes_in_benchmarks_get_a_sentence(tmp_path, monkeypatch, bench, mes
     monkeypatch.chdir(tmp_path)
     done = run("tiny-sums", "--bench", bench)
     assert isinstance(done.exception, SparseRLError) and message in str(done.exception)
-
-
-def test_conversations_are_refused(tmp_path):
-    with pytest.raises(SparseRLError, match="calculator holds conversations, which this command does not"):
-        list(evaluate("tiny-sums", [Cache("dense")], Asked(["calculator"]), lambda _: tmp_path, print))

@@ -6,7 +6,7 @@ Models this small write no calls that a parser knows, so a stand-in for TRL's pa
 import pytest
 import torch
 
-from sparse_rl import Engine, token_logprobs
+from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.chat import Chats, Turns, converse
 from sparse_rl.errors import SparseRLError
 from sparse_rl.learn.correct import Correction
@@ -32,6 +32,7 @@ trl = pytest.importorskip("trl", minversion="1.12")
 from trl.trainer import grpo_trainer  # noqa: E402
 
 from sparse_rl.integrations.trl import TRACES, rollout_seed, use_sparse_rollouts  # noqa: E402
+from sparse_rl.integrations.trl_turns import OpenBatch  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -276,3 +277,28 @@ def test_a_tool_that_interrupts_leaves_no_row(sparse):
         sampler.generate([row.tolist() for row in torch.randint(2, 20, (2, 6))])
         sampler.generate([[3, 4, 5]])
     sampler.abandon_turns()
+
+
+def test_conversations_that_begin_alike_are_told_apart():
+    """Greedy members of a group say the same; one goes on and one ends, and TRL names them in any order."""
+    model = model_of()
+    prompt = list(range(2, 12))
+    for swapped in (False, True):
+        greedy = Sampling(NEW, 0.0, stop_ids=tuple(STOPS))
+        batch = OpenBatch(Engine(model, rows=2, **CACHE), [prompt, prompt], greedy, seed=0)
+        (first, _), (second, _) = batch.first_turns()
+        assert first == second and len(first) < NEW - 10
+        given = [5, 6, 7]
+        ((more, _),) = batch.next_turns([[*prompt, *first, *given]])
+        whole, short = [*first, *given, *more], first
+        completions = [short, whole] if swapped else [whole, short]
+        found = batch.close([prompt, prompt], completions)
+        assert [t.tokens.tolist() for t in found] == [[*prompt, *completion] for completion in completions]
+        assert [t.prompt_index for t in found] == [0, 1]
+
+
+def test_completions_that_were_changed_are_refused():
+    batch = OpenBatch(Engine(model_of(), rows=2, **CACHE), [[2, 3, 4]], Sampling(8), seed=0)
+    ((said, _),) = batch.first_turns()
+    with pytest.raises(SparseRLError, match="TRL has a conversation of 6 tokens that was not sampled so"):
+        batch.close([[2, 3, 4]], [[(said[0] + 1) % 20, *said[1:3]]])

@@ -78,6 +78,37 @@ def test_another_past_is_read_anew(running):
     assert again.model_extra["conversation"] == "prefilled"
 
 
+def test_other_tools_are_another_past(running):
+    """They are told before the first message, which a row that goes on has read already."""
+    address, _ = running
+    client = client_of(address)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    asked = {"extra_body": {"conversation": "tools"}, **SETTINGS}
+    for tools, hows in (([tool], ("prefilled", "extended")), ([tool, tool], ("prefilled", "extended"))):
+        _, messages = talk(client, "tools", TURNS[:1])  # without tools
+        for how in hows:
+            messages.append({"role": "user", "content": "2+2="})
+            answer = client.chat.completions.create(messages=messages, tools=tools, **asked)
+            assert answer.model_extra["conversation"] == how
+            messages.append(answer.choices[0].message.model_dump())
+    messages.append({"role": "user", "content": "2+2="})
+    more = {"conversation": "tools", "chat_template_kwargs": {"mood": "bad"}}
+    answer = client.chat.completions.create(messages=messages, tools=tools, **{**asked, "extra_body": more})
+    assert answer.model_extra["conversation"] == "prefilled"
+
+
+def test_a_row_that_was_made_again_says_so():
+    """Also where its copy is given up only after the client asked."""
+    with served(rows=2, dense_rows=0) as (address, service):
+        expected, _ = talk(client_of(address), "kept")
+        loop = service.desk.places["sums"].live._loop
+        loop.hold = loop.park_at_most = 0
+        again, _ = talk(client_of(address), "lost")
+        assert [answer.model_extra["conversation"] for answer in again] == ["prefilled"] + ["restored"] * 3
+        for mine, theirs in zip(again, expected, strict=True):
+            assert mine.choices[0].message.content == theirs.choices[0].message.content
+
+
 def test_a_conversation_belongs_to_its_key():
     with served(rows=2, dense_rows=0, api_keys=("a", "b")) as (address, service):
         _, messages = talk(client_of(address, "a"), "same name", TURNS[:1])
