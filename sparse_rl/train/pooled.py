@@ -29,7 +29,7 @@ WRITTEN = "pool.json"
 
 class RunPool:
     def __init__(self, recipe: Recipe, sampler: Sampler, world: World, terminal: TerminalTable):
-        settings, self.sampler, self.first = recipe.rollout, sampler, world.first
+        settings, self.sampler, self.first, self.terminal = recipe.rollout, sampler, world.first, terminal
         assert settings.pool is not None
         if sampler.chats is not None:
             raise SparseRLError(
@@ -57,8 +57,10 @@ class RunPool:
 
     def write(self, folder: Path, step: int) -> None:
         """The samplers of the first process, in place of what was written before."""
+        standings = self.pool.standings()
+        self.terminal.show_samplers(standings)
         if self.first:
-            write_text(folder / WRITTEN, json.dumps({"step": step, **self.pool.standings().to_dict()}) + "\n")
+            write_text(folder / WRITTEN, json.dumps({"step": step, **standings.to_dict()}) + "\n")
 
     def timing(self) -> dict[str, float]:
         """Of this process's samplers; counts are since the run was started."""
