@@ -43,3 +43,14 @@ def test_a_point_is_made_once(tmp_path):
         rows = [json.loads(line) for line in (tmp_path / "points.jsonl").open()]
         assert [row["rule"] for row in rows] == ["dense", "random", "random"]
     assert "| accuracy | prompt kept | 24 |" in table(rows) and "| random | yes | " in table(rows)
+
+
+@pytest.mark.slow
+def test_unequal_budgets_are_a_rule_and_are_noted(tmp_path):
+    few = ["--seeds", "1", "--budgets", "28", "--rules", "knorm+mass", "--prompts", "2", "--no-offline", "--new", "40"]
+    command = [sys.executable, compressors.__file__, "--out", str(tmp_path), "--train", "2"]
+    assert b"there is no rule knorm+mass" in subprocess.run([*command, *few], capture_output=True).stderr
+    few[5] = "window+mass"
+    subprocess.run([*command, *few], check=True, capture_output=True)
+    rows = [json.loads(line) for line in (tmp_path / "points.jsonl").open()]
+    assert [sum(row["layers"]) for row in rows if row["rule"] == "window+mass" and not row["protect"]] == [3 * 28]

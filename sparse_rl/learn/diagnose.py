@@ -73,13 +73,14 @@ def gap_since_eviction(
     """Mean |gap| in each quarter of the interval after an eviction, and before the first one. A token belongs to the
     query before it, which predicted it.
 
-    Every layer and head of a row evicts at the same moments, so the first head of the first layer tells when.
+    Every layer and head of a row evicts at the same moments, unless a layer with a larger budget has nothing to evict
+    yet; so the first heads of all layers tell when.
     """
     since = torch.full(gap.shape, -1, dtype=torch.int64)  # queries since the last eviction; -1: none yet
     for i, t in enumerate(trajectories):
         tokens = len(t.tokens)
         moments = torch.zeros(tokens + 1, dtype=torch.bool)
-        moments[t.trace.evicted_at[0, 0].to(torch.int64).clamp(max=tokens)] = True
+        moments[t.trace.evicted_at[:, 0].flatten().to(torch.int64).clamp(max=tokens)] = True
         query = torch.arange(tokens)
         last = torch.where(moments[:tokens], query, -1).cummax(0).values
         since[i, 1:tokens] = torch.where(last < 0, -1, query - last)[:-1]

@@ -50,7 +50,10 @@ def _without_ids(support: Support | None) -> Support | None:
 
 
 def first_head_trace(trace: Trace) -> Trace:
-    return Trace(trace.evicted_at[:1, :1].clone(), slots=trace.slots)
+    """Of one layer, or of every layer where they hold different numbers of slots: enough for all metrics."""
+    in_use = trace.slots_in_use()[:, 0]
+    layers = slice(1) if bool((in_use == in_use[0]).all()) else slice(None)
+    return Trace(trace.evicted_at[layers, :1].clone(), slots=trace.slots)
 
 
 def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepted: Tensor | None = None) -> StepRollout:

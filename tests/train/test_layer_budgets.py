@@ -10,11 +10,13 @@ import torch
 from sparse_rl import Engine, Sampling, SparseRLError, regret, token_logprobs
 from sparse_rl.cli import inherit
 from sparse_rl.compressors import make
+from sparse_rl.learn.diagnose import gap_since_eviction
 from sparse_rl.learn.score import hidden_states, replay_of
 from sparse_rl.models import load_model, read_record
-from sparse_rl.records import read_trajectories
+from sparse_rl.records import kv_tokens_saved, mean_entries, read_trajectories
 from sparse_rl.rollout.text import generate
 from sparse_rl.train.allocate import Choices, allocate, choose_budgets, costs, curve_at, envelope, grid_of
+from sparse_rl.train.merge import first_head_trace
 from sparse_rl.train.run import plan_run, train
 from tests.helpers.models import prompts_of, tiny
 from tests.helpers.runs import recipe, run
@@ -61,6 +63,23 @@ def test_commands_inherit_them_with_their_budget(folder):
     model, tokenizer = load_model(trained.model)
     said = [generate(model, tokenizer, ["3 5 2 ="], max_new_tokens=4, budget=budget) for budget in (None, 38)]
     assert all(said)
+
+
+@pytest.mark.parametrize("layers", [[16, 26, 18], [26, 16, 18], [20, 20, 20]])
+def test_what_processes_tell_each_other_is_enough_for_the_metrics(layers):
+    """Layer 0 may be one that evicts later than others."""
+    engine = Engine(tiny("llama"), make("rkv", layer_budgets=layers), 20, 4, rows=2)
+    done = engine.generate(prompts_of(9, seed=2), 2, Sampling(30, stop_ids=()))
+    told = [replace(t, trace=first_head_trace(t.trace)) for t in done]
+    assert told[0].trace.evicted_at.shape[:2] == ((1, 1) if len(set(layers)) == 1 else (3, 1))
+    assert kv_tokens_saved(told) == pytest.approx(kv_tokens_saved(done), rel=1e-12)
+    assert mean_entries(told[0]) == pytest.approx(mean_entries(done[0]), rel=1e-12)
+    gap, mask = torch.rand(2, 39), torch.arange(39).expand(2, -1) >= 9
+    found = gap_since_eviction(gap, mask, done, 4)
+    assert found == gap_since_eviction(gap, mask, told, 4)
+    first = min(layers) + 4  # the first query after an eviction
+    before = gap[:, 9 : first + 1].double().mean().item()
+    assert found["gap/abs/before_eviction"] == pytest.approx(before, rel=1e-6)
 
 
 def test_mistakes_get_a_sentence():
