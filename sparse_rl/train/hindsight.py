@@ -90,10 +90,12 @@ def _newest(run: Path) -> list[tuple[int, Path]]:
 
 
 def _trajectories(run: Path, samples: Path) -> Iterable[Trajectory]:
-    for path in (samples, samples / "trajectories.jsonl", samples / "traces", samples / "regret"):
+    names = ("trajectories.jsonl", "traces", "supports", "regret")
+    for path in (samples, *(samples / name for name in names)):
         if not lies_in(path, run):
             raise SparseRLError(f"{path} is a link out of the run's folder; put a file or folder in its place.")
-    return read_trajectories(samples)
+    there = (samples / "trajectories.jsonl").is_file()  # else the run is about to write it
+    return read_trajectories(samples) if there else ()
 
 
 def _nearest(run: Path, recipe: Recipe, step: int) -> tuple[int, str]:
