@@ -109,6 +109,19 @@ def test_a_link_out_of_the_run_is_not_followed(copied, tmp_path):
     with pytest.raises(SparseRLError, match="is a link out of the run's folder"):
         write_hindsights(copied)
     assert not list((tmp_path / "elsewhere").iterdir())
+    (samples / "regret").unlink()
+    shutil.move(copied / "recipe.yaml", tmp_path / "recipe.yaml")
+    (copied / "recipe.yaml").symlink_to(tmp_path / "recipe.yaml")
+    with pytest.raises(SparseRLError, match=r"recipe.yaml is a link"):
+        write_hindsights(copied)
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(copied):
+    """A stranger's run may have any number as a prompt's."""
+    for lines in copied.glob("samples/*/trajectories.jsonl"):
+        lines.write_text(lines.read_text().replace('"prompt_index": ', '"prompt_index": ' + "9" * 300))
+    with pytest.raises(SparseRLError, match="could not be written"):
+        write_hindsights(copied)
 
 
 GOOD = Hindsight(1, torch.rand(2, 2, 3), torch.tensor([0], dtype=torch.int32), torch.zeros(1, 3))
