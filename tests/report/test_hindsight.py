@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 import zlib
 
@@ -133,6 +134,7 @@ GOOD = Hindsight(1, torch.rand(2, 2, 3), torch.tensor([0], dtype=torch.int32), t
         (lambda path: path.write_bytes(b"x"), "cannot be read"),
         (lambda path: path.symlink_to("/etc/passwd"), "a link out of its folder"),
         (lambda path: path.mkdir(), "is not a file"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "has 1,099,511,627,776 bytes, too many for a map"),
         (lambda path: Hindsight(1, GOOD.mass[:1], GOOD.tokens, GOOD.changes).save(path), "of [1, 2, 3] layers"),
         (lambda path: Hindsight(1, -GOOD.mass, GOOD.tokens, GOOD.changes).save(path), "a negative mass"),
         (lambda path: Hindsight(1, GOOD.mass, GOOD.tokens + 3, GOOD.changes).save(path), "names token 3 of 3"),
