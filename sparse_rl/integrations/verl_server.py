@@ -101,7 +101,8 @@ class RolloutServer:
         self.model, self.tokenizer = load_model(model, config.dtype)
         self.device = next(self.model.parameters()).device
         self.max_tokens = config.max_model_len or config.prompt_length + config.response_length
-        if (context := context_of(self.model.config.get_text_config())) is not None and self.max_tokens > context:
+        shape: Any = self.model.config
+        if (context := context_of(shape.get_text_config())) is not None and self.max_tokens > context:
             raise SparseRLError(
                 f"{KEY} asks for {self.max_tokens} tokens, a prompt with its answer, but the model reads {context}; "
                 "lower max_model_len, or prompt_length and response_length."

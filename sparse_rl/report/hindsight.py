@@ -25,7 +25,7 @@ MOST = 64  # tokens given back that the page lists
 KEPT, HEADER = (
     1024,
     100_000,
-)  # tokens given back, and bytes beside numbers, that a file may hold: it may be a stranger's
+)  # tokens given back, and bytes beside numbers, that a file may hold
 
 
 def read_hindsight(samples: Path, trace: str, shape: tuple[int, int, int]) -> tuple[dict[str, Any] | None, str | None]:
