@@ -34,12 +34,24 @@ def report(
     if kind not in FORMATS:
         raise SparseRLError(f"there is no format {kind!r}; {nearest(kind, FORMATS)}")
     if regret:
-        from ..report.read import find_runs
-        from ..train.hindsight import write_hindsights
-
-        for run in find_runs(runs)[0]:
-            typer.echo(f"{run}: {write_hindsights(run)}")
+        _compute_regret(runs)
     if live:
         serve(runs, port, typer.echo)
         return
     typer.echo(write(runs, out or Path(f"report.{kind}"), kind))
+
+
+def _compute_regret(runs: list[Path]) -> None:
+    """For every run. One that has none, or cannot be asked, is told and keeps the others from nothing."""
+    from ..report.read import find_runs
+    from ..train.hindsight import write_hindsights
+
+    found, failed = find_runs(runs)[0], []
+    for run in found:
+        try:
+            typer.echo(f"{run}: {write_hindsights(run)}")
+        except SparseRLError as error:
+            failed.append(error)
+            if len(failed) == len(found):
+                raise
+            typer.echo(f"{run}: no regret: {error}", err=True)

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import save
 from verl.plugin.platform import get_platform  # pyright: ignore[reportMissingImports]
 from verl.utils.device import get_resource_name  # pyright: ignore[reportMissingImports]
+from verl.utils.fs import copy_to_local  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.base import BaseRollout  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.utils import ensure_async_iterator  # pyright: ignore[reportMissingImports]
@@ -38,7 +39,8 @@ class Replica(RolloutReplica):
             )
         if self.is_reward_model or self.is_teacher_model:
             raise SparseRLError("sparse rollouts sample from the actor alone; choose vllm or sglang for other models.")
-        node, devices = await self.workers[0].__ray_call__.remote(place_of)
+        path, shm = _get(self.model_config, "path"), bool(_get(self.model_config, "use_shm"))
+        node, devices, model = await self.workers[0].__ray_call__.remote(place_of, path, shm)
         never_set = {name: "1" for name in get_platform().ray_noset_envvars()}
         actor: Any = ray.remote(RolloutServer).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
@@ -48,7 +50,7 @@ class Replica(RolloutReplica):
         )
         server = actor.remote(
             config=self.config,
-            model=_get(self.model_config, "local_path") or _get(self.model_config, "path"),
+            model=model,
             replica_rank=self.replica_rank,
             shares=self.rollout_mode != RolloutMode.STANDALONE,
             devices=devices,
@@ -58,11 +60,11 @@ class Replica(RolloutReplica):
         self._server_address = server_name(self.replica_rank, self.name_suffix)  # a label: there is no HTTP
 
 
-def place_of(_: Any) -> tuple[str, str | None]:
-    """(node, visible devices) of the worker that runs this."""
+def place_of(_: Any, path: str, shm: bool) -> tuple[str, str | None, str]:
+    """(node, visible devices, model) of the worker that runs this. What lies in HDFS is copied to the node."""
     context = ray.get_runtime_context()
     found = context.get_accelerator_ids().get(get_resource_name()) or [None]
-    return context.get_node_id(), found[0]
+    return context.get_node_id(), found[0], copy_to_local(path, use_shm=shm)
 
 
 def _get(config: Any, name: str) -> Any:
@@ -103,7 +105,10 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Send (name, tensor) pairs in parts, through host memory."""
         if wire_format != "named_tensors":
-            raise SparseRLError(f"weights come as {wire_format}; sparse rollouts need checkpoint_engine.backend=naive.")
+            raise SparseRLError(
+                f"weights come as {wire_format}, but sparse rollouts need whole tensors; choose "
+                "another checkpoint_engine.backend, such as naive or nccl."
+            )
         if peft_config is not None:
             raise SparseRLError("verl sends adapters alone; set actor_rollout_ref.model.lora.merge=True.")
         most = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20

@@ -13,24 +13,34 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors.torch import load
-from torch import nn
 
 from ..compressors import make
 from ..errors import SparseRLError, nearest, require_int
 from ..models import load_model, stop_ids
+from ..models.support import context_of
 from ..rollout import Engine, Sampling
 from ..serve.desk import Desk, Event, Place, Ticket
+from ..serve.protocol import Refusal
+from .verl_weights import Arrived, copy_weights, missing
 
 KEY = "actor_rollout_ref.rollout"
 PLACE = "verl"
 ABORTED = "aborted"
 # What a request may bring that must have no effect: vLLM has it, and our sampler does not.
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
+# What verl's configuration may hold, and vLLM does, that would change answers: only this is accepted.
+ONLY = {
+    "quantization": None,
+    "enable_rollout_routing_replay": False,
+    "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+}
+# Calls that Ray makes of a server at a time: replica.py's max_concurrency. All may be requests that wait for a row.
+CALLS = 1000, 16
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +62,26 @@ class Settings:
             if name not in known:
                 raise SparseRLError(f"{KEY}.engine_kwargs.sparse_rl has no key {name!r}; {nearest(name, known)}")
         require_int(**{f"{KEY}.engine_kwargs.sparse_rl.rows": given.get("rows", cls.rows)})
-        return cls(**given)
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def check_config(config: Any) -> None:
+    """Refuse settings of verl's RolloutConfig that its other servers follow and ours would ignore."""
+    for name, only in ONLY.items():
+        if (value := getattr(config, name, only)) != only:
+            raise SparseRLError(f"{KEY}.{name} is {value}, which sparse rollouts do not have; leave it at {only}.")
+    mtp = getattr(config, "mtp", None)
+    if mtp is not None and mtp.enable and mtp.enable_rollout:
+        raise SparseRLError(f"{KEY}.mtp.enable_rollout is True, but sparse rollouts draft nothing; set it to False.")
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What the desk refuses, as an error that Ray can carry to verl: a Refusal does not survive pickle."""
+    try:
+        yield
+    except Refusal as error:
+        raise SparseRLError(error.message) from error
 
 
 class RolloutServer:
@@ -68,20 +97,28 @@ class RolloutServer:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
         self.config, self.replica_rank = config, replica_rank
         self.settings = Settings.of(config.engine_kwargs)
+        check_config(config)
         self.model, self.tokenizer = load_model(model, config.dtype)
         self.device = next(self.model.parameters()).device
         self.max_tokens = config.max_model_len or config.prompt_length + config.response_length
+        shape: Any = self.model.config
+        if (context := context_of(shape.get_text_config())) is not None and self.max_tokens > context:
+            raise SparseRLError(
+                f"{KEY} asks for {self.max_tokens} tokens, a prompt with its answer, but the model reads {context}; "
+                "lower max_model_len, or prompt_length and response_length."
+            )
         self.global_steps: int | None = None
         self.frees = bool(config.free_cache_engine) and shares
         self.desk: Desk | None = None
         self._running: list[tuple[str, Ticket]] = []  # verl may use an id twice
-        self._arrived: set[int] = set()  # parameters of an update that goes on, by identity
-        self._rejects = self._warned = False
-        self._admits = asyncio.Event()  # requests are taken: not between abort and resume
-        self._awake = asyncio.Event()  # there is a cache: not while the trainer has the memory
-        self._admits.set()
-        self._open_desk()
-        self._awake.set()
+        self._arrived: Arrived = {}  # of an update that goes on
+        self._warned = False
+        self._admits = True  # requests are taken: not between abort and resume
+        self._rejects = False  # those that come between them are sent away, else they wait
+        self._awake = True  # there is a cache: not while the trainer has the memory
+        self._gate = asyncio.Condition()  # tells whoever waits that one of the three has changed
+        self._memory = asyncio.Lock()  # one of sleep, wake_up and update_weights at a time
+        self.desk = self._opened()
 
     # ------------------------------------------------------------------------------------------------- answers
 
@@ -101,22 +138,22 @@ class RolloutServer:
             raise SparseRLError("a request brings images, video or audio, which sparse rollouts do not support.")
         prompt = [int(token) for token in prompt_ids]
         sampling, strings, seed, wants_logprobs = self.sampling_of(sampling_params, len(prompt), request_id)
-        while not (self._admits.is_set() and self._awake.is_set()):
-            if self._rejects:
-                return self._answer([], None, ABORTED)
-            await self._admits.wait()
-            await self._awake.wait()
+        async with self._gate:
+            await self._gate.wait_for(lambda: self._rejects or (self._admits and self._awake))
+        if self._rejects:
+            return self._answer([], None, ABORTED)
         assert self.desk is not None
-        ticket = self.desk.submit(PLACE, prompt, sampling, seed, 0, strings)
-        self._running.append(entry := (request_id, ticket))
         tokens, logprobs, reason = [], [], "completed"
-        try:
-            async for event in self.desk.events(ticket):
-                tokens += event.tokens
-                logprobs += event.logprobs
-                reason = ABORTED if event.finish_reason == ABORTED else reason
-        finally:
-            self._running.remove(entry)
+        with plainly():
+            ticket = self.desk.submit(PLACE, prompt, sampling, seed, 0, strings)
+            self._running.append(entry := (request_id, ticket))
+            try:
+                async for event in self.desk.events(ticket):
+                    tokens += event.tokens
+                    logprobs += event.logprobs
+                    reason = ABORTED if event.finish_reason == ABORTED else reason
+            finally:
+                self._running.remove(entry)
         return self._answer(tokens, logprobs if wants_logprobs else None, reason)
 
     def _answer(self, tokens: list[int], logprobs: list[float] | None, reason: str) -> Any:
@@ -129,7 +166,7 @@ class RolloutServer:
         self, asked: Mapping[str, Any], prompt_tokens: int, request_id: str
     ) -> tuple[Sampling, list[str], int, bool]:
         """(settings, stop strings, seed, whether log-probs are wanted) of a request in vLLM's words."""
-        asked = dict(asked)
+        asked = {name: value for name, value in asked.items() if value is not None}
         room = self.max_tokens - prompt_tokens
         if room < 1:
             raise SparseRLError(
@@ -138,16 +175,17 @@ class RolloutServer:
             )
         config = self.config
         default = min(config.response_length, config.prompt_length + config.response_length - prompt_tokens)
-        limits = [asked.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
-        limit = next((limit for limit in limits if limit is not None), default)
+        limits = [asked.pop(name) for name in ("max_tokens", "max_new_tokens") if name in asked]
+        limit = (limits or [default])[0]
         top_k, top_p = asked.pop("top_k", -1), float(asked.pop("top_p", 1.0))
-        strings = asked.pop("stop", None) or []
+        strings = asked.pop("stop", [])
         stops = set(stop_ids(self.model, self.tokenizer)) if not asked.pop("ignore_eos", config.ignore_eos) else set()
-        stops |= set(asked.pop("stop_token_ids", None) or [])
+        stops |= set(asked.pop("stop_token_ids", []))
         logprobs = asked.pop("logprobs", False)
         seed, chosen = asked.pop("seed", None), asked.pop("temperature", 1.0)
+        asked.setdefault("repetition_penalty", getattr(config, "repetition_penalty", 1.0))
         for name, neutral in NEUTRAL.items():
-            if (value := asked.pop(name, None)) not in (None, neutral):
+            if (value := asked.pop(name, neutral)) != neutral:
                 raise SparseRLError(f"{name} is {value}, which sparse rollouts do not have; leave it at {neutral}.")
         if asked:
             raise SparseRLError(f"a request brings {sorted(asked)[0]!r}, which sparse rollouts do not know; omit it.")
@@ -176,8 +214,7 @@ class RolloutServer:
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """End all answers with what they have, and take no more until `resume_generation`."""
-        self._admits.clear()
-        self._rejects = reject_request
+        await self._turn(_admits=False, _rejects=reject_request)
         names = [self._abort(*entry) for entry in self._running]
         return {"aborted_count": len(names), "request_ids": names}
 
@@ -192,8 +229,13 @@ class RolloutServer:
         return request_id
 
     async def resume_generation(self) -> None:
-        self._rejects = False
-        self._admits.set()
+        await self._turn(_admits=True, _rejects=False)
+
+    async def _turn(self, **to: bool) -> None:
+        async with self._gate:
+            for name, value in to.items():
+                setattr(self, name, value)
+            self._gate.notify_all()
 
     async def wait_for_requests_to_drain(self) -> None:
         while self._running:
@@ -201,22 +243,25 @@ class RolloutServer:
 
     async def sleep(self) -> None:
         """Give cache and weights back to the trainer's GPU; answers that run are waited for."""
-        if not self.frees or self.desk is None:
+        if not self.frees:
             return
-        self._awake.clear()
-        await self.wait_for_requests_to_drain()
-        await asyncio.to_thread(self.desk.stop)
-        self.desk = None
-        self._move("cpu")
+        async with self._memory:
+            await self._turn(_awake=False)
+            await self.wait_for_requests_to_drain()
+            if self.desk is not None:
+                await asyncio.to_thread(self.desk.stop)
+                self.desk = None
+            self._move("cpu")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """tags: `weights`, `kv_cache`; None: both"""
-        if self.desk is not None:
-            return
-        self._move(self.device)
-        if tags is None or "kv_cache" in tags:
-            await asyncio.to_thread(self._open_desk)
-            self._awake.set()
+        async with self._memory:
+            if self.desk is None:
+                self._move(self.device)
+                if tags is not None and "kv_cache" not in tags:
+                    return
+                self.desk = await asyncio.to_thread(self._opened)
+            await self._turn(_awake=True)
 
     async def release_kv_cache(self) -> None:
         await self.sleep()
@@ -233,19 +278,20 @@ class RolloutServer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _open_desk(self) -> None:
+    def _opened(self) -> Desk:
         settings = self.settings
         compressor = make(settings.compressor, **settings.options)
         engine = Engine(self.model, compressor, settings.budget, settings.interval, settings.rows, self.max_tokens)
         engine.version = self.global_steps or 0
 
         def open_engine(engine: Engine) -> Any:
-            waiting = max(1000, self.config.max_num_seqs)  # verl's clients have no more requests than this
+            waiting = max(CALLS[0], self.config.max_num_seqs + CALLS[1])
             sizes = {"prompt_tokens": self.max_tokens - 1, "max_tokens": self.max_tokens}
             return engine.open(**sizes, waiting=waiting, hold=0, park=0, tokenizer=self.tokenizer)
 
-        self.desk = Desk({PLACE: Place(engine, open_engine)})
-        self.desk.start()
+        desk = Desk({PLACE: Place(engine, open_engine)})
+        desk.start()
+        return desk
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -256,12 +302,13 @@ class RolloutServer:
             copy_weights(self.model, part, self._arrived)
 
         try:
-            await (self.desk.work(job) if self.desk is not None else asyncio.to_thread(job))
+            async with self._memory:
+                with plainly():
+                    await (self.desk.work(job) if self.desk is not None else asyncio.to_thread(job))
             if not last:
                 return
-            missing = [name for name, own in self.model.named_parameters() if id(own) not in self._arrived]
-            if missing:
-                raise SparseRLError(f"{len(missing)} weights did not come, such as {missing[0]}; check verl's model.")
+            if lacking := missing(self.model, self._arrived):
+                raise SparseRLError(f"{len(lacking)} weights did not come, such as {lacking[0]}; check verl's model.")
         except BaseException:
             self._arrived.clear()
             raise
@@ -282,18 +329,3 @@ class RolloutServer:
 
     async def stop_profile(self) -> None:
         """The same."""
-
-
-@torch.no_grad()
-def copy_weights(model: nn.Module, part: bytes, arrived: set[int]) -> None:
-    """In place, so that captured steps stay; notes the parameters that came. All of a part fit, or none is copied."""
-    own = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-    tensors = load(part)
-    for name, tensor in tensors.items():
-        if name not in own:
-            raise SparseRLError(f"verl sends {name!r:.100}, which the model does not have.")
-        if tensor.shape != own[name].shape:
-            raise SparseRLError(f"{name} has shape {list(tensor.shape)} in verl, but {list(own[name].shape)} here.")
-    for name, tensor in tensors.items():
-        own[name].copy_(tensor)
-        arrived.add(id(own[name]))

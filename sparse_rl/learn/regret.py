@@ -31,6 +31,7 @@ from ..cache import Trace
 from ..cache.segments import Observed
 from ..cache.trace import never
 from ..errors import SparseRLError
+from .routes import routes_in_order
 from .score import batch_logprobs, hidden_states, replay_of, routes_of
 
 BLOCK = 128  # queries whose logits exist at a time
@@ -166,16 +167,23 @@ def give_back(trace: Trace, chosen: Tensor) -> Trace:
 def counterfactuals(
     model: nn.Module, tokens: Tensor, trace: Trace, others: Sequence[Trace], temperature: float = 1.0, rows: int = 8
 ) -> Tensor:
-    """How the log-prob of every token would change under other traces, `rows` of them in a forward pass. fp32 [n, T]"""
+    """How the log-prob of every token would change under other traces, `rows` of them in a forward pass. fp32 [n, T]
+
+    Where traces have routes, every pass goes through those experts.
+    """
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens).to(device)
     found = []
     traces = [trace, *others]
+    if len({it.routes is None for it in traces}) > 1:
+        raise SparseRLError("some of the traces have routes and others have none; compare traces that are alike.")
     for start in range(0, len(traces), rows):
         part = [(tokens, it) for it in traces[start : start + rows]]
         repeated = tokens.expand(len(part), -1)
         targets = (torch.arange(len(tokens), device=device) > 0).expand_as(repeated)
-        found.append(batch_logprobs(model, repeated, targets, temperature, replay_of(model, part)).cpu())
+        taken = [it.routes for _, it in part if it.routes is not None]
+        routes = routes_in_order(model, taken, torch.tensor([len(tokens)] * len(taken))) if taken else None
+        found.append(batch_logprobs(model, repeated, targets, temperature, replay_of(model, part), routes).cpu())
     logprobs = torch.cat(found)
     return logprobs[1:] - logprobs[0]
 

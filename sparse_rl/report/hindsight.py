@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import math
 import os
 import stat
 import zlib
@@ -21,6 +22,10 @@ from ..files import lies_in
 
 FINE = 100.0  # the scale of mass is linear below 1 / FINE and logarithmic above
 MOST = 64  # tokens given back that the page lists
+KEPT, HEADER = (
+    1024,
+    100_000,
+)  # tokens given back, and bytes beside numbers, that a file may hold
 
 
 def read_hindsight(samples: Path, trace: str, shape: tuple[int, int, int]) -> tuple[dict[str, Any] | None, str | None]:
@@ -34,6 +39,8 @@ def read_hindsight(samples: Path, trace: str, shape: tuple[int, int, int]) -> tu
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
             return None, "its regret is not a file"
+        if about.st_size > 4 * (math.prod(shape) + KEPT * (shape[2] + 1)) + HEADER:
+            return None, f"its regret has {about.st_size:,} bytes, too many for a map of {list(shape)}"
         shown, found = encoded(path, about.st_mtime_ns, about.st_size)
     except (SparseRLError, OSError, UnicodeError) as error:
         return None, f"{error!s:.200}".replace(f"{samples}/", "").rstrip(".")

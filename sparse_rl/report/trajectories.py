@@ -32,29 +32,45 @@ SPACE = 12_000_000  # bytes of their JSON
 
 
 def read_samples(folder: Path, most: int = MOST, space: int = SPACE) -> tuple[list[dict[str, Any]], list[str]]:
-    """Trajectories of the newest steps, and notes on what is omitted. Maps get the space that the texts leave."""
+    """Trajectories of the newest steps, and notes on what is omitted. Maps get the space that the texts leave, and
+    regret the space that the maps leave.
+    """
     notes: list[str] = []
     chosen, used = _newest(folder, most, space // 2, notes)
     for done, (title, samples, line, shown) in enumerate(chosen):
         found, why = read_map(samples, line)
         if why is not None:
             notes.append(f"{title} has no map: {why}")
-        if found is not None:
-            shape = (found["layers"], found["heads"], found["tokens"])
-            regret, why = read_hindsight(samples, line["trace"], shape)
-            found = found if regret is None else {**found, "regret": regret}
-            if why is not None:
-                notes.append(f"{title} has no regret: {why}")
-        used += len(json.dumps(found))
+        size = len(json.dumps(found))
+        used += size
         if used > space:
+            used -= size
             omitted = f"the maps of {len(chosen) - done} of {len(chosen)} trajectories are omitted"
             notes.append(f"{omitted}: all would take more than {space / 1e6:.1f} MB")
             break
         shown["map"] = found
+    _add_regret([it for it in chosen if it[-1]["map"] is not None], space - used, notes)
     return [shown for *_, shown in chosen], notes
 
 
 Chosen = tuple[str, Path, dict[str, Any], dict[str, Any]]  # title, folder, line of the file, what the page shows
+
+
+def _add_regret(chosen: list[Chosen], space: int, notes: list[str]) -> None:
+    """To the maps of trajectories, newest first, while it fits."""
+    for done, (title, samples, line, shown) in enumerate(chosen):
+        where = shown["map"]
+        regret, why = read_hindsight(samples, line["trace"], (where["layers"], where["heads"], where["tokens"]))
+        if why is not None:
+            notes.append(f"{title} has no regret: {why}")
+        if regret is None:
+            continue
+        space -= len(json.dumps(regret))
+        if space < 0:
+            omitted = f"the regret of {len(chosen) - done} of {len(chosen)} trajectories is omitted"
+            notes.append(f"{omitted}: there is no space for it beside the maps")
+            break
+        shown["map"] = {**where, "regret": regret}
 
 
 def _newest(folder: Path, most: int, space: int, notes: list[str]) -> tuple[list[Chosen], int]:

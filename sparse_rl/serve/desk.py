@@ -320,13 +320,13 @@ class Desk:
         """An engine that failed has lost its conversations; it is opened again."""
         message = f"the engine failed ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})."
         with self._wake:
+            if place.live is not None:
+                place.live.close()  # before anybody is told: who asks again must not be let into what has failed
             lost = [key for key in self._tickets if key[0] == name]
             tickets = [self._tickets.pop(key) for key in lost]
             self.counts.failed += len(tickets)
         for ticket in tickets:
             ticket.tell(Event([], [], error=Refusal(500, message, "server_error")))
-        if place.live is not None:
-            place.live.close()
         place.live = place.open(place.engine)
 
     def _close(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from ..cache.hindsight import Hindsight
 from ..config import Recipe, load_recipe
 from ..errors import SparseRLError
-from ..files import find_checkpoints, lies_in, writing
+from ..files import find_checkpoints, lies_in, refuse_links_out, writing
 from ..learn.regret import counterfactuals, give_back, regret
 from ..models import load_model
 from ..models.names import needs_hub
@@ -58,13 +58,16 @@ def hindsight(model: nn.Module, trajectory: Trajectory, step: int, temperature: 
 
 def write_hindsights(run: Path, most: int = MOST) -> Done:
     """Compute what is missing for the newest completions of a run, and write each beside its trace."""
+    refuse_links_out(run, ["recipe.yaml", "samples", "checkpoints"])
     recipe, done, wanted = load_recipe(str(run / "recipe.yaml")), Done(), {}
     stored = ((step, samples, t) for step, samples in _newest(run) for t in _trajectories(run, samples))
     for step, samples, trajectory in itertools.islice(stored, most):
         path = samples / "regret" / f"{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
+        with writing(path):
+            there = path.is_file()
         if trajectory.beacon_id is not None:
             done.with_beacons += 1
-        elif path.is_file():
+        elif there:
             done.there += 1
         else:
             weights = _nearest(run, recipe, step - 1 - recipe.rollout.ahead)
@@ -90,10 +93,12 @@ def _newest(run: Path) -> list[tuple[int, Path]]:
 
 
 def _trajectories(run: Path, samples: Path) -> Iterable[Trajectory]:
-    for path in (samples, samples / "trajectories.jsonl", samples / "traces", samples / "regret"):
+    names = ("trajectories.jsonl", "traces", "supports", "regret")
+    for path in (samples, *(samples / name for name in names)):
         if not lies_in(path, run):
             raise SparseRLError(f"{path} is a link out of the run's folder; put a file or folder in its place.")
-    return read_trajectories(samples)
+    there = (samples / "trajectories.jsonl").is_file()  # else the run is about to write it
+    return read_trajectories(samples) if there else ()
 
 
 def _nearest(run: Path, recipe: Recipe, step: int) -> tuple[int, str]:
@@ -104,7 +109,7 @@ def _nearest(run: Path, recipe: Recipe, step: int) -> tuple[int, str]:
         found.append((0, start))
     if not found:
         raise SparseRLError(
-            f"{run} has no checkpoint, and its model {start} is not on this machine; regret needs weights. Train with "
-            "run.checkpoint_every above 0."
+            f"{run} has no checkpoint, and its model {start} is not on this machine; regret needs weights. Fetch the "
+            "model, or let the run reach a checkpoint (run.checkpoint_every)."
         )
     return min(found, key=lambda it: (abs(it[0] - step), it[0]))

@@ -7,6 +7,8 @@ there.
 import asyncio
 import importlib.util
 import os
+import pickle
+import time
 from argparse import Namespace
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 from safetensors.torch import save
 
 from sparse_rl import Engine, Sampling, SparseRLError, load_model, token_logprobs
-from sparse_rl.integrations.verl_server import RolloutServer, Settings, copy_weights
+from sparse_rl.integrations.verl_server import RolloutServer, Settings, check_config
+from sparse_rl.integrations.verl_weights import copy_weights, missing
 from sparse_rl.models import stop_ids
 from tests.helpers import peers
 
@@ -97,6 +100,11 @@ def test_requests_are_read_as_vllm_s(verl):
             server.sampling_of({}, 120, "a")
         with pytest.raises(SparseRLError, match="images"):
             await server.generate(PROMPT, {}, "a", image_data=[1])
+        nothing = dict.fromkeys(("max_tokens", "top_k", "temperature", "stop", "seed", "prompt_logprobs", "min_p"))
+        assert server.sampling_of(nothing, 10, "a")[0] == server.sampling_of({}, 10, "a")[0]
+        server.config.repetition_penalty = 1.2  # verl's vLLM server has it where a request has none
+        with pytest.raises(SparseRLError, match=r"repetition_penalty is 1.2"):
+            server.sampling_of({}, 10, "a")
 
     serve(work)
 
@@ -151,6 +159,94 @@ def test_memory_goes_to_the_trainer_and_back(verl, shares):
     serve(work, shares=shares)
 
 
+def test_an_engine_that_fails_tells_verl_why_and_goes_on(verl):
+    def fail():
+        raise RuntimeError("out of memory")
+
+    async def work(server):
+        live = server.desk.places["verl"].live
+        close, live.step, live.close = live.close, fail, lambda: (time.sleep(0.1), close())
+        errors = await asyncio.gather(ask(server, "a"), ask(server, "b"), return_exceptions=True)
+        again = (await asyncio.gather(ask(server, "a"), return_exceptions=True))[0]  # at once: heard, not lost
+        assert "try again" in str(again) or again.stop_reason == "completed"
+        while server.desk.places["verl"].live is live:
+            await asyncio.sleep(0)
+        errors += await asyncio.gather(server.generate([10**6], {}, "c"), return_exceptions=True)
+        assert server._running == [] and server.desk.open == 0
+        assert (await ask(server, "d")).stop_reason == "completed"
+        return [pickle.loads(pickle.dumps(error)) for error in errors]  # as Ray hands them over
+
+    errors = serve(work)
+    assert all(type(error) is SparseRLError for error in errors)
+    assert ["out of memory" in str(error) for error in errors] == [True, True, False] and "1000000" in str(errors[2])
+
+
+def test_a_request_whose_client_is_gone_leaves_nothing_behind(verl):
+    async def work(server):
+        gone = asyncio.create_task(ask(server, "gone", ignore_eos=True))
+        while not server.desk.counts.generated_tokens:
+            await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert gone.cancelled() and server._running == []
+        while server.desk.open or server.desk.rows_in_use:
+            await asyncio.sleep(0)
+        await server.sleep()  # waits for nobody
+
+    serve(work)
+
+
+def test_as_many_requests_may_wait_as_ray_lets_in(verl):
+    """Replica.max_concurrency of verl: those that run and those that wait, before the first one has a row."""
+
+    async def work(server):
+        tasks = [asyncio.create_task(ask(server, str(i))) for i in range(1024 + 16)]
+        while len(server._running) < len(tasks) and not any(task.done() for task in tasks):
+            await asyncio.sleep(0)
+        await server.abort_all_requests()
+        return await asyncio.gather(*tasks)
+
+    assert len(serve(work, max_num_seqs=1024)) == 1040
+
+
+def test_memory_is_moved_by_one_at_a_time(verl, monkeypatch):
+    async def work(server):
+        first = asyncio.create_task(ask(server, "first", ignore_eos=True))
+        while not server._running:
+            await asyncio.sleep(0)
+        sleeps = asyncio.create_task(server.sleep())  # while an answer runs
+        await asyncio.sleep(0)
+        await asyncio.gather(sleeps, server.sleep(), server.wake_up())
+        assert len((await first).token_ids) == 60
+        assert (await ask(server, "second")).stop_reason == "completed"  # awake: that was asked last
+        await server.sleep()
+        moved = []
+        monkeypatch.setattr(server, "_move", moved.append)
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(Engine, "open", lambda *_, **__: 1 / 0)
+            await server.wake_up()
+        await server.wake_up(["weights"])
+        await server.sleep()  # the trainer's step failed between the two halves
+        assert moved == [server.device, server.device, "cpu"]
+        await server.wake_up()
+        assert (await ask(server, "third")).stop_reason == "completed"
+
+    serve(work)
+
+
+def test_a_request_that_waits_is_sent_away_when_its_server_leaves(verl):
+    async def work(server):
+        await server.sleep()
+        waits = asyncio.create_task(ask(server, "a"))
+        await asyncio.sleep(0.02)
+        assert not waits.done()
+        await server.abort_all_requests(reject_request=True)  # no resume is near: another server shall have it
+        sent = await waits
+        assert (sent.stop_reason, sent.token_ids) == ("aborted", [])
+
+    serve(work)
+
+
 def parts(model, count):
     named = list(model.state_dict().items())
     return [save({n: t.clone() for n, t in named[i::count]}) for i in range(count)]
@@ -191,7 +287,7 @@ def test_weights_that_do_not_fit_or_do_not_come_are_refused(verl):
         ({name: torch.zeros(3)}, r"has shape \[3\] in verl"),
     ):
         with pytest.raises(SparseRLError, match=said):
-            copy_weights(model, save(tensors), set())
+            copy_weights(model, save(tensors), {})
     assert torch.equal(parameter, kept)
 
     async def work(server):
@@ -204,7 +300,67 @@ def test_weights_that_do_not_fit_or_do_not_come_are_refused(verl):
     serve(work)
 
 
+def test_experts_come_one_by_one(verl):
+    """As verl's FSDP engine sends them (unfuse_moe_params)."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = dict(vocab_size=20, hidden_size=8, intermediate_size=8, moe_intermediate_size=6, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=3, num_experts_per_tok=2)
+    models = [Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads)) for _ in range(2)]
+    sent = {}
+    for name, tensor in models[0].state_dict().items():
+        base = name.rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for i, (gate, up) in enumerate(tensor.chunk(2, dim=1) for tensor in tensor.split(1)):
+                sent[f"{base}.{i}.gate_proj.weight"] = gate[0].contiguous()
+                sent[f"{base}.{i}.up_proj.weight"] = up[0].contiguous()
+        elif name.endswith("experts.down_proj"):
+            sent |= {f"{base}.{i}.down_proj.weight": one.clone() for i, one in enumerate(tensor)}
+        else:
+            sent[name] = tensor.clone()
+    if REAL_VERL:
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        theirs = dict(unfuse_moe_params(models[0].state_dict().items(), "qwen3_moe"))
+        assert theirs.keys() == sent.keys() and all(torch.equal(theirs[name], sent[name]) for name in sent)
+    names, arrived = list(sent), {}
+    last = next(name for name in names if ".1.up_proj" in name)
+    copy_weights(models[1], save({name: sent[name] for name in names if name != last}), arrived)
+    (lacking,) = missing(models[1], arrived)
+    assert lacking.endswith("layers.0.mlp.experts.gate_up_proj")
+    copy_weights(models[1], save({last: sent[last]}), arrived)
+    assert missing(models[1], arrived) == []
+    for (name, one), other in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    for wrong in (last.replace(".1.", ".3."), last.replace("experts", "others")):
+        with pytest.raises(SparseRLError, match="which the model does not have"):
+            copy_weights(models[1], save({wrong: sent[last]}), arrived)
+    with pytest.raises(SparseRLError, match=r"has shape \[6, 8\] in verl, but \[8, 6\] here"):
+        copy_weights(models[1], save({last.replace("up_proj", "down_proj"): sent[last]}), arrived)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization": "fp8"}, "rollout.quantization is fp8, which sparse rollouts do not have; leave it at None"),
+        ({"enable_rollout_routing_replay": True}, "enable_rollout_routing_replay is True"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is raw_logprobs"),
+        ({"mtp": Namespace(enable=True, enable_rollout=True)}, "mtp.enable_rollout is True"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(verl, changes, said):
+    check_config(config(mtp=Namespace(enable=True, enable_rollout=False)))
+    with pytest.raises(SparseRLError, match=said):
+        check_config(config(**changes))
+
+
+def test_a_length_that_the_model_cannot_read_is_refused(verl):
+    with pytest.raises(SparseRLError, match=r"asks for 5000 tokens, a prompt .*, but the model reads 4096"):
+        serve(None, max_model_len=None, prompt_length=1000, response_length=4000)
+
+
 def test_settings_are_closed(verl):
+    assert Settings.of({"sparse_rl": {"budget": None, "options": None}}) == Settings()
     assert Settings.of({}) == Settings()
     assert Settings.of({"sparse_rl": {"budget": 64}}).budget == 64
     with pytest.raises(SparseRLError, match=r"engine_kwargs.sparse_rl has no key 'budgte'; did you mean 'budget'"):
@@ -271,6 +427,8 @@ def test_verl_s_own_client_manager_and_workers(tmp_path):
             third = await answers()
             await replica.abort_all_requests()
             await replica.resume_generation()
+            with pytest.raises(SparseRLError, match="1000000"):  # what we refuse arrives as it was said
+                await client.generate("r", prompt_ids=[10**6], sampling_params=params)
             return first, second, third
 
         first, second, third = asyncio.run(work())

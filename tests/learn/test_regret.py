@@ -1,6 +1,7 @@
 """Regret against loops and against the model's own attention; counterfactuals against explicit log-probs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,23 @@ def test_the_best_choice_has_no_excess(llama):
         traced = trace.evicted_at.to(torch.int64).scatter(2, chosen, 16).to(torch.uint16)
         excess = regret(llama, tokens, Trace(traced), "dense").excess[..., 1]
         assert (excess > 0.1).all() if largest else (excess.abs() < 1e-5).all()
+
+
+def test_counterfactuals_go_through_the_sampler_s_experts():
+    """Routes that the model would not choose, so that it matters."""
+    model = tiny("qwen3-moe")
+    engine = Engine(model, "rkv", budget=12, interval=4, rows=2, record_routes=True)
+    t = engine.generate(prompts_of(20), sampling=Sampling(40))[0]
+    trace = replace(t.trace, routes=t.trace.routes.roll(1, 0))
+    other = give_back(trace, torch.tensor(True))
+    (change,) = counterfactuals(model, t.tokens, trace, [other])
+    with torch.no_grad():
+        after, before = (token_logprobs(model, t.tokens, it) for it in (other, trace))
+        free = [token_logprobs(model, t.tokens, replace(it, routes=None)) for it in (other, trace)]
+    torch.testing.assert_close(change, after - before, atol=1e-5, rtol=0)
+    assert (change - (free[0] - free[1])).abs().max() > 1e-4
+    with pytest.raises(SparseRLError, match="some of the traces have routes"):
+        counterfactuals(model, t.tokens, trace, [replace(other, routes=None)])
 
 
 def test_counterfactuals_are_exact(llama):

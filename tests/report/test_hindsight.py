@@ -2,22 +2,25 @@
 
 import base64
 import json
+import os
 import shutil
 import zlib
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from sparse_rl import SparseRLError, give_back, regret, token_logprobs
 from sparse_rl.cache.hindsight import Hindsight
 from sparse_rl.cli import app
 from sparse_rl.config import load_recipe
+from sparse_rl.files import names_python_file
 from sparse_rl.models import load_model
 from sparse_rl.records import read_trajectories
 from sparse_rl.report.document import document
-from sparse_rl.report.trajectories import read_samples
+from sparse_rl.report.trajectories import _add_regret, _newest, read_map, read_samples
 from sparse_rl.train.hindsight import _nearest, write_hindsights
 from tests.helpers.planted_runs import LINE, STEPS, plant, sample
 
@@ -107,6 +110,19 @@ def test_a_link_out_of_the_run_is_not_followed(copied, tmp_path):
     with pytest.raises(SparseRLError, match="is a link out of the run's folder"):
         write_hindsights(copied)
     assert not list((tmp_path / "elsewhere").iterdir())
+    (samples / "regret").unlink()
+    shutil.move(copied / "recipe.yaml", tmp_path / "recipe.yaml")
+    (copied / "recipe.yaml").symlink_to(tmp_path / "recipe.yaml")
+    with pytest.raises(SparseRLError, match=r"recipe.yaml is a link"):
+        write_hindsights(copied)
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(copied):
+    """A stranger's run may have any number as a prompt's."""
+    for lines in copied.glob("samples/*/trajectories.jsonl"):
+        lines.write_text(lines.read_text().replace('"prompt_index": ', '"prompt_index": ' + "9" * 300))
+    with pytest.raises(SparseRLError, match="could not be written"):
+        write_hindsights(copied)
 
 
 GOOD = Hindsight(1, torch.rand(2, 2, 3), torch.tensor([0], dtype=torch.int32), torch.zeros(1, 3))
@@ -118,6 +134,7 @@ GOOD = Hindsight(1, torch.rand(2, 2, 3), torch.tensor([0], dtype=torch.int32), t
         (lambda path: path.write_bytes(b"x"), "cannot be read"),
         (lambda path: path.symlink_to("/etc/passwd"), "a link out of its folder"),
         (lambda path: path.mkdir(), "is not a file"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "has 1,099,511,627,776 bytes, too many for a map"),
         (lambda path: Hindsight(1, GOOD.mass[:1], GOOD.tokens, GOOD.changes).save(path), "of [1, 2, 3] layers"),
         (lambda path: Hindsight(1, -GOOD.mass, GOOD.tokens, GOOD.changes).save(path), "a negative mass"),
         (lambda path: Hindsight(1, GOOD.mass, GOOD.tokens + 3, GOOD.changes).save(path), "names token 3 of 3"),
@@ -147,3 +164,51 @@ def test_a_whole_file_is_shown_and_a_new_one_replaces_it(tmp_path):
         (shown,), notes = read_samples(run)
         assert (shown["map"]["regret"]["top"], shown["map"]["regret"]["step"]) == (top, 7)
         assert not any("regret" in note for note in notes)
+
+
+def test_a_run_that_cannot_be_asked_does_not_keep_the_others_from_it(copied, tmp_path):
+    bare = plant(tmp_path / "bare", STEPS, recipe="model: {name: tiny-sums}\ntask: {name: sums}\n")
+    out = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(bare), str(copied), "--regret", "-o", str(out)])
+    assert result.exit_code == 0 and out.is_file()
+    assert "bare: no regret" in result.output and "kept no completions" in result.output
+    assert "completions computed" in result.output
+    out.unlink()
+    result = CliRunner().invoke(app, ["report", str(bare), "--regret", "-o", str(out)])
+    assert isinstance(result.exception, SparseRLError) and not out.is_file()
+
+
+def test_a_step_that_is_being_written_is_passed_over(copied):
+    count = sum(1 for _ in stored(copied))
+    (copied / "samples" / "step-000099" / "traces").mkdir(parents=True)
+    assert write_hindsights(copied).computed == count
+
+
+def test_a_foreign_run_runs_nothing(copied, tmp_path):
+    """Its recipe names Python files for all that it may."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    recipe = copied / "recipe.yaml"
+    data = yaml.safe_load(recipe.read_text())
+    data["task"] = {"name": str(tmp_path / "evil.py")}
+    data["rollout"]["compressor"] = str(tmp_path / "evil.py")
+    recipe.write_text(yaml.safe_dump(data))
+    assert names_python_file(next(iter(load_recipe(str(recipe)).may_name_code().values())))
+    assert write_hindsights(copied).computed > 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_regret_takes_no_space_from_the_maps(copied):
+    write_hindsights(copied)
+    whole, _ = read_samples(copied)
+    sizes = [len(json.dumps(t["map"]["regret"])) for t in whole]
+    maps = [{**t["map"], "regret": None} for t in whole]
+    for fit in (0, 1, len(sizes)):
+        notes, (chosen, _) = [], _newest(copied, 64, 10**9, [])
+        for _, samples, line, shown in chosen:
+            shown["map"], _ = read_map(samples, line)
+        _add_regret(chosen, sum(sizes[:fit]), notes)
+        found = [shown["map"] for *_, shown in chosen]
+        assert ["regret" in it for it in found] == [i < fit for i in range(len(sizes))]
+        assert [{**it, "regret": None} for it in found] == maps
+        omitted = f"the regret of {len(sizes) - fit} of {len(sizes)} trajectories is omitted"
+        assert any(omitted in note for note in notes) == (fit < len(sizes))

@@ -542,10 +542,17 @@ def test_a_map_that_cannot_be_read_is_said_so(show):
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u202egnp\x00\u2066\ud800"
 
 
+def with_regret(gone, tokens):
+    """A map whose trajectory missed some tokens."""
+    changes = np.full((len(tokens), gone.shape[-1]), 1000, "<i2")
+    mass = (gone != NEVER).astype(np.uint8) * 200
+    regret = {"step": 5, "top": 2.0, "mass": deflated(mass), "tokens": tokens, "total": [1.5] * len(tokens)}
+    return {**packed(gone), "regret": {**regret, "changes": deflated(changes)}}
+
+
 def test_hostile_text_is_text(show):
-    t = trajectory(
-        tokens=10, prompt=2, verdict=HOSTILE, finish=HOSTILE, gone=evictions(1, 1, 10, 4), pieces=[HOSTILE] * 10
-    )
+    where = with_regret(evictions(1, 1, 10, 4), [3, 5])
+    t = trajectory(tokens=10, prompt=2, verdict=HOSTILE, finish=HOSTILE, map=where, pieces=[HOSTILE] * 10)
     names = (HOSTILE, f"student/{HOSTILE}/kl", f"time/{HOSTILE}", "time/step", "reward/mean")
     planted = {name: curve([1, 2], [0.5, 0.75]) for name in names}
     verdict = [{"level": "bad", "text": HOSTILE, "figure": HOSTILE, "value": 1.0}]
@@ -563,8 +570,11 @@ def test_hostile_text_is_text(show):
     hover(tab, canvas(tab, "Reward"), 0)
     canvas(tab, "Students")
     canvas(tab, "time goes")
+    tab.locator("#m-worst button").first.click()
+    assert shown in tab.locator("#m-worst [role=status]").text_content()
     tab.locator("#tokens .t").nth(5).hover()
     for place in (
+        "#m-worst",
         "#chips",
         "#verdicts",
         "#notes",
@@ -587,7 +597,8 @@ def test_hostile_text_is_text(show):
 @pytest.mark.parametrize("dark", [False, True])
 def test_phone_width_and_dark(show, dark):
     long = "runs/" + "a-name-without-an-end" * 6
-    t = trajectory(tokens=200, gone=evictions(4, 4, 200, 40), verdict="x" * 80)
+    where = with_regret(evictions(4, 4, 200, 40), list(range(8)))
+    t = trajectory(tokens=200, map=where, verdict="x" * 80, pieces=["p" * 90] * 200)
     a = run(long, trajectories=[t], notes=["n" * 200], command="c" * 400)
     tab = show(
         document(a, run("b"), differences=[{"key": "k" * 80, "values": ["v" * 200, None]}]),
@@ -596,6 +607,7 @@ def test_phone_width_and_dark(show, dark):
         has_touch=True,
     )
     tab.wait_for_selector("#m-canvas", state="visible")
+    tab.wait_for_selector("#m-worst", state="visible")
     assert tab.evaluate("document.documentElement.scrollWidth") == 360
     wide = """all => all.filter(n => n.getBoundingClientRect().right > 361 && !n.closest('.wide'))
         .map(n => n.id || n.className)"""
