@@ -502,8 +502,10 @@ def test_the_map_tells_what_was_missed_and_the_text_what_giving_back_changes(sho
     assert text.evaluate_all("all => all.map(t => t.className)") == plain
 
     tab.locator("#t-list .item").nth(1).click()  # one without regret
-    tab.wait_for_selector("#m-worst", state="hidden")
+    tab.wait_for_selector("#m-colour option[value=missed]", state="detached")
     assert tab.eval_on_selector("#m-colour", "s => [...s.options].map(o => o.value)") == ["kept", "evicted"]
+    tab.wait_for_selector("#m-canvas", state="visible")
+    assert tab.is_hidden("#m-worst")
 
 
 @pytest.mark.parametrize("dark", [False, True])
