@@ -15,7 +15,7 @@ from torch import Tensor
 from ..cache import LayerSlots
 from ..cache.formats import KINDS
 from . import device
-from .jit import jit
+from .jit import jit, product
 
 _CODES = {None: 0, "fp8": 1, "int8": 2}
 
@@ -89,8 +89,8 @@ def _norm_and_rotate(x, there, d, weight, cos, sin, eps, DIM: tl.constexpr, NORM
             there = there.to(tl.float32) * scale  # pyright: ignore[reportPossiblyUnboundVariable]
             there = (w * there.to(x.dtype).to(tl.float32)).to(x.dtype)
         turned = tl.where((d < DIM // 2)[None, :], -there.to(tl.float32), there.to(tl.float32))
-        a = (result.to(tl.float32) * cos.to(tl.float32)[None, :]).to(x.dtype)
-        b = (turned * sin.to(tl.float32)[None, :]).to(x.dtype)
+        a = product(result.to(tl.float32), cos.to(tl.float32)[None, :]).to(x.dtype)
+        b = product(turned, sin.to(tl.float32)[None, :]).to(x.dtype)
         result = (a.to(tl.float32) + b.to(tl.float32)).to(x.dtype)
     return result
 

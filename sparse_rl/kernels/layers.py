@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import device
-from .jit import jit
+from .jit import jit, product
 
 # ---------------------------------------------------------------------------------------------------- add, then norm
 
@@ -184,8 +184,8 @@ def _turned(x, y, cos_x, cos_y, sin_x, sin_y, BACKWARD: tl.constexpr):
     if BACKWARD:  # in fp32, rounded when it is stored
         first, second = wide_x * cos_x + wide_y * sin_y, wide_y * cos_y - wide_x * sin_x
     else:
-        first = (wide_x * cos_x).to(x.dtype).to(tl.float32) + (-wide_y * sin_x).to(x.dtype).to(tl.float32)
-        second = (wide_y * cos_y).to(x.dtype).to(tl.float32) + (wide_x * sin_y).to(x.dtype).to(tl.float32)
+        first = product(wide_x, cos_x).to(x.dtype).to(tl.float32) + product(-wide_y, sin_x).to(x.dtype).to(tl.float32)
+        second = product(wide_y, cos_y).to(x.dtype).to(tl.float32) + product(wide_x, sin_y).to(x.dtype).to(tl.float32)
     return first, second
 
 

@@ -3,12 +3,14 @@
     TRITON_INTERPRET=0 python -m tests.helpers.compiled_kernels 80 86 89 90 [--dims 64,128,256]
 
 The launchers of sparse_rl/kernels run with tensors on the CPU, so types, alignment and tiles are those of a real call;
-a launch only compiles, down to the machine code of ptxas. Prints one JSON object per kernel, GPU and case.
+a launch only compiles, down to the machine code of ptxas. Prints one JSON object per kernel, GPU and case: its shared
+memory, and how many multiply-adds of a half precision it has, which round a sum but not its product.
 """
 
 import argparse
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import torch
@@ -45,7 +47,9 @@ class Compiler:
     def compile(self, kernel: JITFunction, *args, **options) -> None:
         compiled = run(kernel, *args, **{**options, "warmup": True})
         key = self.capability, kernel.fn.__name__, self.case
-        self.found[key] = max(self.found.get(key, 0), compiled.metadata.shared)
+        shared, fused = self.found.get(key, (0, 0))
+        count = len(re.findall(r"\bfma\.rn\.b?f16", compiled.asm["ptx"]))
+        self.found[key] = max(shared, compiled.metadata.shared), fused + count
 
 
 run = JITFunction.run
@@ -171,8 +175,8 @@ def main() -> None:
                     learning(dtype, dim, **extra)
                 eviction(dtype, dim)
                 learning_rotation(dtype, dim)
-    for (capability, kernel, case), shared in compiler.found.items():
-        print(json.dumps(dict(capability=capability, kernel=kernel, case=case, shared=shared)))
+    for (capability, kernel, case), (shared, fused) in compiler.found.items():
+        print(json.dumps(dict(capability=capability, kernel=kernel, case=case, shared=shared, fused=fused)))
 
 
 if __name__ == "__main__":
