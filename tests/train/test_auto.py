@@ -74,6 +74,8 @@ def test_what_is_chosen_for_a_gpu_fits_it_and_nothing_faster_does(processes):
 
 
 def test_a_run_records_its_choice_and_keeps_it(tmp_path, monkeypatch):
+    """As on a machine without a GPU, wherever the test runs: without its memory there is nothing to choose by."""
+    monkeypatch.setattr(auto, "device_memory", lambda: None)
     given, folder = write_recipe(tmp_path, **AUTO, **SMALL), tmp_path / "run"
     done = run("train", given, "--out", folder)
     assert done.returncode == 0, done.stderr
