@@ -16,6 +16,8 @@ of their own that share the device (under CUDA MPS where there is one), and what
 time is short all runs are stopped at the same step, so that methods are compared after as many updates; `--keep`
 gathers what should be kept (no weights) in one file, again every minute.
 
+notes are conversations: a tool's replies are most of what rows hold, and `--option forget_given 1` lets them go first.
+
 gsm8k differs from the generated tasks: its problems are files (--data), warm-up is one round of three epochs, dense is
 compared with sparse-rl-released and shadow, the prompt is not protected, all 1,319 test problems are asked, and the
 warm start is also asked greedily and eight times (avg@8, pass@8).
@@ -55,6 +57,7 @@ KEPT = 16 * 2**20 - 2**18  # bytes of the file of what is kept
 PROBED = {
     "countdown": (32, 48, 64, 80, 96, 128, 192),
     "stories": (160, 168, 176, 192, 208, 224, 256),
+    "notes": (96, 128, 192, 256, 384, 512, 1024),
     FILES: (48, 64, 80, 96, 112, 128, 160),
 }
 
@@ -76,7 +79,7 @@ class Block:
     micro_batch_tokens: int | None  # None: as many as fit with all runs on one device of 139 GiB
     compressor: str
     interval: int
-    protect_prompt: bool
+    options: tuple[tuple[str, object], ...]  # of the compressor
     warm_steps: tuple[int, ...]  # of each round
     enough: float  # held-out accuracy at which warm-up ends
     too_much: float  # and above which the round before it is taken, if that was good enough to start from
@@ -114,8 +117,8 @@ class Block:
         """Keys of a recipe that say what rollouts run on; None: a dense cache."""
         if budget is None:
             return {"rollout.compressor": "dense", "rollout.compressor_options": "{}"}
-        options = json.dumps({"protect_prompt": self.protect_prompt})
         sizes = {"rollout.budget": str(budget), "rollout.interval": str(self.interval)}
+        options = json.dumps(dict(self.options))
         return {"rollout.compressor": self.compressor, "rollout.compressor_options": options, **sizes}
 
     def keys(self, keys: Mapping[str, object]) -> list[str]:
@@ -549,7 +552,8 @@ def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, 
     cache: dict[str, object] = {"compressor": DENSE}
     if budget is not None:
         cache = {"compressor": block.compressor, "budget": budget, "interval": block.interval}
-        cache |= {"compressor.protect_prompt": str(block.protect_prompt).lower()}
+        typed = {name: value if isinstance(value, str) else json.dumps(value) for name, value in block.options}
+        cache |= {f"compressor.{name}": value for name, value in typed.items()}
     options = {
         **cache,
         "bench": block.task,
@@ -563,6 +567,7 @@ def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, 
         "top-p": 1,
         "seed": block.seed,
         **({"data": block.data} if block.task == FILES else {}),
+        **{name.replace("_", "-"): recipe_value(block, "rollout", name) for name in limits_of_turns(block)},
         **{f"{block.task}.{name}": value for name, value in task_options(block).items()},
         **changed,
     }
@@ -595,6 +600,11 @@ def recipe(block: Block) -> dict:
     import sparse_rl
 
     return yaml.safe_load((Path(sparse_rl.__file__).parent / "recipes" / f"smollm2-{block.task}.yaml").read_text())
+
+
+def limits_of_turns(block: Block) -> list[str]:
+    """Keys of the recipe that bound conversations."""
+    return [name for name in ("max_turns", "max_given_tokens") if name in recipe(block)["rollout"]]
 
 
 def recipe_value(block: Block, section: str, name: str) -> str:
@@ -742,11 +752,14 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--compressor", default="rkv")
         stage.add_argument("--interval", type=int, default=16)
         stage.add_argument("--evict-prompt", action="store_true", help="do not protect the prompt")
+        stage.add_argument(
+            "--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of the compressor"
+        )
         stage.add_argument("--warm-steps", type=numbers, help="steps of each round of warm-up")
         stage.add_argument("--enough", type=float, default=0.3, help="held-out accuracy at which warm-up ends")
         stage.add_argument("--problems", type=int, help="of an evaluation; default: 1000, or all of gsm8k")
         stage.add_argument("--samples", type=int, default=2)
-        stage.add_argument("--eval-rows", type=int, default=512)
+        stage.add_argument("--eval-rows", type=int, help="default: 512; 128 for conversations, which are long")
         stage.add_argument(
             "--every-cache", action="store_true", help="evaluate every run on every budget: trained x deployed"
         )
@@ -760,16 +773,28 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def options_of(given: Sequence[Sequence[str]]) -> list[tuple[str, object]]:
+    """Options of the compressor as they were typed; a word is a word."""
+    found: list[tuple[str, object]] = []
+    for name, text in given:
+        try:
+            found.append((name, json.loads(text)))
+        except ValueError:
+            found.append((name, text))
+    return found
+
+
 def block_of(args: argparse.Namespace) -> Block:
     files = args.task == FILES
     args.methods = args.methods or ("dense,sparse-rl-released,shadow" if files else METHODS)
     args.warm_steps = args.warm_steps or ((350,) if files else (200, 100, 100, 100))
     args.problems = args.problems or (None if files else 1000)
+    args.eval_rows = args.eval_rows or (128 if args.task == "notes" else 512)
     same = {field.name for field in fields(Block)} & set(vars(args)) - {"methods"}
     return Block(
         **{name: getattr(args, name) for name in same},
         methods=tuple(part for part in args.methods.split(",") if part),
-        protect_prompt=not (args.evict_prompt or files),
+        options=(("protect_prompt", not (args.evict_prompt or files)), *options_of(args.option)),
         too_much=0.6,
         least=0.2,
         more=tuple(map(tuple, args.set)),

@@ -35,6 +35,17 @@ def test_its_keys_are_keys_of_the_recipes(task):
         assert (warm.task.options["seed"], recipe.task.options["seed"]) == (5, 100)
 
 
+def test_conversations_are_evaluated_under_the_limits_and_the_options_of_training():
+    asked = block("notes", "--option", "forget_given", "1", "--option", "pool", "avg", "--set", "task.likes", "7")
+    options = {"protect_prompt": True, "forget_given": 1, "pool": "avg"}
+    assert json.loads(asked.cache(96)["rollout.compressor_options"]) == options
+    command = smollm2.eval_arguments(asked, Path("model"), 96, Path("out"))
+    given = dict(zip(command[2::2], command[3::2]))
+    assert (given["--max-turns"], given["--max-given-tokens"], given["--notes.likes"]) == ("9", "512", "7")
+    assert (given["--compressor.forget_given"], given["--compressor.pool"]) == ("1", "avg")
+    assert given["--rows"] == "128" and block("notes", "--eval-rows", "64").eval_rows == 64
+
+
 def test_evaluations_of_gsm8k_ask_all_of_its_test_problems():
     asked = block("gsm8k")
     assert [arm.name for arm in asked.arms()] == ["dense", "sparse-rl-released-96", "shadow-96"]
