@@ -89,6 +89,7 @@ def converse(
         waiting=together,
         conversations=together,
         park=together,  # so that none has to be read again, which is exact only up to rounding
+        patience=None,
     )
     with opened as live, Replies(task) as replies:
         hall = _Hall(live, replies, task, chats, prompts, sampling, turns, on_end)

@@ -285,6 +285,7 @@ class Engine:
         hold_seconds: float | None = None,
         park: int | None = None,
         tokenizer=None,
+        patience: float | None = 0.0,
     ) -> LiveEngine:
         """Open the engine for conversations (live.py): prompts of up to `prompt_tokens`, `max_tokens` in all.
 
@@ -293,7 +294,8 @@ class Engine:
         are rows, and those that wait). `hold`: rows of conversations that stopped are held at most (all), for
         `hold_seconds` (until others need the row); then they are parked in host memory, at most `park` of them (four
         times as many as there are rows), and go on to the bit; then only their traces are kept, and they go on up to
-        rounding. `tokenizer`: for stop strings.
+        rounding. `patience`: seconds for which a held row is kept from others, because its conversation may soon go on;
+        None: as long as that costs less than moving it. `tokenizer`: for stop strings.
         """
         require_int(prompt_tokens=prompt_tokens, waiting=waiting)
         require_int(at_least=prompt_tokens + 1, max_tokens=max_tokens)
@@ -305,7 +307,7 @@ class Engine:
         self.check([], Sampling())
         call = self._call(prompt_tokens, sampling or Sampling(), [], max_tokens)
         return LiveEngine(
-            self, call, prompt_tokens, max_tokens, waiting, conversations, hold, hold_seconds, park, tokenizer
+            self, call, prompt_tokens, max_tokens, waiting, conversations, hold, hold_seconds, park, tokenizer, patience
         )
 
     def decoder(self, sampling: Sampling | None) -> Decoder:

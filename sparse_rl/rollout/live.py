@@ -54,6 +54,7 @@ class LiveEngine:
         hold_seconds: float | None,
         park: int,
         tokenizer=None,
+        patience: float | None = 0.0,
     ):
         self.engine, self.prompt_tokens, self.max_tokens, self.tokenizer = engine, prompt_tokens, max_tokens, tokenizer
         self.most_waiting, self.most_conversations = waiting, conversations
@@ -64,7 +65,7 @@ class LiveEngine:
         self._waiting = self._submitted = 0
         self.closed = False
         try:
-            self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park)
+            self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park, patience)
         except BaseException as error:
             self._leave(error)
             raise
@@ -189,7 +190,7 @@ class LiveEngine:
 
     def run(self) -> None:
         """Rounds until every conversation has stopped."""
-        while not self.idle:
+        while not self.idle or self._loop.queue:
             self.step()
 
     def trajectory(self, conversation: Conversation) -> Trajectory:

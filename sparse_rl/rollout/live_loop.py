@@ -8,6 +8,7 @@ again, equal up to rounding.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Trace
+from ..errors import SparseRLError
 from ..kernels.twins_sample import room_of
 from .conversation import Conversation, Parked
 from .decode import as_trace
@@ -30,10 +32,30 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+_COPIED = 6e9  # bytes that a GPU and pageable host memory exchange in a second
+
+
 class LiveLoop(Loop):
-    def __init__(self, engine: Engine, max_tokens: int, hold: int, hold_seconds: float | None, park: int):
-        """hold: rows that are held at most; hold_seconds: for how long; park: rows in host memory at most"""
+    def __init__(
+        self,
+        engine: Engine,
+        max_tokens: int,
+        hold: int,
+        hold_seconds: float | None,
+        park: int,
+        patience: float | None = 0.0,
+    ):
+        """hold: rows that are held at most; hold_seconds: for how long; park: rows in host memory at most; patience:
+        seconds for which a held row is not given to another conversation; None: until they have cost as much as moving
+        the row to host memory and back, which stops all rows while one that waits stops one
+        """
         super().__init__(engine, None)
+        if patience is None:
+            moving = 0.0 if self.device.type == "cpu" else 2 * self.cache.nbytes / engine.rows / _COPIED
+            patience = moving * engine.rows
+        if not 0 <= patience < math.inf:
+            raise SparseRLError(f"patience is {patience}; give seconds, at least 0, or None.")
+        self.patience = patience
         self.max_tokens, self.hold, self.hold_seconds, self.park_at_most = max_tokens, hold, hold_seconds, park
         self.queue: deque[Conversation] = deque()  # those that need a row
         self.alive: dict[int, Conversation] = {}  # by number
@@ -47,7 +69,9 @@ class LiveLoop(Loop):
 
     @property
     def idle(self) -> bool:
-        return not (self.queue or self.running or self.feeding)
+        if self.running or self.feeding:
+            return False
+        return not (self.queue and (self.free_rows() or self.yielding()))
 
     def of(self, row: Row) -> Conversation:
         return self.alive[row.sample_index]
@@ -77,10 +101,15 @@ class LiveLoop(Loop):
         taken = self.running.keys() | self.feeding.keys() | self.held.keys()
         return [row for row in range(self.engine.rows) if row not in taken]
 
+    def yielding(self) -> list[int]:
+        """Held rows that others may have, the longest held first."""
+        before = time.monotonic() - self.patience
+        return [row for row, sequence in self.held.items() if self.of(sequence).since <= before]
+
     def admit(self) -> bool:
         """Conversations that need a row get one, in their order; held rows make room."""
         missing = len(self.queue) - len(self.free_rows())
-        self.park(list(self.held)[: max(0, missing)])
+        self.park(self.yielding()[: max(0, missing)])
         free = self.free_rows()
         chosen = [self.queue.popleft() for _ in range(min(len(free), len(self.queue)))]
         back = [conversation for conversation in chosen if conversation.sequence is not None]
