@@ -6,8 +6,10 @@ learner, their scores.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -72,13 +74,18 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class MakeHands:
-    """Makes the hands of a sampler where it runs. threads: those of the learner, on whose number rounding depends"""
+    """Makes the hands of a sampler where it runs. threads: those of the learner, on whose number rounding depends;
+    folder: where the learner was started, from which paths of the recipe are meant
+    """
 
     recipe: Recipe
     threads: int
     scores: bool
+    folder: str = field(default_factory=os.getcwd)
 
     def __call__(self) -> RecipeHands:
+        if Path(self.folder).is_dir():  # a cluster's processes begin where the cluster was started
+            os.chdir(self.folder)
         torch.set_num_threads(self.threads)
         model, tokenizer = load_for_training(self.recipe)
         critic = make_critic(self.recipe, model) if self.scores else None
