@@ -269,11 +269,14 @@ def test_members_that_cannot_start_end_the_run():
 
 
 def test_nobody_comes(monkeypatch):
-    monkeypatch.setattr(pool_module, "JOINING", 0.2)
-    pool, transport = made()
+    monkeypatch.setattr(pool_module, "JOINING", 0.5)
+    monkeypatch.setattr(pool_module, "ALONE", 0.1)
+    said = []
+    pool, transport = made(say=said.append)
     transport.start = lambda member: None
-    with pytest.raises(SparseRLError, match=r"no sampler has been there for 0.2 s; 2 are asked for"):
+    with pytest.raises(SparseRLError, match=r"no sampler has been there for 0.5 s; 2 are asked for"):
         pool.complete(request())
+    assert len(said) == 1 and "for 0.1 s; 2 are asked for, and the cluster has room for 2. They may" in said[0]
     pool.close()
 
 

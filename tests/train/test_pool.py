@@ -225,6 +225,12 @@ def test_paths_are_meant_from_where_the_learner_was_started(monkeypatch, tmp_pat
         replace(made, folder=str(tmp_path / "elsewhere"))()
 
 
+def test_a_sampler_has_the_learners_version():
+    made = remote.MakeHands(recipe(), 1, False, code="0.0.9")
+    with pytest.raises(SparseRLError, match=r"sparse-rl is \S+ on \S+ and 0.0.9 where the run learns; inst"):
+        made()
+
+
 def test_processes_share_samplers():
     def share(address, samplers, rank, size=2):
         return sparse_rl.train.pooled.share_of(address, samplers, SimpleNamespace(size=size, rank=rank))
