@@ -159,7 +159,7 @@ def lost_learner(folder, out):
         time.sleep(0.01)
     learner.kill()
     learner.wait()
-    again = subprocess.run(command("train", out, "--resume"), timeout=PATIENCE)
+    again = subprocess.run(command("train", out, "--resume", "--trust"), timeout=PATIENCE)
     assert again.returncode == 0
     cluster.shutdown()
 
