@@ -241,8 +241,8 @@ def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> 
             continue
         if names_cluster(name):
             raise SparseRLError(
-                f"{source} names the Ray cluster {name!r:.300}, which could run code with your rights; if you trust it, "
-                f"repeat the command with --trust, or name it yourself with {option}."
+                f"{source} names the Ray cluster {name!r:.300}, which could run code with your rights; if you trust "
+                f"it, repeat the command with --trust, or name it yourself with {option}."
             )
         what, it = ("Python file", "file") if names_python_file(name) else ("environment", "package")
         raise SparseRLError(
