@@ -13,11 +13,19 @@ that size take (planted_math.py):
         --seeds 1 --set task.name benchmarks/planted_math.py:PlantedMath --set rollout.stop [] \\
         --set task.files simplerl_qwen_level3to5.jsonl --set rollout.prompts 32 --set rollout.max_new_tokens 1024 \\
         --set eval.every 0 --set run.steps 5
+
+A pool's sampler that shares the GPU, against the thread: the same shape on problems that this script writes; an arm
+ends after its last step or 300 s. --tiny rehearses it on a CPU. table.md in the output folder grows by every arm.
+
+    python benchmarks/ahead.py --preset 1.5b --arms ahead pool --out runs/pool-gpu
+    python benchmarks/ahead.py --tiny --arms ahead pool --out runs/pool-tiny
 """
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -25,17 +33,33 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+import yaml
+
 from sparse_rl.files import read_lines
 
-ARMS = {"in turn": 0, "ahead": 1}
+ARMS = {
+    "in turn": {"rollout.ahead": 0},
+    "ahead": {"rollout.ahead": 1},
+    "pool": {"rollout.ahead": 1, "rollout.pool": "ray", "rollout.samplers": 1},
+}
+HERE = Path(__file__).parent
+PRESETS = {
+    "1.5b": ("qwen2.5-1.5b-simplerl", "random:qwen2.5-1.5b", {"rollout.prompts": 32, "rollout.max_new_tokens": 1024}),
+    "tiny": ("tiny-sums", None, {"rollout.prompts": 4}),
+}
+QUICK = {"eval.every": 0, "run.samples": 0, "run.steps": 6}  # of presets
+PLANTED = {"task.name": f"{HERE / 'planted_math.py'}:PlantedMath", "task.holdout": 0, "rollout.stop": "[]"}
+LIMIT = 300.0  # seconds of an arm of a preset
 
 
 class Watch:
-    """The GPU's utilisation while a run goes on; empty if there is no GPU."""
+    """The GPU's utilisation, and the memory of all processes on it, while a run goes on; empty if there is no GPU."""
 
     def __enter__(self):
         try:
-            asked = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+            asked = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+            asked += ["-i", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "-lms", "200"]
             self.process = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
         except FileNotFoundError:
             self.process = None
@@ -43,10 +67,13 @@ class Watch:
         return self
 
     def __exit__(self, *_):
-        self.values = []
+        self.values, self.most = [], None
         if self.process:
             self.process.terminate()
-            self.values = [int(v) for v in self.process.communicate()[0].split() if v.isdigit()]
+            lines = [line.split(", ") for line in self.process.communicate()[0].splitlines()]
+            found = [(int(share), int(used)) for share, used in lines if share.isdigit() and used.isdigit()]
+            self.values = [share for share, _ in found]
+            self.most = max((used * 2**20 for _, used in found), default=None)
         self.end = time.time()
 
     def idle(self, first: float, last: float) -> float | None:
@@ -58,6 +85,22 @@ class Watch:
         return 1 - statistics.mean(inside) / 100
 
 
+def is_whole(folder: Path) -> bool:
+    """All steps are done; what may follow is a checkpoint, which takes a minute of 1.5B."""
+    recipe = folder / "recipe.yaml"
+    return recipe.exists() and len(steps_of(folder)) >= yaml.safe_load(recipe.read_text())["run"]["steps"]
+
+
+def end(process: subprocess.Popen) -> None:
+    """At once, with the processes of its cluster: the next arm is to be alone on the device."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    for member in [process, *family]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=30)
+
+
 def steps_of(folder: Path) -> list[dict]:
     return [line for line in read_lines(folder / "timing.jsonl") if "time/step" in line]
 
@@ -67,29 +110,36 @@ def run(args, name: str, seed: int) -> dict:
     done = folder / "measured.json"
     if done.exists():
         return json.loads(done.read_text())
-    keys = [("rollout.ahead", ARMS[name]), ("run.seed", seed), *args.set]
+    keys = [*ARMS[name].items(), ("run.seed", seed), *args.set]
     keys += [("model.name", args.model)] if args.model else []
     command = [sys.executable, "-m", "sparse_rl", "train", args.recipe, "--out", str(folder)]
     command += [part for key, value in keys for part in (f"--{key}", str(value))]
     moments: dict[int, float] = {}  # steps done -> when that number was first seen
     said = folder.with_suffix(".log")
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    began, ended = time.time(), False
     with Watch() as watch, said.open("w") as file:
         process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        while process.poll() is None:
+        while process.poll() is None and not ended:
             time.sleep(0.1)
             moments.setdefault(len(steps_of(folder)), time.time())
-    if process.returncode:
+            ended = args.limit is not None and (time.time() - began > args.limit or is_whole(folder))
+        if ended:
+            end(process)
+    if process.returncode and not ended:
         raise SystemExit(
             f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}"
         )
     timing = steps_of(folder)
     if len(timing) < 4:
         raise SystemExit(
-            f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count."
+            f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count:\n"
+            f"{said.read_text()[-3000:]}"
         )
     counted = [steps for steps in moments if 0 < steps < len(timing)]
     beside = timing[1:-1]  # the first step compiles and captures; nothing is sampled during the last
-    sampled = timing[2:] if ARMS[name] else beside  # a step's line tells of its rollout, sampled during the step before
+    # A step's line tells of its rollout, which was sampled during the step before.
+    sampled = timing[2:] if ARMS[name]["rollout.ahead"] else beside
     metrics = read_lines(folder / "metrics.jsonl")
     result = {
         "arm": name,
@@ -100,7 +150,9 @@ def run(args, name: str, seed: int) -> dict:
             line.get("ahead/rollout/seconds", line.get("time/rollout", 0.0)) for line in sampled
         ),
         "update": statistics.median(line["time/update"] for line in beside),
+        "steps": len(timing),
         "peak": max((line.get("memory/peak_bytes", 0) for line in timing), default=0),
+        "used": watch.most,
         "idle": watch.idle(moments[min(counted)], moments[max(counted)]) if len(counted) > 1 else None,
         "curve": [
             (m["step"], m["eval/dense/accuracy"], m.get("eval/sparse/accuracy"))
@@ -117,17 +169,28 @@ def run(args, name: str, seed: int) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    heads = ["", "seed", "s a step", "rollout", "update", "learner waits", "GPU idle", "peak GiB", "clipped"]
-    heads += ["accuracy dense", "sparse"]
+    heads = [
+        "",
+        "seed",
+        "s a step",
+        "rollout",
+        "update",
+        "learner waits",
+        "GPU idle",
+        "learner's peak GiB",
+        "GiB in use",
+    ]
+    heads += ["steps", "clipped", "accuracy dense", "sparse"]
     lines = ["|" + "|".join(f" {head} " if head else " " for head in heads) + "|", "|" + "---|" * len(heads)]
     for r in results:
         idle = "" if r["idle"] is None else f"{r['idle']:.0%}"
+        used = "" if r["used"] is None else f"{r['used'] / 2**30:.2f}"
         (_, *start), (_, *end) = (r["curve"][0], r["curve"][-1]) if r["curve"] else ((0, None, None),) * 2
         dense, sparse = (f"{a:.3f} to {b:.3f}" if b is not None else "" for a, b in zip(start, end))
         lines.append(
             f"| {r['arm']} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | "
-            f"{r['wait']:.2f} | {idle} | {r['peak'] / 2**30:.2f} | {statistics.mean(r['clip']):.2%} | "
-            f"{dense} | {sparse} |"
+            f"{r['wait']:.2f} | {idle} | {r['peak'] / 2**30:.2f} | {used} | {r['steps']} | "
+            f"{statistics.mean(r['clip']):.2%} | {dense} | {sparse} |"
         )
     return "\n".join(lines)
 
@@ -140,7 +203,7 @@ def plot(results: list[dict], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     for r in results:
-        colour = {"in turn": "tab:blue", "ahead": "tab:orange"}[r["arm"]]
+        colour = {"in turn": "tab:blue", "ahead": "tab:orange", "pool": "tab:green"}[r["arm"]]
         steps, dense, sparse = zip(*r["curve"])
         values = dense if sparse[-1] is None else sparse
         label = r["arm"] if r["seed"] == results[0]["seed"] else None
@@ -153,21 +216,60 @@ def plot(results: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def apply_preset(args) -> None:
+    """The recipe, the model and the keys of a preset; what is given beside it counts."""
+    args.recipe, model, own = PRESETS[args.preset]
+    args.model, args.seeds, args.limit = args.model or model, args.seeds or 1, args.limit or LIMIT
+    keys = {**QUICK, **own}
+    if args.preset != "tiny":
+        keys |= PLANTED | {"task.files": write_problems(args.out / "problems.jsonl")}
+    args.set = [*({**keys, **dict(args.set)}).items()]
+
+
+def write_problems(path: Path) -> Path:
+    """Sums of 4 to 40 numbers, as maths problems."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(512):
+            numbers = [draw.randrange(1000) for _ in range(draw.randint(4, 40))]
+            prompt = f"Add the numbers {', '.join(map(str, numbers))}. Show each step, and put the sum in a box."
+            file.write(json.dumps({"prompt": prompt, "label": str(sum(numbers))}) + "\n")
+    return path.absolute()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(PRESETS))
+    parser.add_argument("--tiny", action="store_const", const="tiny", dest="preset", help="the same as --preset tiny")
     parser.add_argument("--recipe", default="countdown-search")
     parser.add_argument("--model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, help="default: 2; of a preset: 1")
+    parser.add_argument("--limit", type=float, help="seconds of an arm, which is ended then, or after its last step")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["in turn", "ahead"])
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    results = [run(args, name, seed) for seed in range(args.seeds) for name in args.arms]
-    if args.plot:
+    if args.preset is not None:
+        apply_preset(args)
+    results, failed = [], []
+    for seed in range(args.seeds or 2):
+        for name in args.arms:
+            try:
+                results.append(run(args, name, seed))
+            except SystemExit as error:  # the other arms go on
+                failed.append(str(error))
+                print(error, file=sys.stderr)
+                continue
+            (args.out / "table.md").write_text(table(results) + "\n")
+    if args.plot and results:
         plot(results, args.plot)
     print(table(results))
+    if failed:
+        raise SystemExit(
+            f"{len(failed)} of {len(results) + len(failed)} arms failed; the same command tries them again."
+        )
 
 
 if __name__ == "__main__":

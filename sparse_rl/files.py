@@ -220,8 +220,15 @@ def python_module(path: Path, what: str) -> ModuleType:
 
 
 def names_code(name: str) -> bool:
-    """Whether a name makes a run execute what it names: a Python file, or a package that verifiers imports."""
-    return names_python_file(name) or name.startswith(VERIFIERS)
+    """Whether a name makes a run execute what it names: a Python file, a package that verifiers imports, or what others
+    send, who have the Ray cluster of that address.
+    """
+    return names_python_file(name) or name.startswith(VERIFIERS) or names_cluster(name)
+
+
+def names_cluster(name: str) -> bool:
+    """ray://auto is the cluster of this machine."""
+    return name.startswith("ray://") and name != "ray://auto"
 
 
 def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> None:
@@ -232,6 +239,11 @@ def refuse_foreign_code(source: Path, named: Mapping[str, str], trust: bool) -> 
     for option, name in named.items():
         if not names_code(name) or trust:
             continue
+        if names_cluster(name):
+            raise SparseRLError(
+                f"{source} names the Ray cluster {name!r:.300}, which could run code with your rights; if you trust "
+                f"it, repeat the command with --trust, or name it yourself with {option}."
+            )
         what, it = ("Python file", "file") if names_python_file(name) else ("environment", "package")
         raise SparseRLError(
             f"{source} names the {what} {name!r:.300}, which would run with your rights; read that {it}, "

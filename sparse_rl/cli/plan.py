@@ -212,7 +212,7 @@ def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], me
     from ..scale.model import H200, Links, forecast, work_of
     from ..scale.pool import PoolForecast, forecast_pool
     from ..train.run import plan_run
-    from .plan_pool import pool_numbers, pool_table
+    from .plan_pool import pool_numbers, pool_table, with_gpus_of_their_own
 
     gpus, prompt_tokens, price = options["gpus"], options["prompt_tokens"], options["price"]
     require_int(**{"--gpus": gpus})
@@ -225,7 +225,7 @@ def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], me
     links = Links(options["link"] * 1e9, options["network"] * 1e9, options["per_node"])
     links = dataclasses.replace(links, store=options["store"] * 1e9, message=options["message"] / 1e3)
     drawn = lengths_of(options, given, recipe.rollout.max_new_tokens)
-    recipe, _ = with_choice(recipe, prompt_tokens, memory or H200.memory, gpus)
+    recipe, _ = with_choice(with_gpus_of_their_own(recipe), prompt_tokens, memory or H200.memory, gpus)
     predict = forecast if recipe.rollout.pool is None else forecast_pool
     found = predict(work_of(recipe, prompt_tokens), H200, links, gpus, drawn, options["seed"])
     memory = memory or H200.memory

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..config import Recipe
     from ..planning.training import TrainingPlan
     from ..scale.pool import PoolForecast
+
+
+def with_gpus_of_their_own(recipe: Recipe) -> Recipe:
+    """A pool on many GPUs is that of a cluster: no sampler shares the learner's."""
+    if recipe.rollout.pool != "ray":
+        return recipe
+    return replace(recipe, rollout=replace(recipe.rollout, pool="ray://auto"))
 
 
 def sampler_bytes(recipe: Recipe, planned: TrainingPlan) -> int:

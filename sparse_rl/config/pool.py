@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from ..errors import SparseRLError, require_int, shown
 
@@ -17,7 +18,7 @@ def check_pool(pool: str | None, ahead: int, samplers: int, over_ask: float, pat
         raise SparseRLError(
             f"rollout.ahead is {ahead!r}; rollouts run 0 steps ahead of the learner, or up to {most}{further}."
         )
-    if pool is not None and pool != "ray" and not (pool.startswith("ray://") and pool != "ray://"):
+    if pool is not None and not _is_pool(pool):
         raise SparseRLError(f"rollout.pool is {shown(pool)}; it must be ray, ray://HOST:PORT, ray://auto or null.")
     require_int(at_least=0, at_most=MOST_SAMPLERS, **{"rollout.samplers": samplers})
     if not 0 <= over_ask <= 1:
@@ -30,3 +31,9 @@ def check_pool(pool: str | None, ahead: int, samplers: int, over_ask: float, pat
         raise SparseRLError(
             f"rollout.{name} is {given[name]}, but there is no pool; set rollout.pool to ray, or leave it out."
         )
+
+
+def _is_pool(pool: str) -> bool:
+    """ray://local and the like are Ray's own words, and start clusters that listen to the network."""
+    found = re.fullmatch(r"ray(://(auto|([\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})))?", pool)
+    return found is not None and int(found[4] or 1) in range(1, 65536)

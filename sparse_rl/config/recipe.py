@@ -345,12 +345,13 @@ class Recipe:
         return self.rollout.compressor.partition(":")[0] == "beacon"
 
     def may_name_code(self) -> dict[str, str]:
-        """The keys that may name a Python file or a package, which a run executes, with their values."""
+        """The keys that may name a Python file or a package, which a run executes, or a cluster, with their values."""
         return {
             "task.name": self.task.name,
             **{f"task.{key}": name for key, name in code_in(self.task.options).items()},
             **{f"eval.options.{key}": name for key, name in code_in(self.eval.options).items()},
             "rollout.compressor": self.rollout.compressor,
+            "rollout.pool": self.rollout.pool or "",
             "learn.advantage": self.learn.advantage,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,8 @@ from ..models import MLP_CHUNK, ModelShape, head_chunk
 from .memory import ALLOCATOR_SHARE, Plan, aligned, scan_token_bytes, size
 
 WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
+
+CONTEXT = 2**29  # what CUDA takes for every further process on a GPU (estimate)
 
 OFFLOADED = 2 * 2**25  # trained parameters whose masters and moments are on the device at a time (learn/offload.py)
 
@@ -41,6 +43,7 @@ class TrainingPlan:
     ahead: bool = False
     offloads_optimizer: bool = False
     scoring_bytes: int = 0  # estimate: the part of `update_bytes` that scoring alone would need
+    beside_bytes: int = 0  # samplers of a pool, in processes of their own on the same device
 
     @property
     def total_bytes(self) -> int:
@@ -48,7 +51,7 @@ class TrainingPlan:
         sampling = max(plan.working_bytes, self.grading_bytes)
         working = sampling + self.update_bytes if self.ahead else max(sampling, self.update_bytes)
         models = self.learner_bytes + self.reference_bytes + self.reward_model_bytes
-        held = self.optimizer_bytes + models + self.student_bytes + self.critic_bytes + WORKSPACE
+        held = self.optimizer_bytes + models + self.student_bytes + self.critic_bytes + WORKSPACE + self.beside_bytes
         return plan.total_bytes - plan.working_bytes + held + max(working, self.eval_bytes)
 
     def sampler_bytes(self, scores: bool) -> int:
@@ -59,6 +62,10 @@ class TrainingPlan:
         critic = plan.weight_bytes if self.critic_bytes else 0
         models, working = (self.reference_bytes + critic, self.scoring_bytes) if scores else (0, 0)
         return plan.total_bytes - plan.working_bytes + models + WORKSPACE + max(plan.working_bytes, working)
+
+    def with_samplers(self, count: int, scores: bool) -> TrainingPlan:
+        """The plan where so many samplers of a pool share the device."""
+        return replace(self, beside_bytes=count * (self.sampler_bytes(scores) + CONTEXT))
 
     def fits(self, memory: int) -> bool:
         """Whether the plan fits, with the allocator's share left free."""
@@ -81,6 +88,7 @@ class TrainingPlan:
             ("update: activations of a micro-batch (estimate)", size(self.update_bytes)),
             ("held-out evaluation: dense cache", size(self.eval_bytes)),
             ("workspaces of libraries (estimate)", size(WORKSPACE)),
+            *([("samplers of the pool on this GPU", size(self.beside_bytes))] if self.beside_bytes else []),
             (f"total ({turns})", size(self.total_bytes)),
         ]
         if memory is not None:

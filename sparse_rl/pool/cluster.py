@@ -15,8 +15,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +172,8 @@ class RayTransport:
 
 def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
     """The module, connected; and whether the cluster is this run's own."""
-    local = address == "ray"
-    if local and "ray" not in sys.modules:
+    local, imported = address == "ray", "ray" in sys.modules
+    if local and not imported:
         os.environ.setdefault(_LOOPBACK, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -181,11 +183,17 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
         raise SparseRLError("rollout.pool is ray, but Ray is not installed; pip install 'sparse-rl[ray]'.") from error
     if ray.is_initialized():
         return ray, False
+    if local and imported and _LOOPBACK not in os.environ:
+        raise SparseRLError(
+            f"rollout.pool is ray, but this process imported Ray before {_LOOPBACK} was 0: a cluster of its own would "
+            "listen to the network; set that environment variable, or import Ray later."
+        )
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if local:
         store = max(_MINIMUM, store_bytes)
         try:
-            ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+            with own_sigterm():
+                ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
         except ValueError as error:
             raise SparseRLError(
                 f"Ray's object store cannot have {store / 2**30:,.1f} GiB, the room for all versions of the weights "
@@ -195,13 +203,35 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
         return ray, True
     head = address.removeprefix("ray://")
     try:
-        ray.init(address=head, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        knock(head)
+        with own_sigterm():
+            ray.init(address=head, **quiet)
+    except (OSError, RuntimeError, ValueError) as error:
         raise SparseRLError(
             f"rollout.pool is {address}, but there is no cluster to join ({first_line(error)}); start its head with "
-            "`ray start --head`, and on this machine `ray start --address=HOST:PORT`."
+            "`ray start --head`, and on this machine `ray start --address=HOST:PORT`. A cluster that asks for a token "
+            "lets nobody in who has not set RAY_AUTH_MODE=token."
         ) from error
     return ray, True
+
+
+def knock(head: str) -> None:
+    """Raise OSError if nobody listens there: Ray would look for minutes."""
+    if head == "auto":
+        return
+    host, _, port = head.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Ray gives SIGTERM a handler that ends the process at once; a run has its own, which saves."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():  # Ray, too, asks where it is
+            signal.signal(signal.SIGTERM, before)
 
 
 def share_of_each(units: Sequence[float], samplers: int) -> float:

@@ -24,6 +24,7 @@ from .worker import About, Answer, Part
 MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
 MOST_STARTS = 3  # times in a row that members failed before they had joined
 JOINING = 600.0  # seconds that may pass until a member has joined: its model is loaded meanwhile
+ALONE = 60.0  # seconds without any member after which people are told
 LONGEST_PAUSE = 60.0  # seconds before another member is started, after many that failed: 1, 2, 4, ... up to this
 TURN = 0.5  # seconds that the driver waits for news
 WATCH = 0.5  # seconds between two views of the members
@@ -144,6 +145,7 @@ class Pool:
         self.failed_starts = 0  # in a row
         self.start_after = 0.0  # no member is started before
         self.alone_since: float | None = None  # since when no member is there
+        self.told_alone = False
         self.listened = time.monotonic()  # when the last turn ended
         self.looked = -_ROOM_EVERY
         self.room = wanted
@@ -363,11 +365,20 @@ class Pool:
             self.transport.kill(member)
             self._lose(member, f"it did not {'join within' if joining else 'get on for'} {patience:g} s")
         if self.live:
-            self.alone_since = None
+            self.alone_since, self.told_alone = None, False
         elif self.alone_since is None:
             self.alone_since = now
         elif now - self.alone_since > JOINING:
             raise SparseRLError(
-                f"no sampler has been there for {JOINING:g} s; {len(self.samplers)} are asked for, and the "
-                f"cluster has room for {self.transport.room()}; start more nodes, or set rollout.samplers lower."
+                f"no sampler has been there for {JOINING:g} s; {self._asked_for()}; start more nodes, or set "
+                "rollout.samplers lower."
             )
+        elif now - self.alone_since > ALONE and not self.told_alone:
+            self.told_alone = True
+            self.say(
+                f"sparse-rl: no sampler has been there for {ALONE:g} s; {self._asked_for()}. They may be loading the "
+                f"model, or other work has the cluster; after {JOINING:g} s the run stops."
+            )
+
+    def _asked_for(self) -> str:
+        return f"{len(self.samplers)} are asked for, and the cluster has room for {self.transport.room()}"

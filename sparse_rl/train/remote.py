@@ -6,14 +6,20 @@ learner, their scores.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import sparse_rl
+
 from ..config import Recipe
+from ..errors import SparseRLError
 from ..learn.batch import collate
 from ..models import companions_of
 from ..pool.pieces import Piece, completions, engine_call, piece_of
@@ -72,13 +78,25 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class MakeHands:
-    """Makes the hands of a sampler where it runs. threads: those of the learner, on whose number rounding depends"""
+    """Makes the hands of a sampler where it runs. threads: those of the learner, on whose number rounding depends;
+    folder: where the learner was started, from which paths of the recipe are meant; code: its version
+    """
 
     recipe: Recipe
     threads: int
     scores: bool
+    folder: str = field(default_factory=os.getcwd)
+    code: str = sparse_rl.__version__
 
     def __call__(self) -> RecipeHands:
+        own = sparse_rl.__version__
+        if self.code != own:  # another version may sample other tokens
+            raise SparseRLError(
+                f"sparse-rl is {own} on {socket.gethostname()} and {self.code} where the run learns; install the same "
+                "version on all machines of the cluster."
+            )
+        if Path(self.folder).is_dir():  # a cluster's processes begin where the cluster was started
+            os.chdir(self.folder)
         torch.set_num_threads(self.threads)
         model, tokenizer = load_for_training(self.recipe)
         critic = make_critic(self.recipe, model) if self.scores else None

@@ -213,7 +213,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         routing=routing if method.view == "shadow" else None,
         room={None: None, "margins": 0, "ids": support}[recipe.records_support],
     )
-    return make_training_plan(
+    plan = make_training_plan(
         rollout,
         shape,
         trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
@@ -230,13 +230,23 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         student_trained=lora_parameters(config, recipe.student.lora_rank) if recipe.student.lora_rank else parameters,
         processes=processes,
         shard=recipe.model.shard,
-        ahead=bool(recipe.rollout.ahead) and recipe.rollout.pool is None,  # a pool's samplers have devices of their own
+        ahead=bool(recipe.rollout.ahead) and recipe.rollout.pool is None,  # a pool's samplers have their own weights
         critic=recipe.has_separate_critic,
         offload=recipe.optimizer.offload,
         reward_model=reward_model_bytes(recipe, prompt_tokens, math.ceil(recipe.rollout.prompts / processes)),
         routes=routing.token_bytes if routing else 0,
         support=support if recipe.records_support else 0,
     )
+    return plan.with_samplers(samplers_beside(recipe), scores=bool(recipe.rollout.ahead))
+
+
+def samplers_beside(recipe: Recipe) -> int:
+    """Samplers of a pool that share the learner's GPU: a machine's own cluster spreads them over all GPUs that it has.
+    Those of a named cluster are elsewhere.
+    """
+    if recipe.rollout.pool != "ray":
+        return 0
+    return max(1, math.ceil(recipe.rollout.samplers / max(1, torch.cuda.device_count())))
 
 
 def given_room(recipe: Recipe) -> int:

@@ -220,7 +220,9 @@ def test_the_table_of_a_pool():
     ahead = run(*POOL, "--rollout.ahead", 2).stdout
     assert "rollout and scoring, until" in ahead and "at the same time" in ahead and "on the learner " not in ahead
     alone = run("plan", "--recipe", RECIPE, "--rollout.pool", "ray").stdout
-    assert "each sampler of the pool: " in alone
+    assert "each sampler of the pool: " in alone and "samplers of the pool on this GPU" in alone
+    local = [option if option != "ray://head:6379" else "ray" for option in POOL]  # each has a GPU, says the mode
+    assert run(*local, "--gpus", 1, "--price", 2).stdout == run(*POOL, "--gpus", 1, "--price", 2).stdout
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,22 @@ def test_the_user_can_trust_a_folder_name_the_file_or_use_the_recipe(foreign):
         load_recipe_to_run(folder, [("task.seed", "1")], trust=False)
 
 
+def test_a_folder_that_names_a_cluster_does_not_have_it_joined(tmp_path):
+    """Ray runs what a cluster sends. ray and ray://auto are the user's own machine."""
+    folder, pool = tmp_path / "run", "ray://elsewhere.example:6379"
+    write_recipe(folder, rollout={"pool": pool}).rename(folder / "recipe.yaml")
+    for command in (("train", folder, "--resume"), ("train", folder, "--out", tmp_path / "other")):
+        done = run(*command)
+        assert done.returncode == 1 and f"names the Ray cluster '{pool}', which could run code" in done.stderr
+        assert "name it yourself with --rollout.pool." in " ".join(done.stderr.split())
+    for own in (pool, "null", "ray", "ray://auto"):
+        load_recipe_to_run(folder, [("rollout.pool", own)], trust=False)
+    load_recipe_to_run(folder, [], trust=True)
+    given = write_recipe(tmp_path, rollout={"pool": "ray://auto"})
+    given.rename(folder / "recipe.yaml")
+    load_recipe_to_run(folder, [], trust=False)
+
+
 def test_a_trusted_folder_goes_on(foreign):
     folder, _, _, proof = foreign
     done = run("train", folder, "--resume", "--trust")

@@ -1,7 +1,10 @@
 """The pool with members that are lost, late, slow, hung, out of memory or wrong: made-up work, without Ray."""
 
+import contextlib
 import math
 import random
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -266,11 +269,14 @@ def test_members_that_cannot_start_end_the_run():
 
 
 def test_nobody_comes(monkeypatch):
-    monkeypatch.setattr(pool_module, "JOINING", 0.2)
-    pool, transport = made()
+    monkeypatch.setattr(pool_module, "JOINING", 0.5)
+    monkeypatch.setattr(pool_module, "ALONE", 0.1)
+    said = []
+    pool, transport = made(say=said.append)
     transport.start = lambda member: None
-    with pytest.raises(SparseRLError, match=r"no sampler has been there for 0.2 s; 2 are asked for"):
+    with pytest.raises(SparseRLError, match=r"no sampler has been there for 0.5 s; 2 are asked for"):
         pool.complete(request())
+    assert len(said) == 1 and "for 0.1 s; 2 are asked for, and the cluster has room for 2. They may" in said[0]
     pool.close()
 
 
@@ -375,13 +381,66 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
         connect("ray://auto", 0)
 
 
-def test_an_object_store_that_is_too_large_is_a_sentence(monkeypatch):
+@pytest.fixture
+def ray_that(monkeypatch):
+    """Stands in for Ray, imported with the loopback interface alone; what is given happens when it begins."""
+
+    def made(init):
+        fake = SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        monkeypatch.setitem(sys.modules, "ray.exceptions", fake.exceptions)
+        monkeypatch.setenv(cluster._LOOPBACK, "0")
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        return fake
+
+    return made
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_keeps_its_own_sigterm(ray_that, named, fails):
+    """Ray's handler would end it without a checkpoint."""
+
+    def init(**options):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+        if fails:
+            raise ValueError("no")
+
+    def mine(*_):
+        raise AssertionError
+
+    ray_that(init)
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as head:
+            address = f"ray://127.0.0.1:{head.getsockname()[1]}" if named else "ray"
+            with pytest.raises(SparseRLError) if fails else contextlib.nullcontext():
+                connect(address, 0)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_cluster_of_ones_own_is_not_open_to_the_network(ray_that, monkeypatch):
+    ray_that(lambda **options: pytest.fail("a cluster was started"))
+    monkeypatch.delenv(cluster._LOOPBACK)
+    with pytest.raises(SparseRLError, match=r"imported Ray before RAY_.* was 0: .* would listen to the network"):
+        connect("ray", 0)
+
+
+def test_nobody_waits_for_a_head_that_is_not_there(ray_that):
+    ray_that(lambda **options: pytest.fail("Ray would look for minutes"))
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(SparseRLError, match=r"no cluster to join \(.*refused.*\); .*RAY_AUTH_MODE=token"):
+        connect(f"ray://127.0.0.1:{port}", 0)
+
+
+def test_an_object_store_that_is_too_large_is_a_sentence(ray_that):
     def init(**options):
         raise ValueError("The requested object store memory size is greater than the total available memory.")
 
-    fake = SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", fake.exceptions)
+    ray_that(init)
     with pytest.raises(SparseRLError, match=r"cannot have 60.0 GiB, .* greater than .*; lower rollout.ahead"):
         connect("ray", 60 * 2**30)
 

@@ -159,9 +159,31 @@ def lost_learner(folder, out):
         time.sleep(0.01)
     learner.kill()
     learner.wait()
-    again = subprocess.run(command("train", out, "--resume"), timeout=PATIENCE)
+    again = subprocess.run(command("train", out, "--resume", "--trust"), timeout=PATIENCE)
     assert again.returncode == 0
     cluster.shutdown()
+
+
+def several_learners(folder, out):
+    """Two learner processes, each with samplers of its own on one cluster."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 3, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    given = write_recipe(
+        Path(folder), rollout={"pool": f"ray://{cluster.address}", "samplers": 3}, run={"steps": 3}, eval={"every": 0}
+    )
+    done = subprocess.run(command("train", given, "--num-processes", 2, "--out", out), timeout=PATIENCE)
+    assert done.returncode == 0
+    cluster.shutdown()
+
+
+def test_several_learner_processes_have_samplers_each(tmp_path):
+    given = write_recipe(tmp_path / "alone", run={"steps": 3}, eval={"every": 0})
+    done = subprocess.run(command("train", given, "--num-processes", 2, "--out", tmp_path / "two"), timeout=PATIENCE)
+    assert done.returncode == 0
+    in_a_process("several_learners", tmp_path, tmp_path / "pool")
+    assert (tmp_path / "pool" / "metrics.jsonl").read_bytes() == (tmp_path / "two" / "metrics.jsonl").read_bytes()
 
 
 def test_a_node_is_cut_off(tmp_path):

@@ -4,11 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl.config import make_recipe
 from sparse_rl.errors import SparseRLError
+from sparse_rl.planning.training import CONTEXT
 from sparse_rl.pool.ledger import FILLS, Ledger
 from sparse_rl.pool.pieces import MOST_TOGETHER, own_samplers
 from sparse_rl.pool.pool import Pool
@@ -214,7 +216,27 @@ def test_a_plan_needs_to_know_how_many_samplers():
 @pytest.mark.parametrize("sections", [{}, {"loss": {"beta": 0.01}}, {"learn": {"method": "shadow"}}])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_sampler_needs_less_than_the_learner(sections, ahead):
-    planned = plan_run(settings_of(**sections, rollout={"ahead": ahead}), 256)
+    planned = plan_run(settings_of(**sections, rollout={"ahead": ahead, "pool": "ray://head:6379"}), 256)
     alone, scoring = planned.sampler_bytes(scores=False), planned.sampler_bytes(scores=True)
     assert planned.rollout.total_bytes < alone <= scoring < planned.total_bytes
     assert scoring - alone >= planned.reference_bytes
+
+
+def test_samplers_of_a_machine_share_the_learners_gpu(monkeypatch):
+    """A cluster of one's own spreads samplers over all GPUs, the learner's too; those of a named one are elsewhere."""
+
+    def planned(pool, **rollout):
+        return plan_run(settings_of(rollout={"pool": pool, **rollout}), 256)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for ahead in (0, 1):
+        alone = planned("ray://head:6379", ahead=ahead)
+        each = alone.sampler_bytes(scores=bool(ahead)) + CONTEXT
+        assert not alone.beside_bytes
+        for gpus, samplers, beside in [(0, 0, 1), (1, 1, 1), (1, 3, 3), (2, 3, 2), (8, 4, 1)]:
+            monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+            found = planned("ray", ahead=ahead, samplers=samplers)
+            assert found.beside_bytes == beside * each and found.total_bytes == alone.total_bytes + beside * each
+            assert found.sampler_bytes(bool(ahead)) == alone.sampler_bytes(bool(ahead))
+    assert "samplers of the pool on this GPU" in found.text() and "on this GPU" not in alone.text()
+    assert not found.fits(int(alone.total_bytes / 0.95) + 1) and alone.fits(int(alone.total_bytes / 0.95) + 1)

@@ -4,8 +4,10 @@ Here they are threads of this process; tests/pool/test_ray.py has them as proces
 """
 
 import json
+import os
 import random
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +211,26 @@ def test_weights_that_are_lost_on_their_way_are_fetched_again(monkeypatch):
     assert found[0] == found[1]
 
 
+def test_paths_are_meant_from_where_the_learner_was_started(monkeypatch, tmp_path):
+    """A cluster's processes begin where the cluster was started."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    made = remote.MakeHands(recipe(), 1, False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote, "load_for_training", lambda recipe: pytest.fail(os.getcwd()))
+    with pytest.raises(pytest.fail.Exception, match=str(tmp_path / "project")):
+        made()
+    monkeypatch.setattr(remote, "load_for_training", lambda recipe: pytest.fail("here"))
+    with pytest.raises(pytest.fail.Exception, match="here"):  # a machine that does not have the folder
+        replace(made, folder=str(tmp_path / "elsewhere"))()
+
+
+def test_a_sampler_has_the_learners_version():
+    made = remote.MakeHands(recipe(), 1, False, code="0.0.9")
+    with pytest.raises(SparseRLError, match=r"sparse-rl is \S+ on \S+ and 0.0.9 where the run learns; inst"):
+        made()
+
+
 def test_processes_share_samplers():
     def share(address, samplers, rank, size=2):
         return sparse_rl.train.pooled.share_of(address, samplers, SimpleNamespace(size=size, rank=rank))
@@ -225,6 +247,10 @@ def test_processes_share_samplers():
 def test_mistakes():
     for given, said in [
         ({"pool": "slurm"}, "rollout.pool is 'slurm'; it must be ray"),
+        ({"pool": "ray://local"}, "rollout.pool is 'ray://local'; it must be ray, ray://HOST:PORT"),
+        ({"pool": "ray://head"}, "rollout.pool is 'ray://head'"),
+        ({"pool": "ray://head:70000"}, "rollout.pool is 'ray://head:70000'"),
+        ({"pool": "ray://ray://head:6379"}, "rollout.pool is 'ray://ray://head:6379'"),
         ({"samplers": 2}, "rollout.samplers is 2, but there is no pool"),
         ({"ahead": 2}, r"or up to 1 \(with rollout.pool up to 8\)"),
         ({"ahead": 9, "pool": "ray"}, "rollout.ahead is 9; .* or up to 8"),
