@@ -102,6 +102,11 @@ class Service:
     def vocabulary(self) -> int:
         return next(iter(self.desk.places.values())).engine.shape.vocabulary
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the weights."""
+        return next(iter(self.desk.places.values())).engine.version
+
     def name_of(self, wanted: str | None) -> str:
         """The engine that a request asks for."""
         if not wanted:

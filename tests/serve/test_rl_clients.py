@@ -76,7 +76,7 @@ def test_prime_rl_updates_weights(running):
         assert updated.status_code == 200 and updated.json()["version"] == before + 1
         assert admin.post("/resume").status_code == 200
         refused = admin.post("/init_broadcaster", json={"host": "x", "port": 1, "rank_offset": 0, "timeout": 1})
-        assert refused.status_code == 400 and "folder" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "filesystem" in refused.json()["error"]["message"]
         assert httpx.post(f"{address}/init_broadcaster", json={}).status_code == 403
         without = admin.post("/update_weights", json={"weight_dir": None})  # what comes over a broadcast
         assert without.status_code == 400
