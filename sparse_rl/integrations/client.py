@@ -27,7 +27,6 @@ from ..models.arriving import LEARNED
 from ..models.companion import companions_of
 from ..records import Trajectory
 
-_WHOLE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}  # of the distribution
 PART = 512 * 2**20  # bytes of weights that a request announces
 
 
@@ -80,8 +79,7 @@ class RolloutClient:
     ) -> list[Trajectory]:
         """`group_size` completions of every prompt, in order. sampling: max_tokens, temperature, seed, ...
 
-        Whatever the model's own config says, nothing is cut off the distribution unless it is asked for: a replay does
-        not know of top_p and top_k.
+        Leave top_p and top_k out where trajectories are replayed: a learner elsewhere does not know what they cut off.
         """
         pool = ThreadPoolExecutor(min(at_once, len(prompts)) or 1)
         try:
@@ -91,8 +89,7 @@ class RolloutClient:
             pool.shutdown(cancel_futures=True)  # after an error nobody waits for what has not begun
 
     def _group(self, index: int, prompt: list[int], size: int, sampling: dict[str, Any]) -> list[Trajectory]:
-        asked = {**_WHOLE, **sampling, "n": size}
-        body = {"token_ids": prompt, "model": self.model, "trace": True, "sampling_params": asked}
+        body = {"token_ids": prompt, "model": self.model, "trace": True, "sampling_params": {**sampling, "n": size}}
         answer = self._server.ask("POST", "/inference/v1/generate", json=body).json()
         return [
             self._trajectory(index, prompt, choice, answer["weight_version"])

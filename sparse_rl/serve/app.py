@@ -176,7 +176,7 @@ def make_app(service: Service) -> FastAPI:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.about(name) for name in desk.places]}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")  # names of the hub have a slash
     async def one_model(name: str) -> dict[str, Any]:
         return service.about(service.name_of(name))
 

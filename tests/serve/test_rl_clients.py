@@ -3,6 +3,7 @@
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
@@ -80,6 +81,23 @@ def test_prime_rl_updates_weights(running):
         assert httpx.post(f"{address}/init_broadcaster", json={}).status_code == 403
         without = admin.post("/update_weights", json={"weight_dir": None})  # what comes over a broadcast
         assert without.status_code == 400
+
+
+def test_prime_rl_finds_out_how_much_there_is_room_for(running):
+    """By vLLM's names: the engine's label, gauges, and a size in a label; a row for each answer of full length."""
+    address, service, _ = running
+    found = {
+        sample.name: sample
+        for family in text_string_to_metric_families(httpx.get(f"{address}/metrics").text)
+        for sample in family.samples
+        if family.name.startswith("vllm:") and family.type == "gauge"
+    }
+    assert {sample.labels["engine"] for sample in found.values()} == {"0"}
+    about = httpx.get(f"{address}/v1/models").json()["data"][0]
+    size = int(found["vllm:cache_config_info"].labels["kv_cache_size_tokens"])
+    assert size // about["max_model_len"] == service.desk.places["sums"].engine.rows == 4
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert found[f"vllm:{name}"].value == 0
 
 
 def test_prime_rl_scores_a_prompt(running):
