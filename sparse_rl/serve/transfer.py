@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..distributed.broadcast import Broadcast
 from ..errors import SparseRLError
+from .desk import Desk
 from .protocol import Refusal, parsed
 from .weights import Update, new_version
 
@@ -139,7 +140,7 @@ class Transfer:
 
     async def _try(self, job: Callable[[], Result]) -> Result:
         try:
-            return await _in_thread(job)
+            return await _in_thread(job, self.service.desk)
         except SparseRLError as error:
             self.leave()
             raise Refusal(400, str(error)) from error
@@ -171,8 +172,8 @@ def _object(data: Any, field: str) -> Any:
     return data[field]
 
 
-async def _in_thread(job: Callable[[], Result]) -> Result:
-    """In a thread that does not keep the server from ending."""
+async def _in_thread(job: Callable[[], Result], desk: Desk) -> Result:
+    """In a thread that does not keep the server from ending; who waits is told when it ends."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     def run() -> None:
@@ -183,4 +184,8 @@ async def _in_thread(job: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    waiting = asyncio.wrap_future(future)
+    while not (await asyncio.wait({waiting}, timeout=0.5))[0]:
+        if desk.stopping:
+            raise Refusal(503, "the server is stopping.", "server_error")
+    return waiting.result()

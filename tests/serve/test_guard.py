@@ -1,5 +1,6 @@
 """Who may ask a server, and how much."""
 
+import contextlib
 import json
 import socket
 
@@ -134,6 +135,22 @@ def test_a_full_queue_says_when_to_come_again(client, guarded):
     never = client.post("/v1/completions", json=ASKED | {"n": 5}, headers=KEY)
     assert never.status_code == 400 and "at most 4 may wait" in never.json()["error"]["message"]
     assert until(lambda: all_free(service))
+
+
+def test_who_leaves_a_paused_server_frees_a_place(client, guarded):
+    service = guarded[1]
+    client.post("/pause", headers=ADMIN)
+    with contextlib.ExitStack() as streams:
+        for _ in range(4):
+            other = streams.enter_context(httpx.Client(base_url=client.base_url, headers=KEY, timeout=60))
+            streams.enter_context(other.stream("POST", "/v1/completions", json=ASKED | {"stream": True}))
+        assert until(lambda: service.desk.waiting == 4)
+        assert client.post("/v1/completions", json=ASKED, headers=KEY).status_code == 429
+    assert until(lambda: service.desk.open == 0)
+    with client.stream("POST", "/v1/completions", json=ASKED | {"stream": True}, headers=KEY) as stream:
+        assert stream.status_code == 200
+        client.post("/resume", headers=ADMIN)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
 
 
 JSON = st.recursive(

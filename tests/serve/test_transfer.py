@@ -223,3 +223,20 @@ def test_tied_weights_may_come_by_both_names():
     for name, parameter in model.named_parameters(remove_duplicate=False):
         new.expect(name, parameter.shape, "here")
     new.check_whole()
+
+
+def test_a_server_that_stops_does_not_wait_for_a_group():
+    group = module.Broadcast.sender("127.0.0.1", 3, 30.0)  # the third never comes
+    told = []
+    with served(rows=1, dense_rows=0, admin_key="root") as (address, service):
+        info = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1, "world_size": 3}
+
+        def ask():
+            told.append(post(address, "/init_weight_transfer_engine", init_info={**info, "timeout": 60}))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert httpx.post(f"{address}/v1/completions", json=ASKED).status_code == 200
+        service.desk.end()
+        asking.join(20)
+    assert told[0].status_code == 503 and "stopping" in told[0].json()["error"]["message"]
