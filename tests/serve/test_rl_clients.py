@@ -100,6 +100,13 @@ def test_prime_rl_finds_out_how_much_there_is_room_for(running):
         assert found[f"vllm:{name}"].value == 0
 
 
+def test_a_prompt_that_is_too_long_is_known_as_such(running):
+    """verifiers ends an episode where these words are in a refusal; anything else is a failure of the server."""
+    refused = httpx.post(f"{running[0]}/inference/v1/generate", json={"token_ids": [5] * 150})
+    assert refused.status_code == 400 and "context length" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_prime_rl_scores_a_prompt(running):
     address, service, _ = running
     tokens = service.tokenizer.encode(PROMPTS[0])
