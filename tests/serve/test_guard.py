@@ -160,9 +160,11 @@ JSON = st.recursive(
 )
 FIELDS = ["model", "prompt", "messages", "n", "stop", "seed", "stream", "logprobs", "top_logprobs", "tools", "echo"]
 FIELDS += ["max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "logit_bias", "token_ids", "tokens"]
-FIELDS += ["sampling_params", "stream_options", "chat_template_kwargs"]
+FIELDS += ["sampling_params", "stream_options", "chat_template_kwargs", "weight_dir", "version", "weight_version"]
+FIELDS += ["init_info", "update_info"]
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize",
-         "/update_weights", "/v1/traces/x", "/pause/x")  # fmt: skip
+         "/update_weights", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update",
+         "/v1/traces/x", "/pause/x")  # fmt: skip
 BASES = ({"prompt": "1+", "max_tokens": 2}, {"messages": [{"role": "user", "content": "1+"}], "max_tokens": 2},
          {"token_ids": [5], "sampling_params": {"max_tokens": 2}})  # fmt: skip
 
