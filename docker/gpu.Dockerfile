@@ -10,8 +10,8 @@ WORKDIR /app
 RUN pip install "torch==2.13.0"
 COPY pyproject.toml README.md LICENSE ./
 COPY sparse_rl sparse_rl
-RUN pip install ".[serve,lora,datasets]" && useradd --create-home runner && mkdir /models && chown runner /models
-USER runner
+RUN pip install ".[serve,lora,datasets]" && useradd --uid 1000 --create-home runner && mkdir /models && chown 1000 /models
+USER 1000:1000
 VOLUME /models
 EXPOSE 8000
 ENTRYPOINT ["sparse-rl"]

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "report": "cache config planning",
     "train": "attention beacon cache chat compressors config learn models planning pool records rollout tasks",
     "scale": "compressors config learn models pool rollout train",
-    "serve": "cache chat learn models records rollout tasks",
+    "serve": "beacon cache chat learn models records rollout tasks",
 }
 
 

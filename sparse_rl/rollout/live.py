@@ -165,9 +165,10 @@ class LiveEngine:
         """Whether a round would do nothing."""
         return not self._inbox and self._loop.idle
 
-    def step(self) -> list[Conversation]:
+    def step(self, sample: bool = True) -> list[Conversation]:
         """One round: some tokens for every conversation that runs. -> those of which there is news: tokens, or a stop
 
+        sample: False: only what was asked for is taken in: who was cancelled leaves, and others wait.
         An interrupt is held back until the round has ended, so nothing is lost, and one may step on.
         """
         self._check_open()
@@ -175,7 +176,7 @@ class LiveEngine:
             try:
                 self._take_orders()
                 self._loop.news = {}
-                if not self._loop.idle or self._loop.held:
+                if sample and (not self._loop.idle or self._loop.held):
                     with self.engine._switched():
                         self._loop.round()
             except KeyboardInterrupt:  # another thread asked for it, before the round began

@@ -3,7 +3,7 @@
 /v1/chat/completions   /v1/completions   /v1/models   /inference/v1/generate   /tokenize   /detokenize
 /v1/traces/ID          what was evicted when, of an answer that was asked for with `trace: true`
 /health  /liveness  /metrics  /
-with the admin key: /pause  /resume  /update_weights; /init_broadcaster is refused
+with the admin key: those of admin.py
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from ..errors import SparseRLError
-from . import weights
+from .admin import add_admin
 from .answer import Answer, chat_logprobs, completion_logprobs, head, id_logprobs, usage
 from .guard import Guard
 from .metrics import metrics
@@ -177,7 +176,7 @@ def make_app(service: Service) -> FastAPI:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.about(name) for name in desk.places]}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")  # names of the hub have a slash
     async def one_model(name: str) -> dict[str, Any]:
         return service.about(service.name_of(name))
 
@@ -241,29 +240,7 @@ def make_app(service: Service) -> FastAPI:
             raise Refusal(404, "there is no such trace; it is kept for a bounded time, if it was asked for.")
         return Response(content, media_type="application/octet-stream")
 
-    @app.post("/pause")
-    async def pause() -> dict[str, Any]:
-        await desk.work(lambda: setattr(desk, "paused", True))
-        return {"paused": True}
-
-    @app.post("/resume")
-    async def resume() -> dict[str, Any]:
-        await desk.work(lambda: setattr(desk, "paused", False))
-        return {"paused": False}
-
-    @app.post("/init_broadcaster")
-    async def init_broadcaster() -> None:
-        message = "weights come from a folder (update_weights with weight_dir), not over a process group."
-        raise Refusal(400, message, code="not_supported")
-
-    @app.post("/update_weights")
-    async def update_weights(request: Request) -> dict[str, Any]:
-        data = parse_json(await request.body())
-        folder, version = weights.wanted(data, service.settings.weights_root)
-        try:
-            return await desk.work(lambda: weights.update(service, folder, version))
-        except SparseRLError as error:
-            raise Refusal(400, str(error)) from error
+    add_admin(app, service)
 
     # ------------------------------------------------------------------------------------------- health and the page
 

@@ -92,6 +92,7 @@ class Desk:
         self._wake = threading.Condition()
         self._stopping = False
         self.paused = False
+        self._left = False  # somebody was given up since the last look
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready: concurrent.futures.Future = concurrent.futures.Future()
 
@@ -115,6 +116,10 @@ class Desk:
         """How many answers may wait; None: the engine is not open"""
         live = self.places[place].live
         return None if live is None else live.most_waiting
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
 
     @property
     def alive(self) -> bool:
@@ -198,6 +203,7 @@ class Desk:
         if live is not None and ticket.conversation.status != "ended":
             with suppress(SparseRLError):  # an engine that was closed meanwhile has given up all of them
                 live.cancel(ticket.conversation)
+        self._left = True
         self._wake.notify()
 
     async def events(self, ticket: Ticket) -> AsyncIterator[Event]:
@@ -246,7 +252,7 @@ class Desk:
             while self._work_there_is():
                 self._do_jobs()
                 for name, place in self.places.items():
-                    if not self.paused and place.live is not None and not place.live.idle:
+                    if place.live is not None and not place.live.idle:
                         self._round(name, place)
         finally:
             self._close()
@@ -254,8 +260,9 @@ class Desk:
     def _work_there_is(self) -> bool:
         """Wait for something to do. -> False: stop"""
         with self._wake:
-            while not self._stopping and not self._jobs and (self.paused or self._idle()):
+            while not self._stopping and not self._jobs and not self._left and (self.paused or self._idle()):
                 self._wake.wait()
+            self._left = False
             return not self._stopping
 
     def _idle(self) -> bool:
@@ -276,7 +283,7 @@ class Desk:
         live = place.live
         assert live is not None
         try:
-            news = live.step()
+            news = live.step(sample=not self.paused)
         except Exception as error:
             self._fail(name, place, error)
             return

@@ -19,7 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .protocol import Refusal
 from .service import Settings
 
-ADMIN = ("/pause", "/resume", "/update_weights", "/init_broadcaster")
+ADMIN = (
+    "/pause", "/resume", "/is_paused", "/update_weights", "/init_weight_transfer_engine", "/start_weight_update",
+    "/finish_weight_update", "/get_world_size", "/init_broadcaster", "/load_lora_adapter",
+)  # fmt: skip
 OPEN = ("/health", "/liveness", "/", "/favicon.ico")  # the page asks for the key itself
 _HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)  # names of loopback
 

@@ -1,4 +1,8 @@
-"""/metrics, in Prometheus' text format."""
+"""/metrics, in Prometheus' text format.
+
+What trainers steer by has vLLM's names, too: prime-rl admits as many episodes as these say there is room for. Rows
+stand for the cache there, as one with `max_model_len` tokens for each of them.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +61,23 @@ class Reading(Collector):
             rows.add_metric([name], place.engine.rows)
         yield version
         yield rows
+        yield from self.as_vllm()
+
+    def as_vllm(self) -> Iterator[Metric]:
+        """Of the engine that serves requests without a name."""
+        desk = self.service.desk
+        name, place = next(iter(desk.places.items()))
+        used = 0 if place.live is None else place.live.rows_in_use
+        for metric, about, value in (
+            ("num_requests_running", "Answers that run", desk.running),
+            ("num_requests_waiting", "Answers that wait for a row", desk.waiting),
+            ("kv_cache_usage_perc", "Share of the rows in use", used / place.engine.rows),
+        ):
+            family = GaugeMetricFamily(f"vllm:{metric}", about, labels=["engine", "model_name"])
+            family.add_metric(["0", name], value)
+            yield family
+        size = str(place.engine.rows * self.service.settings.max_tokens)
+        labels = ["engine", "kv_cache_size_tokens"]
+        cache = GaugeMetricFamily("vllm:cache_config_info", "Rows, in tokens of the longest answers", labels=labels)
+        cache.add_metric(["0", size], 1)
+        yield cache

@@ -184,11 +184,12 @@ class GenerateRequest(BaseModel):
     def asked(self) -> CompletionRequest:
         """The same as a completion. Log-probs are always those of the distribution that was sampled from.
 
+        As in vLLM, the model's own config cuts nothing off that distribution here: a trainer knows what it asked for.
         Clients that want those of sampled tokens alone write 0 or 1; other tokens would cost a pass of their own.
         """
         known = {name: value for name, value in self.sampling_params.items() if value is not None}
         known["logprobs"] = 0 if known.get("logprobs", 0) in (0, 1) else known["logprobs"]
-        known.setdefault("max_tokens", None)
+        known = {"max_tokens": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, **known}
         return parsed(CompletionRequest, {**known, "prompt": self.token_ids, "model": self.model, "trace": self.trace})
 
 

@@ -102,6 +102,11 @@ class Service:
     def vocabulary(self) -> int:
         return next(iter(self.desk.places.values())).engine.shape.vocabulary
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the weights."""
+        return next(iter(self.desk.places.values())).engine.version
+
     def name_of(self, wanted: str | None) -> str:
         """The engine that a request asks for."""
         if not wanted:
@@ -136,10 +141,10 @@ class Service:
         room = self.settings.max_tokens - prompt
         if prompt < 1 or room < 1 or not (goes_on or prompt <= self.settings.prompt_tokens):
             most = self.settings.max_tokens - 1 if goes_on else self.settings.prompt_tokens
-            raise Refusal(
+            raise Refusal(  # clients look for "context length"
                 400,
-                f"the prompt has {prompt} tokens, but may have 1 to {most} (of {self.settings.max_tokens} with the "
-                "answer).",
+                f"the prompt has {prompt} tokens, but the context length allows 1 to {most} "
+                f"({self.settings.max_tokens} with the answer).",
                 code="context_length_exceeded",
             )
         assert isinstance(asked, ChatRequest | CompletionRequest)

@@ -27,7 +27,9 @@ FIELDS = {
     "/inference/v1/generate": ["token_ids", "sampling_params", "request_id"],
     "/tokenize": ["prompt", "messages", "tools"],
     "/detokenize": ["tokens"],
-    "/update_weights": ["weight_dir", "version"],
+    "/update_weights": ["weight_dir", "version", "update_info"],
+    "/init_weight_transfer_engine": ["init_info"],
+    "/finish_weight_update": ["weight_version", "version"],
 }  # fmt: skip
 COMMON = [
     "model", "n", "stop", "seed", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "trace",
@@ -41,6 +43,8 @@ GOOD = {
     "/tokenize": {"prompt": "1+2="},
     "/detokenize": {"tokens": [5, 6]},
     "/update_weights": {"weight_dir": "none"},
+    "/init_weight_transfer_engine": {"init_info": {"master_address": "127.0.0.1", "master_port": 0}},
+    "/finish_weight_update": {"weight_version": "3"},
 }
 PATHS = [
     "/", "//", "/v1", "/v1/traces/" + "x" * 500, "/v1/traces/%2e%2e%2fetc", "/pause/x", "/%00", "/v1/models/sums",

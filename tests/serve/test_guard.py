@@ -1,5 +1,6 @@
 """Who may ask a server, and how much."""
 
+import contextlib
 import json
 import socket
 
@@ -136,6 +137,22 @@ def test_a_full_queue_says_when_to_come_again(client, guarded):
     assert until(lambda: all_free(service))
 
 
+def test_who_leaves_a_paused_server_frees_a_place(client, guarded):
+    service = guarded[1]
+    client.post("/pause", headers=ADMIN)
+    with contextlib.ExitStack() as streams:
+        for _ in range(4):
+            other = streams.enter_context(httpx.Client(base_url=client.base_url, headers=KEY, timeout=60))
+            streams.enter_context(other.stream("POST", "/v1/completions", json=ASKED | {"stream": True}))
+        assert until(lambda: service.desk.waiting == 4)
+        assert client.post("/v1/completions", json=ASKED, headers=KEY).status_code == 429
+    assert until(lambda: service.desk.open == 0)
+    with client.stream("POST", "/v1/completions", json=ASKED | {"stream": True}, headers=KEY) as stream:
+        assert stream.status_code == 200
+        client.post("/resume", headers=ADMIN)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -143,9 +160,11 @@ JSON = st.recursive(
 )
 FIELDS = ["model", "prompt", "messages", "n", "stop", "seed", "stream", "logprobs", "top_logprobs", "tools", "echo"]
 FIELDS += ["max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "logit_bias", "token_ids", "tokens"]
-FIELDS += ["sampling_params", "stream_options", "chat_template_kwargs"]
+FIELDS += ["sampling_params", "stream_options", "chat_template_kwargs", "weight_dir", "version", "weight_version"]
+FIELDS += ["init_info", "update_info"]
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize",
-         "/update_weights", "/v1/traces/x", "/pause/x")  # fmt: skip
+         "/update_weights", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update",
+         "/v1/traces/x", "/pause/x")  # fmt: skip
 BASES = ({"prompt": "1+", "max_tokens": 2}, {"messages": [{"role": "user", "content": "1+"}], "max_tokens": 2},
          {"token_ids": [5], "sampling_params": {"max_tokens": 2}})  # fmt: skip
 

@@ -20,9 +20,14 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def address():
-    with served() as (address, _):
-        yield address
+def running():
+    with served() as running:
+        yield running
+
+
+@pytest.fixture
+def address(running):
+    return running[0]
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
@@ -43,6 +48,12 @@ def test_a_chat(browser, address, size, colours, tmp_path):
     assert said and float(page.inner_text("#speed")) > 0
     assert 0 < float(page.inner_text("#seen")) <= float(page.inner_text("#tokens"))
     assert page.evaluate("$('map').width") == int(page.inner_text("#tokens"))
+    drawn = page.evaluate("""(() => {
+        const map = $("map"), {data} = map.getContext("2d").getImageData(0, 0, map.width, map.height);
+        const seen = colour("--seen"), same = i => seen.every((value, k) => data[i + k] === value);
+        return Array.from({length: data.length / 4}, (_, i) => same(4 * i)).filter(Boolean).length / map.height;
+    })()""")
+    assert abs(drawn - float(page.inner_text("#seen"))) <= 0.5
     page.select_option("#model", "sums:dense")
     assert page.inner_text("#cache") == "dense cache: nothing is evicted"
     page.click("#clear")
@@ -62,4 +73,24 @@ def test_what_the_server_refuses_is_shown(browser, address):
     page.press("#text", "Enter")
     page.wait_for_selector(".bad")
     assert "prompt has" in page.inner_text(".bad")
+    page.close()
+
+
+def test_a_new_conversation_knows_nothing_of_an_answer_that_was_stopped(browser, running):
+    address, service = running
+    page = browser.new_page()
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.goto(address)
+    service.desk.paused = True
+    page.fill("#text", "1+2=")
+    page.press("#text", "Enter")
+    page.wait_for_function("running !== null")
+    page.click("#clear")
+    page.wait_for_function("running === null")
+    service.desk.paused = False
+    page.fill("#text", "2+2=")
+    page.press("#text", "Enter")
+    page.wait_for_function("running === null && document.querySelectorAll('.said.model').length === 1")
+    assert [message["content"] for message in sent[-1]["messages"]] == ["2+2="]
     page.close()

@@ -3,6 +3,7 @@
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
@@ -76,10 +77,34 @@ def test_prime_rl_updates_weights(running):
         assert updated.status_code == 200 and updated.json()["version"] == before + 1
         assert admin.post("/resume").status_code == 200
         refused = admin.post("/init_broadcaster", json={"host": "x", "port": 1, "rank_offset": 0, "timeout": 1})
-        assert refused.status_code == 400 and "folder" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "filesystem" in refused.json()["error"]["message"]
         assert httpx.post(f"{address}/init_broadcaster", json={}).status_code == 403
         without = admin.post("/update_weights", json={"weight_dir": None})  # what comes over a broadcast
         assert without.status_code == 400
+
+
+def test_prime_rl_finds_out_how_much_there_is_room_for(running):
+    """By vLLM's names: the engine's label, gauges, and a size in a label; a row for each answer of full length."""
+    address, service, _ = running
+    found = {
+        sample.name: sample
+        for family in text_string_to_metric_families(httpx.get(f"{address}/metrics").text)
+        for sample in family.samples
+        if family.name.startswith("vllm:") and family.type == "gauge"
+    }
+    assert {sample.labels["engine"] for sample in found.values()} == {"0"}
+    about = httpx.get(f"{address}/v1/models").json()["data"][0]
+    size = int(found["vllm:cache_config_info"].labels["kv_cache_size_tokens"])
+    assert size // about["max_model_len"] == service.desk.places["sums"].engine.rows == 4
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert found[f"vllm:{name}"].value == 0
+
+
+def test_a_prompt_that_is_too_long_is_known_as_such(running):
+    """verifiers ends an episode where these words are in a refusal; anything else is a failure of the server."""
+    refused = httpx.post(f"{running[0]}/inference/v1/generate", json={"token_ids": [5] * 150})
+    assert refused.status_code == 400 and "context length" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_prime_rl_scores_a_prompt(running):
