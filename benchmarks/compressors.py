@@ -204,7 +204,7 @@ def chosen_trace(model, trajectory, compressor, oracle: bool):
         begins = torch.tensor([0, *moments])
         worth = received(seen, begins, heads).flip(-1).cumsum(-1).flip(-1) if oracle else None  # [H, T, S]
         for number, begin in enumerate(moments, 1):
-            view = slots_at(seen, gone, begin, compressor, prompt)
+            view = slots_at(seen, gone, [begin], compressor, prompt)
             assert view is not None, "a full row has more slots than its window"
             view = type(view)(**{**vars(view), "streams": streams[seen.layer]})
             if worth is None:
