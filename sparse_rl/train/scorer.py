@@ -131,7 +131,7 @@ class Collector(Watch):
 
 
 def present_at(evicted_at: Tensor, begins: Tensor) -> Tensor:
-    """What a row held when it was evicted before each of the queries `begins` [E]. evicted_at [H, T] -> bool [E, H, T]"""
+    """What a row held when it was evicted, before queries `begins` [E]. evicted_at [H, T] -> bool [E, H, T]"""
     begins = begins[:, None, None]
     return (torch.arange(evicted_at.shape[1]) < begins) & (evicted_at >= begins)
 
