@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..cache import Trace
 from ..cache.segments import Observed
 from ..cache.trace import never
-from ..errors import SparseRLError
+from ..errors import SparseRLError, require_int
 from .routes import routes_in_order
 from .score import batch_logprobs, hidden_states, replay_of, routes_of
 
@@ -161,6 +161,12 @@ def _attention(seen: Observed, queries: Tensor, keys: Tensor, start: int) -> Ten
 def give_back(trace: Trace, chosen: Tensor) -> Trace:
     """The trace in which some tokens are never evicted. chosen bool [L, H, T], or broadcast to it"""
     evicted_at = trace.evicted_at.to(torch.int64)
+    fits = len(chosen.shape) <= 3 and all(a in (1, b) for a, b in zip(chosen.shape[::-1], evicted_at.shape[::-1]))
+    if chosen.dtype != torch.bool or not fits:
+        raise SparseRLError(
+            f"what is given back is {chosen.dtype} {list(chosen.shape)}; it must be true or false for every (layer, KV "
+            f"head, token) {list(evicted_at.shape)}, or every token, such as torch.arange({evicted_at.shape[-1]}) == 3."
+        )
     given = torch.where(chosen, never(trace.evicted_at.dtype), evicted_at)
     return replace(trace, evicted_at=given.to(trace.evicted_at.dtype))
 
@@ -173,6 +179,7 @@ def counterfactuals(
 
     Where traces have routes, every pass goes through those experts.
     """
+    require_int(rows=rows)
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens).to(device)
     found = []
