@@ -10,7 +10,8 @@ mean number of entries that a query saw. Points are appended to points.jsonl as 
 twice. `learned` and `position` (the same networks on place, age and prompt alone) are trained for their point, on
 training prompts and with the point's seed; `triattention` is calibrated on dense rollouts of training prompts.
 `random` with the prompt kept is the rule to beat. RULE+mass and RULE+nats: the rule with budgets by layer of the same
-sum, chosen on dense rollouts of training prompts by the attention or the log-prob that evictions cost a layer.
+sum, chosen on dense rollouts of training prompts by the attention or the log-prob that evictions cost a layer. Those
+of `learned` and `position` are chosen after their training, which has equal budgets.
 
 The oracle knows later queries, so it cannot sample. Offline points compare it with the others: on dense rollouts
 (the same for all) a rule chooses what to evict from the keys and queries of the dense pass, and the log-probs of the
@@ -50,7 +51,7 @@ def points_of(args) -> list[dict]:
                 for budget in args.budgets
                 for protect in (False, True)
             ]
-    return sorted(found, key=lambda point: (point["rule"] in TRAINED, point["protect"]))
+    return sorted(found, key=lambda point: (point["rule"].startswith(TRAINED), point["protect"]))
 
 
 def key(point: dict) -> tuple:
@@ -66,7 +67,7 @@ class Bench:
 
         self.args = args
         self.model, self.tokenizer = load_model(args.model)
-        self.task = tasks.make(args.task)
+        self.task = tasks.make(args.task, **args.options)
         self.held_out = self.task.held_out()
         self.sampling = Sampling(args.new, stop_ids=stop_ids(self.model, self.tokenizer))
 
@@ -203,7 +204,7 @@ def chosen_trace(model, trajectory, compressor, oracle: bool):
         begins = torch.tensor([0, *moments])
         worth = received(seen, begins, heads).flip(-1).cumsum(-1).flip(-1) if oracle else None  # [H, T, S]
         for number, begin in enumerate(moments, 1):
-            view = slots_at(seen, gone, begin, compressor, prompt)
+            view = slots_at(seen, gone, [begin], compressor, prompt)
             assert view is not None, "a full row has more slots than its window"
             view = type(view)(**{**vars(view), "streams": streams[seen.layer]})
             if worth is None:
@@ -225,9 +226,9 @@ def chosen_trace(model, trajectory, compressor, oracle: bool):
 
 def rule_named(text: str) -> str:
     rule, plus, measure = text.partition("+")
-    if rule not in RULES or (plus and (measure not in MEASURES or rule in TRAINED)):
+    if rule not in RULES or (plus and measure not in MEASURES):
         raise argparse.ArgumentTypeError(
-            f"there is no rule {text}; rules: {', '.join(RULES)}, and RULE+mass or RULE+nats of those not trained"
+            f"there is no rule {text}; rules: {', '.join(RULES)}, and RULE+mass or RULE+nats"
         )
     return text
 
@@ -294,7 +295,7 @@ def plot(rows: list[dict], path: Path) -> None:
             curve = [
                 [statistics.mean(r[k] for r in points[b]) for k in ("entries", "accuracy")] for b in sorted(points)
             ]
-            bold = rule in TRAINED
+            bold = rule.startswith(TRAINED)
             axis.plot(*zip(*curve), marker="o", markersize=3, linewidth=2.5 if bold else 1.2, label=rule)
         axis.set_title("prompt kept" if protect else "prompt evicted like the rest")
         axis.set_xlabel("entries that a query saw, mean")
@@ -309,6 +310,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="tiny-sums")
     parser.add_argument("--task", default="sums")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the task, JSON")
     parser.add_argument("--budgets", type=int, nargs="+", default=[26, 30, 34, 38, 42])
     parser.add_argument("--interval", type=int, default=4)
     parser.add_argument("--new", type=int, default=72, help="tokens of a response, at most")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SparseRLError
+from ..errors import SparseRLError, require_int
 from .options import Dtype, ModelName
 
 
@@ -33,6 +33,7 @@ def calibrate(
     from ..models import encode, load_model
     from .companion import place_for, write
 
+    require_int(at_least=2, tokens=tokens)
     place = place_for(model, out)
     texts = read_texts(data, field)
     lm, tokenizer = load_model(model, dtype)

@@ -40,6 +40,7 @@ def calibrate(model: nn.Module, sequences: Iterable[Sequence[int]], tokens: int 
         sums = torch.zeros(2, shape.slot_layers, shape.query_heads, shape.head_dim, dtype=torch.float64)
         counts, seen = torch.zeros(shape.slot_layers, dtype=torch.int64), 0
         for piece in _pieces(sequences, tokens):
+            _check_ids(piece, shape.vocabulary)
             _feed(model, torch.tensor(piece), partial(_add, sums, counts, frequency, partner))
             seen += len(piece)
     if not seen:
@@ -61,6 +62,15 @@ def _pieces(sequences: Iterable[Sequence[int]], tokens: int) -> Iterator[Sequenc
                 left -= len(piece)
             if left <= 1:
                 return
+
+
+def _check_ids(piece: Sequence[int], vocabulary: int) -> None:
+    for token in (min(piece), max(piece)):
+        if not 0 <= token < vocabulary:
+            raise SparseRLError(
+                f"the text to calibrate on holds token id {token}, outside the vocabulary of {vocabulary}; was it made "
+                "with another tokenizer?"
+            )
 
 
 def _feed(model: nn.Module, tokens: Tensor, observe) -> None:

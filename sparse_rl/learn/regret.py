@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..cache import Trace
 from ..cache.segments import Observed
 from ..cache.trace import never
-from ..errors import SparseRLError
+from ..errors import SparseRLError, require_int
 from .routes import routes_in_order
 from .score import batch_logprobs, hidden_states, replay_of, routes_of
 
@@ -127,12 +127,14 @@ def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
     keys = seen.keys[0].float()  # [Hk, T, D]
     queries = seen.queries[0].float().unflatten(0, (len(keys), -1))  # [Hk, G, T, D]
     found = keys.new_zeros(heads, tokens, len(begins))
-    ends = [*begins.tolist()[1:], tokens - 1]
-    for segment, (begin, end) in enumerate(zip(begins.tolist(), ends, strict=True)):
-        for start in range(begin, end, BLOCK):
-            stop = min(start + BLOCK, end)
-            probs = _attention(seen, queries[:, :, start:stop], keys[:, :stop], start)  # [Hk, G, b, stop]
-            found[:, :stop, segment] += probs.sum(2).flatten(0, 1).unflatten(0, (heads, -1)).mean(1)
+    segments = torch.searchsorted(begins, torch.arange(tokens), right=True) - 1  # of each query
+    for start in range(0, tokens - 1, BLOCK):
+        stop = min(start + BLOCK, tokens - 1)
+        probs = _attention(seen, queries[:, :, start:stop], keys[:, :stop], start)  # [Hk, G, b, stop]
+        first, last = segments[start], segments[stop - 1]
+        belongs = segments[start:stop, None] == torch.arange(int(first), int(last) + 1)  # [b, s]
+        of_heads = probs.flatten(0, 1).unflatten(0, (heads, -1)).mean(1)  # [H, b, stop]
+        found[:, :stop, first : last + 1] += of_heads.transpose(-1, -2) @ belongs.to(of_heads)
     return found
 
 
@@ -159,6 +161,12 @@ def _attention(seen: Observed, queries: Tensor, keys: Tensor, start: int) -> Ten
 def give_back(trace: Trace, chosen: Tensor) -> Trace:
     """The trace in which some tokens are never evicted. chosen bool [L, H, T], or broadcast to it"""
     evicted_at = trace.evicted_at.to(torch.int64)
+    fits = len(chosen.shape) <= 3 and all(a in (1, b) for a, b in zip(chosen.shape[::-1], evicted_at.shape[::-1]))
+    if chosen.dtype != torch.bool or not fits:
+        raise SparseRLError(
+            f"what is given back is {chosen.dtype} {list(chosen.shape)}; it must be true or false for every (layer, KV "
+            f"head, token) {list(evicted_at.shape)}, or every token, such as torch.arange({evicted_at.shape[-1]}) == 3."
+        )
     given = torch.where(chosen, never(trace.evicted_at.dtype), evicted_at)
     return replace(trace, evicted_at=given.to(trace.evicted_at.dtype))
 
@@ -171,6 +179,7 @@ def counterfactuals(
 
     Where traces have routes, every pass goes through those experts.
     """
+    require_int(rows=rows)
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens).to(device)
     found = []
@@ -199,11 +208,14 @@ def regret_metrics(found: Sequence[Tensor]) -> dict[str, float]:
 
 
 def summary(found: Regret) -> Tensor | None:
-    """Share of attention lost since the first eviction, mean excess, largest mass of a token; None: nothing was evicted
-    early enough to be asked for. fp64 [3]
-    """
+    """Share of attention lost, mean excess, largest mass of a token; None: as of `mean_lost`. fp64 [3]"""
+    lost = mean_lost(found)
+    return None if lost is None else torch.stack([lost, found.excess.double().nanmean(), found.mass.max().double()])
+
+
+def mean_lost(found: Regret) -> Tensor | None:
+    """Share of attention lost since the first eviction; None: nothing was evicted early enough to be asked for. fp64"""
     if len(found.begins) < 2:
         return None
     weights = found.queries[1:].double()
-    lost = (found.lost[..., 1:].double() * weights).sum(-1) / weights.sum()
-    return torch.stack([lost.mean(), found.excess.double().nanmean(), found.mass.max().double()])
+    return ((found.lost[..., 1:].double() * weights).sum(-1) / weights.sum()).mean()

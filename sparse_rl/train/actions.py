@@ -62,14 +62,14 @@ def policy_loss(logp: Tensor, actions: Actions) -> Tensor:
 
 
 def rebuilt(view: CacheView, evicted: Tensor, compressor: Learned, advantage: float) -> Actions:
-    """One eviction of one layer, from what the slots showed. evicted bool [H, S], as the trace has it"""
+    """Some evictions of one layer, from what the slots showed. evicted bool [n, H, S], as the trace has it"""
     assert compressor.scorer is not None and view.layer is not None and compressor.temperature > 0
     count = evicted.shape[-1] - compressor.window
-    x = features(view, compressor.window, compressor.scorer.kind)  # [1, H, C, F]
+    x = features(view, compressor.window, compressor.scorer.kind)  # [n, H, C, F]
     scores = compressor.scorer.scores(x, view.layer)
     stays = compressor.forced(view, compressor.budget).expand(view.feed.shape)[..., :count]
     possible = ~stays if view.unreachable is None else ~stays & ~view.unreachable[..., :count]
-    gone = evicted[None, :, :count] & possible
+    gone = evicted[..., :count] & possible
     noisy = compressor.temperature * gumbel(view, count) - scores  # high ones are evicted
     number = gone.sum(-1)
     place = noisy.masked_fill(~possible, -torch.inf).argsort(-1, descending=True).argsort(-1)  # 0: the first to go
@@ -82,7 +82,7 @@ def rebuilt(view: CacheView, evicted: Tensor, compressor: Learned, advantage: fl
         number.cpu(),
         log_prob(scores, compressor.temperature, possible, number).cpu(),
         ((again & gone).sum(-1) / number.clamp(min=1)).cpu(),
-        torch.tensor([advantage], dtype=torch.float32),
+        torch.full((len(x),), advantage, dtype=torch.float32),
     )
 
 

@@ -127,7 +127,7 @@ class Choices:
         gone[lost] = begin
 
     def _view(self, seen: Observed, compressor: Compressor, gone: Tensor, begin: int, mass: Tensor) -> CacheView | None:
-        view = slots_at(seen, gone, begin, compressor, self.prompt)
+        view = slots_at(seen, gone, [begin], compressor, self.prompt)
         if view is None:
             return None
         device = view.keys.device

@@ -9,13 +9,13 @@ worthiest. Of pairs of a slot that it keeps and one that it does not, the networ
 which is a convex stand-in for regret. Rollouts of the next round run with the network as it is then, so it learns on
 the slots that its own choices leave. joint.py does the same between the steps of a run.
 
-Shapes: H KV heads, S slots, K pairs of an eviction, n pairs in all, F features.
+Shapes: L layers, H KV heads, E evictions, S slots, n pairs, F features.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..cache.segments import Observed
 from ..compressors import CacheView, Compressor
 from ..compressors.learned import Learned, features, score_with
 from ..errors import SparseRLError
-from ..learn.regret import Watch, summary
+from ..learn.regret import Watch, mean_lost
 from ..learn.score import hidden_states, replay_of, routes_of
 from ..models import Companion, evaluating
 from ..records import Trajectory
@@ -36,6 +36,7 @@ from ..streams import eviction_streams
 from .actions import Actions, joined_actions, log_prob, policy_loss, rebuilt
 
 TRAINED = ("inner", "bias", "outer", "slope")
+AT_ONCE = 32  # evictions of a layer whose slots are looked at together
 
 
 @dataclass(frozen=True)
@@ -83,71 +84,96 @@ class Collector(Watch):
         worth = self.received[seen.layer].flip(-1).cumsum(-1).flip(-1)  # [H, T, S]
         extra = self.compressor.extra_slots
         compressor = self.compressor.with_extra(extra[seen.layer] if extra else 0)
-        for segment, begin in enumerate(self.begins.tolist()):
-            gone = self.evicted_at[seen.layer]
-            view = slots_at(seen, gone, begin, compressor, self.num_prompt_tokens, self.streams[seen.layer])
-            if view is not None and (gone == begin).any():
-                if self.drawn is not None and begin in self.acts:
-                    evicted = (gone == begin).gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
-                    action = rebuilt(view, evicted, compressor, self.drawn.advantage)
-                    self.actions.setdefault(seen.layer, []).append(action)
-                of_slots = worth[..., segment].gather(1, view.feed[0].cpu()).to(view.keys.device)  # [H, S]
-                if (drawn := self._draw(view, of_slots, compressor)) is not None:
-                    self.found.setdefault(seen.layer, []).append(drawn)
+        gone, streams = self.evicted_at[seen.layer], self.streams[seen.layer]
+        for begins in self._alike(gone):
+            view = slots_at(seen, gone, begins, compressor, self.num_prompt_tokens, streams)
+            if view is None:
+                continue
+            feed, device = view.feed.cpu(), view.keys.device
+            if self.drawn is not None and begins[0] in self.acts:
+                evicted = (gone == torch.tensor(begins)[:, None, None]).gather(2, feed).to(device)  # [E, H, S]
+                action = rebuilt(view, evicted, compressor, self.drawn.advantage)
+                self.actions.setdefault(seen.layer, []).append(action)
+            segments = torch.searchsorted(self.begins, torch.tensor(begins))
+            of_slots = worth[..., segments].permute(2, 0, 1).gather(2, feed).to(device)  # [E, H, S]
+            if (drawn := self._draw(view, of_slots, compressor)) is not None:
+                self.found.setdefault(seen.layer, []).append(drawn)
+
+    def _alike(self, gone: Tensor) -> list[list[int]]:
+        """A layer's evictions, some at a time: those of equally many slots that are actions, or are none. gone [H, T]
+
+        Of an eviction the first query that follows it.
+        """
+        begins = self.begins[(gone == self.begins[:, None, None]).any(-1).any(-1)]
+        counts = present_at(gone, begins).sum(-1)  # [E, H]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+            groups.setdefault((*count, begin in self.acts), []).append(begin)
+        return [group[i : i + AT_ONCE] for group in groups.values() for i in range(0, len(group), AT_ONCE)]
 
     def _draw(self, view: CacheView, worth: Tensor, compressor: Learned) -> Pairs | None:
-        """None where nothing was to choose. worth [H, S]; compressor: of the layer"""
+        """None where nothing was to choose. worth [E, H, S]; compressor: of the layer"""
         window, budget = compressor.window, compressor.budget
-        count = worth.shape[1] - window
-        forced = compressor.forced(view, budget).expand(view.feed.shape)[0, :, :count]  # sinks and prompt: first
-        always, keep = int(forced.sum(1).max()), min(budget - window, count - 1)
+        count = worth.shape[-1] - window
+        forced = compressor.forced(view, budget).expand(view.feed.shape)[..., :count]  # sinks and prompt: first
+        always, keep = int(forced.sum(-1).max()), min(budget - window, count - 1)
         if keep <= always:
             return None
-        x, worth = features(view, window, self.kind)[0], worth[:, :count]  # [H, C, F], [H, C]
-        order = worth.masked_fill(forced, torch.inf).argsort(dim=1, descending=True)
-        shape = (len(worth), self.pairs)
-        first = order.gather(1, torch.randint(always, keep, shape, generator=self.generator).to(order.device))
-        second = order.gather(1, torch.randint(keep, count, shape, generator=self.generator).to(order.device))
-        weight = (worth.gather(1, first) - worth.gather(1, second)) / worth.sum(1, keepdim=True).clamp(min=1e-12)
+        x, worth = features(view, window, self.kind), worth[..., :count]  # [E, H, C, F], [E, H, C]
+        order = worth.masked_fill(forced, torch.inf).argsort(dim=-1, descending=True)
+        shape = (*worth.shape[:2], self.pairs)
+        first = order.gather(2, torch.randint(always, keep, shape, generator=self.generator).to(order.device))
+        second = order.gather(2, torch.randint(keep, count, shape, generator=self.generator).to(order.device))
+        weight = (worth.gather(2, first) - worth.gather(2, second)) / worth.sum(-1, keepdim=True).clamp(min=1e-12)
         wide = x.shape[-1]
-        kept, dropped = (x.gather(1, i[..., None].expand(-1, -1, wide)) for i in (first, second))
-        return Pairs(kept.cpu(), dropped.cpu(), weight.cpu())
+        kept, dropped = (x.gather(2, i[..., None].expand(-1, -1, -1, wide)) for i in (first, second))
+        return Pairs(*(part.transpose(0, 1).flatten(1, 2).cpu() for part in (kept, dropped, weight)))
+
+
+def present_at(evicted_at: Tensor, begins: Tensor) -> Tensor:
+    """What a row held when it was evicted, before queries `begins` [E]. evicted_at [H, T] -> bool [E, H, T]"""
+    begins = begins[:, None, None]
+    return (torch.arange(evicted_at.shape[1]) < begins) & (evicted_at >= begins)
 
 
 def slots_at(
     seen: Observed,
     evicted_at: Tensor,
-    begin: int,
+    begins: Sequence[int],
     compressor: Compressor,
     num_prompt_tokens: int,
     streams: Tensor | None = None,
 ) -> CacheView | None:
-    """What a row held when it was evicted before query `begin`; None where heads held different numbers of slots, or
-    little more than the window. evicted_at [H, T]; streams [1, H]: by which the eviction was drawn, if it was
+    """What a row held at some evictions of equally many slots, given by the first queries that follow them; None where
+    heads held different numbers of slots, or little more than the window.
+
+    evicted_at [H, T]; streams [1, H]: by which the evictions were drawn, if they were
     """
-    tokens = torch.arange(evicted_at.shape[1])
-    present = (tokens < begin) & (evicted_at >= begin)  # [H, T]
-    counts = present.sum(1)
+    many, device = len(begins), seen.keys.device
+    present = present_at(evicted_at, torch.tensor(begins))  # [E, H, T]
+    counts = present.sum(-1)
     if counts.min() != counts.max():
         return None
-    feed = present.nonzero()[:, 1].view(len(present), -1).to(seen.keys.device)  # [H, S]
-    if feed.shape[1] <= compressor.window + 1:
+    feed = present.nonzero()[:, 2].view(*counts.shape, -1).to(device)  # [E, H, S]
+    if feed.shape[2] <= compressor.window + 1:
         return None
-    keys, values = (x[0].gather(1, feed[..., None].expand(-1, -1, x.shape[-1]))[None] for x in (seen.keys, seen.values))
-    unreachable = None if seen.sliding_window is None else (begin - feed >= seen.sliding_window)[None]
-    device = feed.device
+    heads = torch.arange(len(evicted_at), device=device)[:, None]
+    follows = torch.tensor(begins, device=device)
+    observed = torch.arange(-min(compressor.num_queries, *begins), 0, device=device)  # [W]
+    if streams is None:
+        streams = torch.zeros(1, len(evicted_at), dtype=torch.int64)
     return CacheView(
-        keys=keys,
-        values=values,
-        feed=feed[None],
-        queries=seen.queries[:, :, max(0, begin - compressor.num_queries) : begin],
+        keys=seen.keys[0][heads, feed],
+        values=seen.values[0][heads, feed],
+        feed=feed,
+        queries=seen.queries[0][:, follows[:, None] + observed].transpose(0, 1),
         mass=None,
-        streams=torch.zeros(1, len(feed), dtype=torch.int64, device=device) if streams is None else streams.to(device),
-        num_prompt_tokens=torch.tensor([num_prompt_tokens], device=device),
+        streams=streams.to(device).expand(many, -1),
+        num_prompt_tokens=torch.tensor([num_prompt_tokens] * many, device=device),
         scaling=seen.scaling,
         softcap=seen.softcap,
-        unreachable=unreachable,
-        layer=torch.tensor([seen.layer], device=device),
+        unreachable=None if seen.sliding_window is None else follows[:, None, None] - feed >= seen.sliding_window,
+        layer=torch.tensor([seen.layer] * many, device=device),
     )
 
 
@@ -176,10 +202,10 @@ def collect_from(
     with evaluating(model):
         tokens = trajectory.tokens.to(next(model.parameters()).device)
         hidden_states(model, tokens[None], replay, routes_of(model, trajectory.trace))
-    about = summary(collector.regret())
+    lost = mean_lost(collector.regret())
     found = {layer: joined(parts) for layer, parts in collector.found.items()}
     actions = {layer: joined_actions(parts) for layer, parts in collector.actions.items()}
-    return Collected(found, float("nan") if about is None else float(about[0]), actions)
+    return Collected(found, float("nan") if lost is None else float(lost), actions)
 
 
 def merged(found: Sequence[Collected]) -> Collected:
@@ -197,6 +223,20 @@ def merged(found: Sequence[Collected]) -> Collected:
 
 def joined(parts: Sequence[Pairs]) -> Pairs:
     return Pairs(*(torch.cat([getattr(part, name) for part in parts], 1) for name in ("kept", "dropped", "weight")))
+
+
+def stacked(parts: Sequence[Pairs]) -> Pairs:
+    """Equally many of each layer: [L, H, n, ...]"""
+    return Pairs(*(torch.stack([getattr(part, name) for part in parts]) for name in ("kept", "dropped", "weight")))
+
+
+def some_of(found: Iterable[Pairs], count: int, generator: torch.Generator) -> Pairs:
+    """`count` pairs of each layer, drawn."""
+    parts = []
+    for pairs in found:
+        rows = torch.randint(0, pairs.weight.shape[1], (count,), generator=generator)
+        parts.append(Pairs(pairs.kept[:, rows], pairs.dropped[:, rows], pairs.weight[:, rows]))
+    return stacked(parts)
 
 
 class ScorerTrainer:
@@ -224,9 +264,7 @@ class ScorerTrainer:
         before = self._whole(found)
         for _ in range(steps):
             self.optimizer.zero_grad()
-            for layer, pairs in found.items():
-                rows = torch.randint(0, pairs.weight.shape[1], (batch,), generator=generator)
-                self._loss(layer, Pairs(pairs.kept[:, rows], pairs.dropped[:, rows], pairs.weight[:, rows])).backward()
+            self._loss([*found], some_of(found.values(), batch, generator)).sum().backward()
             for layer, acted in (actions or {}).items():
                 (self.advantage * policy_loss(self.log_probs(layer, acted), acted)).backward()
             self.optimizer.step()
@@ -258,22 +296,24 @@ class ScorerTrainer:
     def log_probs(self, layer: int, actions: Actions) -> Tensor:
         """Of evictions, by the networks as they are now. -> [n, H]"""
         device = self.tensors["centre"].device
-        scores = score_with(self._network(layer), actions.x.to(device))
+        scores = score_with(self._networks([layer]), actions.x.to(device))
         return log_prob(scores, self.temperature, actions.possible.to(device), actions.count.to(device))
 
-    def _network(self, layer: int) -> dict[str, Tensor]:
-        return {name: (self.parameters.get(name, tensor))[layer][None] for name, tensor in self.tensors.items()}
+    def _networks(self, layers: Sequence[int]) -> dict[str, Tensor]:
+        index = torch.tensor(layers, device=self.tensors["centre"].device)
+        return {name: self.parameters.get(name, tensor)[index] for name, tensor in self.tensors.items()}
 
-    def _loss(self, layer: int, pairs: Pairs) -> Tensor:
-        device, network = self.tensors["centre"].device, self._network(layer)
-        margin = score_with(network, pairs.kept[None].to(device)) - score_with(network, pairs.dropped[None].to(device))
+    def _loss(self, layers: Sequence[int], pairs: Pairs) -> Tensor:
+        """Of each of these layers. pairs: [L, H, n, ...] -> [L]"""
+        device, networks = self.tensors["centre"].device, self._networks(layers)
+        margin = score_with(networks, pairs.kept.to(device)) - score_with(networks, pairs.dropped.to(device))
         weight = pairs.weight.to(device)
-        weight = weight / weight.mean(1, keepdim=True).clamp(min=1e-12)
-        return (weight * F.softplus(-margin[0])).mean()
+        weight = weight / weight.mean(-1, keepdim=True).clamp(min=1e-12)
+        return (weight * F.softplus(-margin)).mean((1, 2))
 
     @torch.no_grad()
     def _whole(self, found: dict[int, Pairs]) -> float:
-        return sum(float(self._loss(layer, pairs)) for layer, pairs in found.items()) / len(found)
+        return sum(float(self._loss([layer], stacked([pairs]))) for layer, pairs in found.items()) / len(found)
 
     def _normalise(self, found: dict[int, Pairs]) -> None:
         """Mean 0 and deviation 1 of every feature, by what a layer shows first."""

@@ -10,7 +10,7 @@ from sparse_rl import COMPRESSORS, Engine, Sampling, SparseRLError
 from sparse_rl.compressors.learned import HIDDEN, Scorer, features, fresh, score_with
 from sparse_rl.models import companions_of, load_model, set_companion
 from sparse_rl.train.checkpoint import save_model
-from sparse_rl.train.scorer import Pairs, ScorerTrainer, collect, slots_at
+from sparse_rl.train.scorer import Pairs, ScorerTrainer, collect, slots_at, stacked
 from tests.attention.test_replay import gaps
 from tests.cli.test_cli import run
 from tests.compressors.test_compressors import random_view
@@ -122,7 +122,13 @@ def test_training_sees_what_the_engine_showed(architecture, scored, monkeypatch)
         evicted_at = trajectory.trace.evicted_at[seen.layer].long()
         for begin in evicted_at.unique().tolist():
             if begin < len(trajectory.tokens):
-                rebuilt[seen.layer, begin] = slots_at(seen, evicted_at, begin, engine.compressor, 25)
+                rebuilt[seen.layer, begin] = slots_at(seen, evicted_at, [begin], engine.compressor, 25)
+        full = [begin for begin in evicted_at.unique().tolist() if 25 < begin < len(trajectory.tokens)]
+        together = slots_at(seen, evicted_at, full, engine.compressor, 25)  # they held equally many slots
+        for row, begin in enumerate(full):
+            for name, alone in vars(rebuilt[seen.layer, begin]).items():
+                if isinstance(alone, torch.Tensor):
+                    assert getattr(together, name)[row].equal(alone[0]), name
 
     replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
     replay.observe = observe
@@ -163,7 +169,7 @@ def test_the_loss_equals_the_loops(llama, scored):
     kept, dropped = torch.randn(2, 2, 6, 23, generator=g).unbind()
     weight = torch.rand(2, 6, generator=g)
     trainer = ScorerTrainer(companion)
-    got = trainer._loss(1, Pairs(kept, dropped, weight)).item()
+    got = trainer._loss([1], stacked([Pairs(kept, dropped, weight)])).item()
     network = {name: tensor[1][None] for name, tensor in companion.tensors.items()}
     first, second = (score_with(network, x[None])[0] for x in (kept, dropped))
     total = 0.0
@@ -172,6 +178,9 @@ def test_the_loss_equals_the_loops(llama, scored):
         for n in range(6):
             total += float(weight[head, n]) / mean * math.log1p(math.exp(float(second[head, n] - first[head, n]))) / 12
     assert got == pytest.approx(total, rel=1e-4)
+    both = trainer._loss([0, 1], stacked([Pairs(dropped, kept, weight), Pairs(kept, dropped, weight)]))
+    alone = trainer._loss([0], stacked([Pairs(dropped, kept, weight)])).item()
+    assert both.tolist() == pytest.approx([alone, got], rel=1e-5)  # layers that learn at once do not mix
 
 
 def test_the_file_travels_and_strangers_are_refused(tmp_path, llama, scored):

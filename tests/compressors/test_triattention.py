@@ -126,6 +126,12 @@ def test_calibration_finds_queries_before_rope(llama):
         torch.testing.assert_close(companion.tensors["modulus"][layer], moduli.repeat(1, 2), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("strange", [-1, 10_000])
+def test_text_of_another_tokenizer_is_refused(llama, strange):
+    with pytest.raises(SparseRLError, match=f"holds token id {strange}, outside the vocabulary of"):
+        calibrate(llama, [[5, 6, 7], [5, strange, 7]])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_calibrated_models_replay_exactly(architecture):
     model = tiny(architecture)

@@ -179,3 +179,9 @@ def test_nothing_evicted_has_no_summary_and_a_wrong_view_is_refused(llama):
     assert summary(regret(llama, trajectory.tokens, trajectory.trace)) is None
     with pytest.raises(SparseRLError, match="view is 'sparse'"):
         regret(llama, trajectory.tokens, trajectory.trace, "sparse")
+
+
+@pytest.mark.parametrize("chosen", [torch.tensor([3, 5]), torch.ones(7, dtype=torch.bool), torch.ones(1, 3, 2, 9) > 0])
+def test_what_is_given_back_is_true_or_false_for_every_token(chosen):
+    with pytest.raises(SparseRLError, match=r"what is given back is torch.*\[3, 2, 9\].*torch.arange\(9\) == 3"):
+        give_back(Trace.dense(3, 2, 9), chosen)
