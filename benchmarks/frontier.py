@@ -7,22 +7,25 @@
     python benchmarks/frontier.py --out runs/frontier --table --plot frontier.png # all seeds
 
 Breadcrumbs' three tasks, each in its own folder, in stays of 25 minutes (their times are guesses). Give a line again
-until it says that nothing is left; it goes on where it was:
+until it says that nothing is left; it goes on where it was. Several lines may share a device, each with its own seed:
 
     sparse-rl warmup countdown-search-warmup --out models/countdown-search     # linsys-warmup, stargraph-warmup
     S="--study countdown --out runs/frontier-countdown --seed 0 --minutes 23"  # linsys, stargraph
-    python benchmarks/frontier.py $S --joint models/countdown-search --patience 4
-    python benchmarks/frontier.py $S --late --patience 4
-    python benchmarks/frontier.py $S --rl 8 --of late
-    python benchmarks/frontier.py $S --points
+    python benchmarks/frontier.py $S --joint models/countdown-search --patience 4 --points
+    python benchmarks/frontier.py $S --late --patience 4 --points
+    python benchmarks/frontier.py $S --rl 8 --of late --points
+    python benchmarks/frontier.py $S --rl 8 --of cold --points                 # from the teacher, without distillation
     python benchmarks/frontier.py --study countdown --out runs/frontier-countdown --table --plot countdown.png
+
+--minutes is the time of the whole command: with --points, training ends --points-minutes earlier, so that what a run
+has reached by then is evaluated; evaluations that find no time come with the next --points.
 
 Runs are `sparse-rl train RECIPE` (--study sums: tiny-sums, for a CPU) with other keys (--set KEY VALUE); a stopped run
 continues. With --patience N a run goes on beyond run.steps until no student has gained 0.01 of held-out accuracy over
 its last N evaluations. An evaluation in points.jsonl is not repeated unless its run has continued since: then the newer
 one counts. The teacher's own curve comes from the length of its responses: capped at n tokens, its dense cache ends at
 n entries, and a response without an answer by then counts as wrong. "longer" is a student that may answer c / 2 times
-as long as in training, so that with every c its beacons take as many entries.
+as long as in training, so that with every c its beacons take as many entries (less where the model's positions end).
 """
 
 from __future__ import annotations
@@ -30,29 +33,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
-import signal
+import shutil
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from frontier_report import FREE, at_equal_entries, learned_by_rl, plot, table
+from stay import Stay
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-FREE = (
-    "random",
-    "window",
-    "tova",
-    "snapkv",
-    "rkv",
-)  # compressors without training, on the teacher; they keep the prompt
 GAIN = 0.01  # of held-out accuracy: less is no improvement
 MOST_STEPS = 5000  # of a run that goes on until its students stop improving
-LEARNED = ("joint", "late", "RL")  # how the curves of students begin
 THRESHOLDS = (0.05, 0.5, 2.0)  # nats, of the rule that ends chunks by surprise
 
 
@@ -108,7 +105,10 @@ def late_folders(args) -> list[Path]:
 def last_checkpoint(folder: Path) -> Path:
     from sparse_rl.files import find_checkpoints
 
-    return find_checkpoints(folder / "checkpoints")[-1][1]
+    found = find_checkpoints(folder / "checkpoints")
+    if not found:
+        sys.exit(f"frontier: {folder} has no checkpoint yet; train it first (--joint MODEL, --late, --rl C).")
+    return found[-1][1]
 
 
 def steps_of(folder: Path) -> int:
@@ -152,13 +152,22 @@ def still_improving(lines: Sequence[dict], patience: int) -> list[str]:
     ]
 
 
-def late(args) -> None:
-    """Students of the finished teacher."""
+def start_of(args, kind: str, find: Callable[[], Path]) -> Path:
+    """A copy of the model that a run starts from: the run that made it may go on, and keeps few checkpoints."""
     from sparse_rl.config import load_recipe
 
-    before = run_folder(args, f"late{args.part}") / "recipe.yaml"  # whose teacher may have been removed since
-    teacher = load_recipe(before).model.name if before.exists() else last_checkpoint(run_folder(args, "joint"))
-    train(args, f"late{args.part}", model__name=teacher, student__freeze_teacher="true")
+    before, copy = run_folder(args, kind) / "recipe.yaml", args.out / f"start-of-{kind}-{args.seed}"
+    if before.exists():
+        return Path(load_recipe(before).model.name)
+    shutil.rmtree(copy, ignore_errors=True)
+    return shutil.copytree(find(), copy, ignore=shutil.ignore_patterns("training.pt", "students"))
+
+
+def late(args) -> None:
+    """Students of the finished teacher."""
+    kind = f"late{args.part}"
+    teacher = start_of(args, kind, lambda: last_checkpoint(run_folder(args, "joint")))
+    train(args, kind, model__name=teacher, student__freeze_teacher="true")
 
 
 def student_of(args, kind: str, chunk: int) -> Path:
@@ -168,68 +177,61 @@ def student_of(args, kind: str, chunk: int) -> Path:
     sizes = {folder: folder.name.removeprefix("c").split("-") for folder in folders}
     found = [folder for folder in folders if str(chunk) in sizes[folder]]
     if not found:
-        sys.exit(
-            f"frontier: there is no {kind} student for chunks of {chunk}; there are {', '.join(map(str, folders))}."
-        )
+        there = f"there are {', '.join(map(str, folders))}" if folders else f"train some first (--{kind})"
+        sys.exit(f"frontier: there is no {kind} student for chunks of {chunk}; {there}.")
     return min(found, key=lambda folder: len(sizes[folder]))
 
 
 def reinforce(args, chunk: int) -> None:
-    """RL on a student's own folded rollouts."""
+    """RL on a model's own folded rollouts: of a student, or from a cold start, of the teacher with a new beacon."""
     kind = f"rl-c{chunk}-of-{args.of}"
-    before = run_folder(args, kind) / "recipe.yaml"
-    keys = {"rollout__compressor": f"beacon:{chunk}", "rollout__compressor_options": "{}", "learn__method": "shadow"}
-    if before.exists():  # the run that it came from may have gone on
-        from sparse_rl.config import load_recipe
-
-        model = load_recipe(before).model.name
+    if args.of == "cold":
+        start = start_of(args, kind, lambda: last_checkpoint(run_folder(args, "joint")))
+        give_new_beacon(start, chunk, args.seed)
     else:
-        model = student_of(args, args.of, chunk)
-    train(args, kind, model__name=model, student__chunks="[]", **keys)
+        start = start_of(args, kind, lambda: student_of(args, args.of, chunk))
+    keys = {"rollout__compressor": f"beacon:{chunk}", "rollout__compressor_options": "{}", "learn__method": "shadow"}
+    train(args, kind, model__name=start, student__chunks="[]", **keys)
 
 
-@contextmanager
-def stopped_after(minutes: float) -> Iterator[None]:
-    """Ask what runs inside to stop when time is over, as Ctrl-C would: a run saves a checkpoint, and can go on."""
-    clock = threading.Timer(min(60 * minutes, threading.TIMEOUT_MAX), os.kill, (os.getpid(), signal.SIGTERM))
-    clock.daemon, end = True, time.perf_counter() + 60 * minutes
-    from sparse_rl.signals import stoppable
+def give_new_beacon(folder: Path, chunk: int, seed: int) -> None:
+    """The beacon that a student has before it learns, if the folder has none."""
+    from sparse_rl.beacon import add_beacon, beacon_of, save_beacon
+    from sparse_rl.models import load_model
 
-    clock.start()
-    try:
-        with stoppable():
-            yield
-    except KeyboardInterrupt:
-        if time.perf_counter() < end:
-            raise
-        print("time is over; give the same command again.", flush=True)
-    finally:
-        clock.cancel()
+    model, _ = load_model(str(folder), device="cpu")
+    if beacon_of(model) is None:
+        save_beacon(folder, add_beacon(model, (chunk,), seed=seed))
+
+
+def train_all(args) -> None:
+    """The runs that the command line asks for."""
+    if args.joint:
+        train(args, "joint", model__name=args.joint)
+    if args.late:
+        late(args)
+    if args.rl:
+        reinforce(args, args.rl)
 
 
 # ------------------------------------------------------------------------------------------------------------ points
 
 
 def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
-    """(curve, label, model, engine) of every evaluation but the teacher's own."""
+    """(curve, label, model, engine) of every evaluation but the teacher's own, those first that the claims need."""
     from sparse_rl.beacon import beacon_of
     from sparse_rl.models import load_model
 
     teacher = last_checkpoint(run_folder(args, "joint"))
-    for kind, run in [("joint", run_folder(args, "joint")), *(("late", run) for run in late_folders(args))]:
-        for folder in sorted((last_checkpoint(run) / "students").iterdir()):
-            sizes = beacon_of(load_model(str(folder))[0]).chunks
-            curve = kind if len(sizes) == 1 else f"{kind}, any c"
-            for chunk in sizes:
-                yield curve, f"c = {chunk}", folder, {"compressor": "beacon", "chunk": chunk}
-            for chunk in sizes:  # the paper's other argument: as many entries, and longer thinking
-                longer = {"compressor": "beacon", "chunk": chunk, "times": chunk / 2}
-                if chunk > 2:
-                    yield f"{curve}, longer", f"c = {chunk}", folder, longer
-            doubled = {2**i for i in range(1, 32) if 2**i <= max(sizes)}  # where the rule may end a chunk
-            for threshold in THRESHOLDS if doubled <= set(sizes) else ():
-                options = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
-                yield f"{kind}, by surprise", f"{threshold} nats", folder, options
+    found = [
+        (kind, folder, beacon_of(load_model(str(folder), device="cpu")[0]).chunks)
+        for kind, run in [("joint", run_folder(args, "joint")), *(("late", run) for run in late_folders(args))]
+        if (run / "checkpoints").is_dir()
+        for folder in sorted((last_checkpoint(run) / "students").glob("*"))
+    ]
+    for kind, folder, sizes in found:
+        for chunk in sizes:
+            yield curve_of(kind, sizes), f"c = {chunk}", folder, {"compressor": "beacon", "chunk": chunk}
     for run in sorted(args.out.glob(f"rl-c*-{args.seed}")):
         if (run / "checkpoints").is_dir():
             _, chunk, _, kind, _ = run.name.split("-")
@@ -237,36 +239,57 @@ def wanted(args) -> Iterator[tuple[str, str, Path, dict]]:
             yield f"RL of {kind}", f"c = {chunk}", last_checkpoint(run), {"compressor": "beacon", "chunk": chunk}
     for name, budget in itertools.product(FREE, STUDIES[args.study].budgets):
         yield name, str(budget), teacher, {"compressor": name, "budget": budget}
+    for kind, folder, sizes in found:
+        doubled = {2**i for i in range(1, 32) if 2**i <= max(sizes)}  # where the rule may end a chunk
+        for threshold in THRESHOLDS if len(sizes) > 1 and doubled <= set(sizes) else ():
+            options = {"compressor": "beacon", "chunk": max(sizes), "threshold": threshold}
+            yield f"{kind}, by surprise", f"{threshold} nats", folder, options
+    for kind, folder, sizes in found:  # the paper's other argument: as many entries, and longer thinking
+        for chunk in (size for size in sizes if size > 2):
+            options = {"compressor": "beacon", "chunk": chunk, "times": chunk / 2}
+            yield f"{curve_of(kind, sizes)}, longer", f"c = {chunk}", folder, options
 
 
-def points(args) -> None:
-    file = args.out / "points.jsonl"
+def curve_of(kind: str, sizes: Sequence[int]) -> str:
+    return kind if len(sizes) == 1 else f"{kind}, any c"
+
+
+def points(args, stay: Stay) -> None:
+    file, joint = args.out / "points.jsonl", run_folder(args, "joint")
     done = {(row["seed"], row["curve"], row["label"], row.get("steps")) for row in read(file)}
-    end = time.perf_counter() + 60 * args.minutes
     with file.open("a") as lines:
-        if not any(
-            (args.seed, "teacher", str(cap), steps_of(run_folder(args, "joint"))) in done
-            for cap in STUDIES[args.study].caps
-        ):
-            for row in capped(args):
-                lines.write(json.dumps(row) + "\n")
-        for curve, label, folder, options in wanted(args):
-            steps = steps_of(next(parent.parent for parent in folder.parents if parent.name == "checkpoints"))
-            if (args.seed, curve, label, steps) in done or time.perf_counter() > end:
-                continue
-            row = {
-                "seed": args.seed,
-                "curve": curve,
-                "label": label,
-                "steps": steps,
-                **evaluate(args, folder, dict(options)),
-            }
-            print(
-                f"{curve}, {label}: {row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s",
-                flush=True,
-            )
+
+        def write(row: dict) -> None:
             lines.write(json.dumps(row) + "\n")
             lines.flush()
+
+        caps = STUDIES[args.study].caps
+        if not all((args.seed, "teacher", str(cap), steps_of(joint)) in done for cap in caps) and not stay.is_over():
+            for row in capped(args):
+                write(row)
+        for curve, label, folder, options in wanted(args):
+            run = next(parent.parent for parent in folder.parents if parent.name == "checkpoints")
+            steps = steps_of(run)
+            if (args.seed, curve, label, steps) in done:
+                continue
+            if stay.is_over():
+                print("time is over; the next --points goes on.", file=sys.stderr, flush=True)
+                break
+            row = {"seed": args.seed, "curve": curve, "label": label, "steps": steps}
+            row |= evaluate(args, folder, dict(options)) | before_rl(run)
+            told = f"{row['accuracy']:.3f} at {row['entries']:.0f} entries, {row['seconds']:.1f} s"
+            print(f"{curve}, {label}: {told}", flush=True)
+            write(row)
+
+
+def before_rl(run: Path) -> dict[str, float]:
+    """Of a run of RL on folded rollouts: accuracy at its start, on its own cache."""
+    from sparse_rl.files import read_lines
+
+    if not run.name.startswith("rl-"):
+        return {}
+    first = next((line for line in read_lines(run / "metrics.jsonl") if "eval/sparse/accuracy" in line), None)
+    return {} if first is None else {"before": first["eval/sparse/accuracy"]}
 
 
 def sample(args, folder: Path, options: dict):
@@ -327,118 +350,8 @@ def capped(args) -> Iterator[dict]:
         }
 
 
-# ----------------------------------------------------------------------------------------------------------- results
-
-
 def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.open()] if file.exists() else []
-
-
-def newest(rows: list[dict]) -> list[dict]:
-    """One row of every setting and seed, seed by seed within a setting."""
-    latest = {(row["curve"], row["label"], row["seed"]): row for row in rows}
-    return sorted(latest.values(), key=lambda row: row["seed"])
-
-
-def area(points: list[tuple[float, float]], low: float, high: float) -> float:
-    """The mean, over cache sizes from `low` to `high`, of the best accuracy with at most that many entries.
-
-    The curve has steps, not lines between points. points: (entries, accuracy)
-    """
-    inside = sorted({low, high, *(x for x, _ in points if low < x < high)})
-    best = [max((y for x, y in points if x <= left), default=0.0) for left in inside[:-1]]
-    return sum(y * (right - left) for y, left, right in zip(best, inside, inside[1:])) / (high - low)
-
-
-def curves(rows: list[dict]) -> dict[str, dict[str, list[dict]]]:
-    """curve -> label -> the rows of all seeds."""
-    found: dict[str, dict[str, list[dict]]] = {row["curve"]: {} for row in rows}
-    for row in newest(rows):
-        found.setdefault(row["curve"], {}).setdefault(row["label"], []).append(row)
-    return found
-
-
-def table(rows: list[dict]) -> str:
-    low, high = min(row["entries"] for row in rows), max(row["entries"] for row in rows if row["curve"] == "teacher")
-    lines = ["| | setting: mean entries, accuracy (each seed) | area under the curve (each seed) |", "|---|---|---|"]
-    for curve, labels in curves(rows).items():
-        ordered = sorted(labels.items(), key=lambda item: statistics.mean(r["entries"] for r in item[1]))
-        shown = [shown_point(label, group) for label, group in ordered]
-        by_seed: dict[int, list[tuple[float, float]]] = {}
-        for row in (row for row in newest(rows) if row["curve"] == curve):
-            by_seed.setdefault(row["seed"], []).append((row["entries"], row["accuracy"]))
-        areas = [area(found, low, high) for _, found in sorted(by_seed.items())]
-        many = f" ({', '.join(f'{a:.2f}' for a in areas)})" if len(areas) > 1 else ""
-        lines.append(f"| {curve} | {'; '.join(shown)} | {statistics.mean(areas):.2f}{many} |")
-    return "\n".join([*lines, "", f"Areas from {low:.0f} to {high:.0f} entries."])
-
-
-def at_equal_entries(rows: list[dict]) -> str:
-    """What else is possible with no more entries than each student takes, means over seeds, and the share of the
-    teacher's best accuracy that the student keeps (65 to 90 % is the published band).
-    """
-    means = {
-        (curve, label): [statistics.mean(row[key] for row in group) for key in ("entries", "accuracy")]
-        for curve, labels in curves(rows).items()
-        for label, group in labels.items()
-    }
-    best = max((accuracy for (curve, _), (_, accuracy) in means.items() if curve == "teacher"), default=0.0)
-
-    def rival(curves: Sequence[str], most: float) -> str:
-        found = [
-            (accuracy, curve, label)
-            for (curve, label), (entries, accuracy) in means.items()
-            if curve in curves and entries <= most
-        ]
-        return f"{max(found)[0]:.2f} ({max(found)[1]} {max(found)[2]})" if found else "none"
-
-    heads = ["student", "entries", "accuracy", "of the teacher's", "teacher, cut", "best without training"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for (curve, label), (entries, accuracy) in sorted(means.items(), key=lambda item: item[1][0]):
-        if curve.startswith(LEARNED):
-            share = f"{accuracy / best:.0%}" if best else ""
-            cells = [f"{curve}, {label}", f"{entries:.0f}", f"{accuracy:.2f}", share]
-            lines.append(f"| {' | '.join([*cells, rival(['teacher'], entries), rival(FREE, entries)])} |")
-    return "\n".join(lines)
-
-
-def shown_point(label: str, group: list[dict]) -> str:
-    """The mean entries and accuracy of one setting, and the accuracy of each seed."""
-    entries, accuracies = statistics.mean(r["entries"] for r in group), [r["accuracy"] for r in group]
-    each = f" ({', '.join(f'{accuracy:.2f}' for accuracy in accuracies)})" if len(group) > 1 else ""
-    return f"{label}: {entries:.0f}, {statistics.mean(accuracies):.2f}{each}"
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8.5, 4.4), constrained_layout=True)
-    colors = dict(zip((c for c in curves(rows) if c != "teacher"), [f"C{i}" for i in range(10)] + ["gold", "navy"])) | {
-        "teacher": "black"
-    }
-    for curve, labels in curves(rows).items():
-        means = sorted(
-            (statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g))
-            for g in labels.values()
-        )
-        learned = curve.startswith(LEARNED)
-        axis.plot(
-            *zip(*means),
-            marker="o" if learned else "x",
-            linewidth=2 if learned else 1,
-            color=colors[curve],
-            label=curve,
-        )
-        for row in (row for row in rows if row["curve"] == curve):
-            axis.plot(row["entries"], row["accuracy"], marker=".", markersize=3, color=colors[curve], linestyle="")
-    axis.set(xlabel="mean cache entries of a row", ylabel="accuracy", ylim=(-0.02, 1.0))
-    axis.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right upper")
-    figure.savefig(path, dpi=110)
-    print(path)
 
 
 def main() -> None:
@@ -452,12 +365,18 @@ def main() -> None:
         "--part", default="", help="of the late students, when several processes train some each (--set student.chunks)"
     )
     parser.add_argument("--rl", type=int, metavar="C", help="RL on a student's own rollouts, folded by C tokens")
-    parser.add_argument("--of", choices=("joint", "late"), default="joint", help="whose student --rl starts from")
+    parser.add_argument(
+        "--of",
+        choices=("joint", "late", "cold"),
+        default="joint",
+        help="whose student --rl starts from; cold: the teacher",
+    )
     parser.add_argument(
         "--patience", type=int, default=0, help="evaluations without a gain that end a run; 0: run.steps"
     )
     parser.add_argument("--points", action="store_true", help="evaluate what is there")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop training, and start no evaluation, after this")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of this command, training and evaluations")
+    parser.add_argument("--points-minutes", type=float, default=6.0, help="of these, kept for --points")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--table", action="store_true")
@@ -466,22 +385,27 @@ def main() -> None:
         "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="change a key of the recipe"
     )
     args = parser.parse_args()
+    if not (args.joint or args.late or args.rl or args.points or args.table or args.plot):
+        parser.error("there is nothing to do; give --joint MODEL, --late, --rl C, --points, --table or --plot PNG")
+    stay = Stay(args.minutes, args.points_minutes if args.points else 0.0)
     args.out.mkdir(parents=True, exist_ok=True)
-    with stopped_after(args.minutes):
-        if args.joint:
-            train(args, "joint", model__name=args.joint)
-        if args.late:
-            late(args)
-        if args.rl:
-            reinforce(args, args.rl)
+    stay.train(lambda: train_all(args))
     if args.points:
-        points(args)
+        points(args, stay)
     rows = read(args.out / "points.jsonl")
+    if not rows and (args.table or args.plot):
+        sys.exit(f"frontier: {args.out / 'points.jsonl'} has no evaluation yet; make some with --points.")
     if args.table:
-        print(f"{table(rows)}\n\nWith no more entries:\n\n{at_equal_entries(rows)}")
+        print(f"{table(rows)}\n\nWith no more entries:\n\n{at_equal_entries(rows)}\n\n{learned_by_rl(rows)}")
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot(rows, args.plot)
 
 
 if __name__ == "__main__":
-    main()
+    from sparse_rl.errors import SparseRLError
+
+    try:
+        main()
+    except SparseRLError as error:
+        sys.exit(f"frontier: {error}")

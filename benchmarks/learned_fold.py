@@ -5,22 +5,30 @@ r"""Folds that the policy chooses (beacon:LEAST-MOST) against chunks of equal le
     python benchmarks/learned_fold.py --out runs/fold --seed 0 --student                    # distillation, drawn sizes
     python benchmarks/learned_fold.py --out runs/fold --seed 0 --arms                       # RL of every arm
     python benchmarks/learned_fold.py --out runs/fold --table                               # all seeds
-    python benchmarks/learned_fold.py --study countdown --out runs/fold --teacher models/countdown-search ...   # a GPU
+    python benchmarks/learned_fold.py --study countdown --out runs/fold-countdown --seed 0 \
+        --teacher models/countdown-search --student --arms --minutes 23        # a GPU; give it again to go on; several
+                                                                               # seeds, or --only PART, share a device
 
 All arms of a seed start from one student, which was distilled with the size of every chunk drawn, and learn by
 reinforcement on their own folded rollouts for as many steps: with chunks of 2, 4, 8, ... tokens, and with folds of the
-policy's choice at several prices per cache entry. `--price 0` and the row `at the start` say what choosing does without
-a price, and before it is learned. A stopped run continues; finished ones are not repeated.
+policy's choice at several prices per cache entry. `--price 0` and the rows `before` say what choosing does without a
+price, and before it is learned. A stopped run continues; finished ones are not repeated. --minutes is the time of the
+whole command: what an arm has reached shortly before its end is measured, and measured again when it has gone on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from stay import Stay
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -72,16 +80,32 @@ def run_folder(args, name: str) -> Path:
     return args.out / f"{name}-{args.seed}"
 
 
-def last_checkpoint(folder: Path) -> Path:
+def last_checkpoint(folder: Path) -> tuple[int, Path] | None:
     from sparse_rl.files import find_checkpoints
 
-    return find_checkpoints(folder / "checkpoints")[-1][1]
+    return next(reversed(find_checkpoints(folder / "checkpoints")), None)
 
 
 def student_of(args) -> Path:
+    """A copy of the student that the arms of a seed start from, which no later distillation changes."""
     seed = args.seed if args.student_seed is None else args.student_seed
-    (folder,) = (last_checkpoint(args.out / f"student-{seed}") / "students").iterdir()
-    return folder
+    run, copy = args.out / f"student-{seed}", args.out / f"start-{seed}"
+    if (copy / "config.json").exists():
+        return copy
+    found = last_checkpoint(run)
+    if found is None:
+        sys.exit(f"learned_fold: {run} has no student yet; make it with --student.")
+    if found[0] < int(steps_of(args, "student")):
+        sys.exit(f"learned_fold: the student in {run} is at step {found[0]}; go on with --student before --arms.")
+    (folder,) = (found[1] / "students").iterdir()
+    part = shutil.copytree(folder, args.out / f"{copy.name}.{os.getpid()}")  # others may do the same (--only)
+    part.rename(copy) if not copy.exists() else shutil.rmtree(part)
+    return copy
+
+
+def steps_of(args, stage: str) -> str:
+    """The steps of a whole run: of the distillation (`student`) or of an arm (`arms`)."""
+    return dict(map(tuple, args.set)).get("run.steps", getattr(STUDIES[args.study], stage)["run.steps"])
 
 
 def train(args, name: str, keys: dict[str, str]) -> Path:
@@ -115,26 +139,55 @@ def arms_of(args) -> dict[str, tuple[str, dict[str, str]]]:
     return arms
 
 
-def arms(args) -> None:
+def arms(args, stay: Stay) -> None:
     """Every arm before and after its reinforcement learning; a line of points.jsonl each."""
+    chosen = {arm: found for arm, found in arms_of(args).items() if args.only in arm}
+    if not chosen:
+        sys.exit(f"learned_fold: no arm's name holds {args.only!r}; there are {', '.join(arms_of(args))}.")
+    start = student_of(args)
+    for arm, (compressor, _) in chosen.items():
+        write_point(args, arm, compressor, "before", 0, start, stay)
+    stay.train(lambda: train_arms(args, chosen, start, stay))
+    for arm, (compressor, _) in chosen.items():  # one of them may have been stopped
+        found = last_checkpoint(run_folder(args, name_of(arm)))
+        if found is not None:
+            write_point(args, arm, compressor, "after", *found, stay)
+
+
+def train_arms(args, chosen: dict[str, tuple[str, dict[str, str]]], start: Path, stay: Stay) -> None:
+    for arm, (compressor, more) in chosen.items():
+        if is_measured(args, arm):
+            continue
+        keys = {**STUDIES[args.study].arms, "rollout.compressor": compressor, "learn.method": "shadow"}
+        folder = train(args, name_of(arm), {**keys, "model.name": str(start), **more})
+        found = last_checkpoint(folder)
+        assert found is not None
+        write_point(args, arm, compressor, "after", *found, stay)
+
+
+def is_measured(args, arm: str) -> bool:
+    """Whether an arm was trained to its end and measured there."""
+    last = int(steps_of(args, "arms"))
+    return any(
+        (row["seed"], row["arm"], row["when"]) == (args.seed, arm, "after") and row.get("steps", last) >= last
+        for row in read(args.out / "points.jsonl")
+    )
+
+
+def name_of(arm: str) -> str:
+    return arm.replace(" ", "").replace("=", "").replace(",", "-")
+
+
+def write_point(args, arm: str, compressor: str, when: str, steps: int, model: Path, stay: Stay) -> None:
+    """Measure an arm, if that was not done at so many steps and there is time."""
     file = args.out / "points.jsonl"
-    known = {(row["seed"], row["arm"], row["when"]) for row in read(file)}
-    study = STUDIES[args.study]
-    for arm, (compressor, more) in arms_of(args).items():
-        if args.only and args.only not in arm:
-            continue
-        if (args.seed, arm, "after") in known:
-            continue
-        keys = {**study.arms, "rollout.compressor": compressor, "learn.method": "shadow"}
-        keys |= {"model.name": str(student_of(args)), **more}
-        folder = train(args, arm.replace(" ", "").replace("=", "").replace(",", "-"), keys)
-        for when, model in (("before", student_of(args)), ("after", last_checkpoint(folder))):
-            if (args.seed, arm, when) in known:
-                continue
-            row = {"seed": args.seed, "arm": arm, "when": when, **measure(args, model, compressor)}
-            with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+    known = {(row["seed"], row["arm"], row["when"], row.get("steps", steps)) for row in read(file)}
+    if (args.seed, arm, when, steps) in known or stay.is_over():
+        return
+    row = {"seed": args.seed, "arm": arm, "when": when, "steps": steps, **measure(args, model, compressor)}
+    with file.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
 
 
 def measure(args, model: Path, compressor: str) -> dict[str, float]:
@@ -179,15 +232,19 @@ def read(file: Path) -> list[dict]:
 
 
 def table(args) -> None:
-    rows = read(args.out / "points.jsonl")
-    print(
-        "| arm | when | entries beside the prompt | tokens of a chunk | accuracy | by seed |\n|---|---|---|---|---|---|"
-    )
-    for arm, when in dict.fromkeys((row["arm"], row["when"]) for row in rows):
-        mine = sorted((r for r in rows if (r["arm"], r["when"]) == (arm, when)), key=lambda r: r["seed"])
+    """A row of every arm before and after, its newest measurement of every seed."""
+    newest = {(row["seed"], row["arm"], row["when"]): row for row in read(args.out / "points.jsonl")}
+    if not newest:
+        sys.exit(f"learned_fold: {args.out / 'points.jsonl'} has no measurement yet; make some with --arms.")
+    print("| arm | when | steps | entries beside the prompt | tokens of a chunk | accuracy | by seed |")
+    print("|---|---|---|---|---|---|---|")
+    for arm, when in dict.fromkeys((row["arm"], row["when"]) for row in newest.values()):
+        mine = sorted((r for r in newest.values() if (r["arm"], r["when"]) == (arm, when)), key=lambda r: r["seed"])
         mean = {name: statistics.fmean(r[name] for r in mine) for name in ("entries", "chunk", "accuracy")}
         seeds = ", ".join(f"{r['accuracy']:.2f} at {r['entries']:.1f}" for r in mine)
-        print(f"| {arm} | {when} | {mean['entries']:.1f} | {mean['chunk']:.1f} | {mean['accuracy']:.2f} | {seeds} |")
+        steps = ", ".join(str(r.get("steps", "")) for r in mine)
+        cells = f"{mean['entries']:.1f} | {mean['chunk']:.1f} | {mean['accuracy']:.2f} | {seeds}"
+        print(f"| {arm} | {when} | {steps} | {cells} |")
 
 
 def main() -> None:
@@ -200,16 +257,28 @@ def main() -> None:
     parser.add_argument("--start-chunk", type=float, default=0.0, help="mean tokens of a chunk at first; 0: halfway")
     parser.add_argument("--student-seed", type=int, help="the seed of the student to start from, if not --seed")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
-    parser.add_argument("--only", help="arms whose name holds this")
+    parser.add_argument("--only", default="", help="arms whose name holds this")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of this command, training and measurements")
+    parser.add_argument("--measure-minutes", type=float, default=1.0, help="of these, kept to measure a stopped arm")
     parser.add_argument("--student", action="store_true")
     parser.add_argument("--arms", action="store_true")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
+    if not (args.student or args.arms or args.table):
+        parser.error("there is nothing to do; give --student, --arms or --table")
+    stay = Stay(args.minutes, args.measure_minutes if args.arms else 0.0)
     args.out.mkdir(parents=True, exist_ok=True)
-    for wanted, stage in ((args.student, distil), (args.arms, arms), (args.table, table)):
-        if wanted:
-            stage(args)
+    finished = not args.student or stay.train(lambda: distil(args))
+    if args.arms and finished:
+        arms(args, stay)
+    if args.table:
+        table(args)
 
 
 if __name__ == "__main__":
-    main()
+    from sparse_rl.errors import SparseRLError
+
+    try:
+        main()
+    except SparseRLError as error:
+        sys.exit(f"learned_fold: {error}")

@@ -5,14 +5,17 @@
     python benchmarks/learning_gpu.py --out runs/search --arms --settings "rkv 128,rkv 64" --processes 7 --minutes 9
     python benchmarks/learning_gpu.py --out runs/search --table --plot curves.png
 
+    --study algorithms   GRPO, online DPO and PPO under shadow and under sparse-rl, countdown by search at R-KV 96
     --study distill      smd's directions x weights 0.01, 0.1, 1 beside shadow and sparse-rl, on countdown by search
     --study recall-long  prompt-only on prompts of 8,400 tokens: methods, who chooses (snapkv, rkv, ...), how much stays
                          (its retention: the budget over the prompt), whole or chunk by chunk
 
 Blocks for stays of 25 minutes on one H200 (their times are guesses); each can be repeated, and goes on:
 
-    python benchmarks/learning_gpu.py --study distill --out runs/distill --warm --until 0.75 --minutes 8
-    python benchmarks/learning_gpu.py --study distill --out runs/distill --arms --processes 7 --minutes 23   # twice
+    python benchmarks/learning_gpu.py --study algorithms --out runs/algorithms --warm --until 0.75 --minutes 8
+    python benchmarks/learning_gpu.py --study algorithms --out runs/algorithms --arms --processes 7 --minutes 23
+    python benchmarks/learning_gpu.py --study distill --out runs/distill --model runs/algorithms/warm --arms \\
+        --processes 7 --minutes 23                                                                      # twice
     python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --warm --until 0.5 --minutes 23
     python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --pilot
     python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --arms --seeds 1 --processes 4 \\
@@ -23,13 +26,15 @@ Blocks for stays of 25 minutes on one H200 (their times are guesses); each can b
         --minutes 23 --methods shadow --settings "rkv 512,knorm 512,tova 512,random 512,window 512,chunked 512"
 
 Every run is `sparse-rl train RECIPE` with other keys, in a process of its own. Finished runs are lines of results.jsonl
-and are not repeated, so --arms can be given again; use another folder for other keys (--set). After --minutes, running
-runs are stopped; what they reached is read from their folders, and the next --arms continues them.
+and are not repeated, so --arms can be given again; use another folder for other keys (--set). --minutes is the time of
+the whole command: --evaluate-minutes before its end, running runs are asked to stop, and each evaluates what it has
+reached. The table reads that from their folders, and the next --arms continues them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -45,6 +50,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arms_cpu import CHOSEN
 from learning_report import DENSE, final, plot, table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process has one core
@@ -95,6 +101,11 @@ DISTILLATIONS = {
     for weight in ("0.01", "0.1", "1.0")
 }
 AT_A_TENTH = {name: keys for name, keys in DISTILLATIONS.items() if name.endswith(" 0.1")}
+ALGORITHMS = {
+    f"{algorithm} {method}": {"learn.algorithm": algorithm, "learn.method": method, **keys}
+    for algorithm, keys in CHOSEN.items()
+    for method in ("shadow", "sparse-rl")
+}
 
 STUDIES = {
     "search": Study(
@@ -114,6 +125,14 @@ STUDIES = {
             for budget in (48, 64, 96, 128, 192, 256, 384)
         },
         chosen=("prompt 256", "prompt 96"),
+    ),
+    "algorithms": Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
+        chosen=("rkv 96",),
+        methods=tuple(ALGORITHMS),
+        variants=ALGORITHMS,
     ),
     "distill": Study(
         warmup="countdown-search-warmup",
@@ -161,8 +180,14 @@ class Plan:
     seeds: int
     processes: int
     minutes: float
+    evaluate_minutes: float  # of these, for runs that were stopped
     until: float  # held-out accuracy at which warm-up ends
     more: tuple[tuple[str, str], ...]  # keys of the recipe, changed
+    model: Path | None = None  # a warm start that is there already
+
+    @property
+    def warm(self) -> Path:
+        return self.model or self.out / "warm"
 
     def arms(self) -> list[Arm]:
         """Seed by seed, so that finished runs are balanced."""
@@ -190,10 +215,26 @@ def warm(plan: Plan) -> None:
     import torch
 
     end = time.perf_counter() + plan.minutes * 60
+    if plan.until and (known := reached(plan.out / "warm")) >= plan.until:
+        print(f"{plan.out / 'warm'} has a held-out accuracy of {known:.3f} already", flush=True)
+        return
     torch.set_float32_matmul_precision("high")
     while (found := warm_round(plan, end - time.perf_counter())) is not None and found < plan.until:
         pass
     torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
+
+
+def reached(folder: Path) -> float:
+    """Held-out accuracy of a whole warm-up; 0 where it is not known."""
+    from sparse_rl.files import read_lines
+
+    last = read_lines(folder / "metrics.jsonl")[-1:]
+    return last[0].get("eval/dense/accuracy", 0.0) if last else 0.0
+
+
+def check_warm(plan: Plan) -> None:
+    if not (plan.warm / "config.json").exists():
+        sys.exit(f"learning_gpu: {plan.warm} holds no model; make it with --warm, or name one with --model.")
 
 
 def warm_round(plan: Plan, seconds: float) -> float | None:
@@ -237,6 +278,7 @@ def warm_round(plan: Plan, seconds: float) -> float | None:
 
 def pilot(plan: Plan) -> str:
     """One rollout of the warm model on every setting: how often it is right, and what sparse-rl would see."""
+    check_warm(plan)
     heads = ["setting", "accuracy", "rejected", "alpha p05", "mean gap", "length", "truncated"]
     heads += ["tokens saved", "bytes saved", "seconds"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -255,7 +297,7 @@ def tried(plan: Plan, name: str) -> str:
     sizes = plan.recipe(plan.study.recipe, {}).eval
     keys = plan.setting(name).keys() | {"learn.method": "sparse-rl", "run.diagnose": 16, "task.split": "held-out"}
     keys |= {
-        "model.name": plan.out / "warm",
+        "model.name": plan.warm,
         "rollout.prompts": sizes.prompts,
         "rollout.group_size": max(2, sizes.samples),
     }
@@ -281,19 +323,34 @@ def run(plan: Plan, arm: Arm) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from sparse_rl.files import write_text
+    from sparse_rl.files import find_checkpoints, write_text
+
+    folder, trainer = plan.out / "runs" / arm.name, None
+    with contextlib.suppress(KeyboardInterrupt):  # stopped, as asked; what there is is in the folder
+        trainer = trained(plan, arm)
+    finished = trainer is not None
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # evaluations are short, and time is kept for them
+    if trainer is None:
+        found = find_checkpoints(folder / "checkpoints")
+        if not found:
+            sys.exit(130)
+        trainer = trained(plan, arm, last=found[-1][0])
+    names = plan.settings if arm.method == DENSE else ()
+    under = {name: under_setting(trainer, plan.setting(name)) for name in names}
+    write_text(folder / "under.json", json.dumps({"finished": finished, "under": under}))
+    if not finished:
+        sys.exit(130)
+
+
+def trained(plan: Plan, arm: Arm, last: int | None = None):
+    """The trainer of a run that goes on to its end, or only to its step `last`, which is then evaluated."""
     from sparse_rl.train.run import train
 
     folder = plan.out / "runs" / arm.name
     keys = plan.setting(arm.setting).keys() | plan.study.method(arm.method)
-    keys |= {"model.name": plan.out / "warm", "run.seed": arm.seed, "run.samples": 0}
-    try:
-        resume = (folder / "recipe.yaml").exists()
-        trainer = train(plan.recipe(plan.study.recipe, keys), folder, resume=resume, show=False)
-    except KeyboardInterrupt:
-        sys.exit(130)  # stopped, as asked; what there is is in the folder
-    under = {name: under_setting(trainer, plan.setting(name)) for name in plan.settings} if arm.method == DENSE else {}
-    write_text(folder / "under.json", json.dumps(under))
+    keys |= {"model.name": plan.warm, "run.seed": arm.seed, "run.samples": 0}
+    keys |= {} if last is None else {"run.steps": last}
+    return train(plan.recipe(plan.study.recipe, keys), folder, resume=(folder / "recipe.yaml").exists(), show=False)
 
 
 def under_setting(trainer, setting: Setting) -> float:
@@ -326,16 +383,16 @@ def read_run(folder: Path, arm: Arm) -> dict:
     curves = {
         key: [[line["step"], round(line[key], 4)] for line in lines if line.get(key) is not None] for key in CURVES
     }
-    finished = (folder / "under.json").exists()
-    under = json.loads((folder / "under.json").read_text()) if finished else {}
+    told = {"finished": False, "under": {}}
+    if (folder / "under.json").exists():
+        told = json.loads((folder / "under.json").read_text())
     steps = max((line["step"] for line in lines), default=0)
-    return {**dataclasses.asdict(arm), "finished": finished, "steps": steps, "under": under, "curves": curves}
+    return {**dataclasses.asdict(arm), **told, "steps": steps, "curves": curves}
 
 
 def run_arms(plan: Plan) -> None:
     """All arms that are not in results.jsonl, `processes` at a time; those that run when time is over are stopped."""
-    if not (plan.out / "warm" / "config.json").exists():
-        sys.exit(f"learning_gpu: {plan.out / 'warm'} holds no model; make it with --warm.")
+    check_warm(plan)
     start, results = time.perf_counter(), plan.out / "results.jsonl"
     done = {(row["method"], row["setting"], row["seed"]) for row in finished_rows(plan.out)}
     waiting = [arm for arm in plan.arms() if (arm.method, arm.setting, arm.seed) not in done]
@@ -357,11 +414,11 @@ def run_arms(plan: Plan) -> None:
 
 
 def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm, float, int]]:
-    """(arm, seconds, exit code) of each run as it ends. No run starts after `end`; runs that are not over by then are
-    asked to stop, and 15 seconds later killed.
+    """(arm, seconds, exit code) of each run as it ends. Some time before `end` no run starts any more, and those that
+    are not over are asked to stop and evaluate; at `end` they are killed.
     """
     spawn, waiting, running = multiprocessing.get_context("spawn"), list(arms), {}
-    stops = [(end, "terminate"), (end + 15, "kill")]
+    stops = [(end - 60 * min(plan.evaluate_minutes, plan.minutes / 2), "terminate"), (end, "kill")]
     while running or (waiting and len(stops) == 2):
         while waiting and len(stops) == 2 and len(running) < plan.processes:
             arm = waiting.pop(0)
@@ -401,6 +458,7 @@ def main() -> None:
     parser.add_argument("--study", choices=STUDIES, default="search")
     parser.add_argument("--out", type=Path, default=Path("runs/learning-gpu"))
     parser.add_argument("--warm", action="store_true", help="make the model that runs start from, or continue it")
+    parser.add_argument("--model", type=Path, help="the model that runs start from, instead of that of --warm")
     parser.add_argument("--pilot", action="store_true", help="try the warm model on every setting")
     parser.add_argument("--arms", action="store_true", help="train")
     parser.add_argument("--table", action="store_true", help="print the table of all runs so far")
@@ -409,7 +467,10 @@ def main() -> None:
     parser.add_argument("--methods", help="`dense`, values of learn.method, and variants of the study")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=7)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop --warm or --arms after this time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end --warm or --arms after this time")
+    parser.add_argument(
+        "--evaluate-minutes", type=float, default=1.5, help="of the time of --arms, kept to evaluate stopped runs"
+    )
     parser.add_argument(
         "--until", type=float, default=0.0, help="repeat --warm until this held-out accuracy; 0: one round"
     )
@@ -429,18 +490,32 @@ def main() -> None:
     if unknown := [name for name in methods if name not in known]:
         parser.error(f"there is no method {unknown[0]!r}; there are {', '.join(known)}")
     more = tuple((key, value) for key, value in args.set)
-    plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, args.minutes, args.until, more)
+    clock = (args.minutes, args.evaluate_minutes)
+    plan = Plan(study, args.out, settings, methods, args.seeds, args.processes, *clock, args.until, more, args.model)
+    if not (args.warm or args.pilot or args.arms or args.table or args.plot):
+        parser.error("there is nothing to do; give --warm, --pilot, --arms, --table or --plot PNG")
+    if args.warm and args.model:
+        parser.error("--warm makes the model that --model names; give one of them")
     if args.warm:
         warm(plan)
     if args.pilot:
         (plan.out / "pilot.md").write_text(pilot(plan))
     if args.arms:
         run_arms(plan)
+    rows = all_rows(plan) if args.table or args.plot else []
+    if not rows and (args.table or args.plot):
+        sys.exit(f"learning_gpu: {plan.out} has no run of these methods and settings yet; make some with --arms.")
     if args.table:
-        print(table(all_rows(plan)))
+        print(table(rows))
     if args.plot:
-        plot(all_rows(plan), args.plot)
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":
-    main()
+    from sparse_rl.errors import SparseRLError
+
+    try:
+        main()
+    except SparseRLError as error:
+        sys.exit(f"learning_gpu: {error}")

@@ -1,14 +1,18 @@
 """The frontier benchmark's own arithmetic: seeds in their order, newer points before older ones, the area."""
 
 import json
+import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import frontier
-from frontier import area, at_equal_entries, newest, read, still_improving, table
+from frontier import read, still_improving
+from frontier_report import area, at_equal_entries, newest, table
+from stay import Stay
 
 from sparse_rl.config import load_recipe
 from sparse_rl.train.warmup import warmup
@@ -114,8 +118,76 @@ def test_a_frontier_from_warm_up_to_its_table(tmp_path, monkeypatch, capsys):
     call("--late")
     assert "nothing is left" in call("--rl", "4", "--of", "late")
     assert "nothing is left" in call("--rl", "4", "--of", "late")  # a command that is given again
+    assert "nothing is left" in call("--rl", "4", "--of", "cold")  # of the teacher, with a new beacon
+    teacher = frontier.last_checkpoint(tmp_path / "out" / "joint-0")
+    teacher.rename(teacher.with_name("step-000099"))  # the teacher goes on, and its checkpoint gives way
+    assert "nothing is left" in call("--late", "--rl", "4", "--of", "late")
+    teacher.with_name("step-000099").rename(teacher)
     told = call("--points", "--table")
-    for curve in ("joint, any c", "joint, any c, longer", "late, by surprise", "RL of late", "teacher", "rkv"):
+    for curve in (
+        "joint, any c",
+        "joint, any c, longer",
+        "late, by surprise",
+        "RL of late",
+        "RL of cold",
+        "teacher",
+        "rkv",
+    ):
         assert f"| {curve} |" in told, curve
+    assert "| cold, c = 4 | 1 | 0.00 (0.00) | 0.00 (0.00) |" in told
     rows = read(tmp_path / "out" / "points.jsonl")
     assert call("--points") == "" and len(read(tmp_path / "out" / "points.jsonl")) == len(rows)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "there is nothing to do"),
+        (("--table",), "has no evaluation yet; make some with --points."),
+        (("--points",), "joint-0 has no checkpoint yet; train it first"),
+        (("--late",), "joint-0 has no checkpoint yet; train it first"),
+        (("--rl", "8", "--of", "late"), "there is no late student for chunks of 8; train some first (--late)."),
+    ],
+)
+def test_what_is_not_there_yet_is_a_sentence(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["frontier.py", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit) as stop:
+        frontier.main()
+    assert message in f"{stop.value.code} {capsys.readouterr().err}"
+
+
+def test_a_student_of_one_size_ends_no_chunk_by_surprise(tmp_path, monkeypatch):
+    """Its points would have the names of those of the student for all sizes."""
+    from argparse import Namespace
+
+    from sparse_rl.beacon import add_beacon, save_beacon
+    from sparse_rl.models import load_model
+
+    for name, sizes in (("c2", (2,)), ("c2-4", (2, 4))):
+        folder = tmp_path / "joint-0" / "checkpoints" / "step-000003" / "students" / name
+        model, tokenizer = load_model("tiny:1x64")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        save_beacon(folder, add_beacon(model, sizes))
+    (tmp_path / "joint-0" / "checkpoints" / "step-000003" / "training.pt").touch()
+    points = list(frontier.wanted(Namespace(out=tmp_path, seed=0, study="linsys")))
+    assert [folder.name for curve, _, folder, _ in points if curve == "joint, by surprise"] == 3 * ["c2-4"]
+    assert len({point[:2] for point in points}) == len(points)
+
+
+def test_training_is_cut_in_time_for_what_follows():
+    def forever() -> None:
+        while True:
+            time.sleep(0.01)
+
+    stay, start = Stay(minutes=0.5, kept=0.5 - 0.2 / 60), time.perf_counter()
+    stay.training_ends = start + 0.2
+    assert not stay.train(forever) and not stay.is_over() and time.perf_counter() - start < 5
+    assert not stay.train(forever)  # at once
+    assert Stay(math.inf).train(lambda: None) and Stay(1.0, kept=9.0).training_ends > time.perf_counter() + 20
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # by the user
+        Stay(1.0).train(interrupted)

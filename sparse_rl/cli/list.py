@@ -80,6 +80,13 @@ LISTS = {
     "keys": keys,
 }
 
+ADVICE = {  # what the tables of docs/methods.md say
+    "algorithms": "Begin with grpo: neither online-dpo nor ppo was better in our tables, and both have more settings. "
+    "online-dpo needs rewards only to compare; ppo can learn from one completion of a prompt.",
+    "methods": "For a model that will run on its compressed cache: shadow. For one that will run on a dense cache: "
+    "sparse-rl, at a budget at which it rejects little. none and naive show what corrections are for.",
+}
+
 
 def list_(
     what: Annotated[str, typer.Argument(help="algorithms, methods, compressors, tasks, templates, recipes, keys")],
@@ -91,3 +98,6 @@ def list_(
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for *cells, last in rows:
         typer.echo("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths)), last]))
+    advice = ADVICE.get("methods" if what == "presets" else what)
+    if advice is not None:  # not among the names, which scripts may read
+        typer.echo(f"sparse-rl: {advice}", err=True)

@@ -206,6 +206,12 @@ class Recipe:
                 f"loss.beta is {self.loss.beta}, but online DPO holds to its reference by dpo.beta (now "
                 f"{self.dpo.beta}); set loss.beta to 0."
             )
+        for name, usual in (("level", "token"), ("clip", "ratio")):
+            if getattr(self.loss, name) != usual:
+                raise SparseRLError(
+                    f"loss.{name} is {getattr(self.loss, name)}, but online DPO has no ratio to clip; leave it at "
+                    f"{usual}, or use learn.algorithm: grpo."
+                )
         if self.rollout.prompts < self.learn.minibatches:
             raise SparseRLError(
                 f"learn.minibatches is {self.learn.minibatches} but a step has {self.rollout.prompts} prompts, and "

@@ -220,6 +220,11 @@ def test_what_makes_no_sense_is_refused():
         ({"learn": {"algorithm": "online-dpo", "method": "tis"}}, "tis only changes ratios"),
         ({"learn": {"algorithm": "online-dpo", "method": "naive"}}, "naive only changes ratios"),
         ({"learn": {"algorithm": "online-dpo"}, "loss": {"beta": 0.1}}, "set loss.beta to 0"),
+        (
+            {"learn": {"algorithm": "online-dpo"}, "loss": {"level": "sequence"}},
+            "loss.level is sequence, but",
+        ),
+        ({"learn": {"algorithm": "online-dpo"}, "loss": {"clip": "weight"}}, "leave it at ratio"),
         ({"learn": {"algorithm": "online-dpo", "minibatches": 4}, "rollout": {"prompts": 3}}, "use at most 3"),
         ({"dpo": {"beta": 0}}, "dpo.beta is 0"),
         ({"dpo": {"label_smoothing": 0.5}}, "from 0 to below 0.5"),

@@ -77,5 +77,13 @@ def test_the_settings_of_every_relative_make_a_run(name, tmp_path):
 def test_relatives_are_listed_with_their_settings_and_no_algorithms_of_their_own():
     listed = run("list", "algorithms").stdout
     assert all(settings_of(name) in listed for name in RELATIVES)
+    assert len(listed.splitlines()) == 3 + len(RELATIVES)
     with pytest.raises(SparseRLError, match=r"'cispo', which is grpo with other settings; use --loss.clip weight"):
         make_recipe({"model": {"name": "tiny"}, "task": {"name": "sums"}, "learn": {"algorithm": "cispo"}})
+
+
+def test_lists_say_which_to_choose_beside_the_names():
+    for what, choice in (("algorithms", "Begin with grpo"), ("methods", "shadow"), ("presets", "shadow")):
+        told = run("list", what)
+        assert choice in told.stderr and told.stderr.startswith("sparse-rl: ") and "sparse-rl: " not in told.stdout
+    assert run("list", "recipes").stderr == ""
