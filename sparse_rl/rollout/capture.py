@@ -19,6 +19,7 @@ from ..kernels import ops
 from ..models.routing import RouteRecorder
 from ..planning.memory import is_out_of_memory
 from .decode import RowState, forward_and_states, forward_modules
+from .experts import computing_experts, experts_to_switch, implementation_of
 from .fold import Folding
 from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
@@ -52,6 +53,7 @@ class Decoder:
         self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
         self.pool = torch.cuda.graph_pool_handle() if rules.captures else None
+        self.experts = experts_to_switch(model)
         self.addresses = addresses(model)
 
     def run(self, width: int, steps: int, span: int) -> None:
@@ -68,6 +70,10 @@ class Decoder:
 
     def step(self, width: int, span: int) -> None:
         """Feed a token to each of the first `width` rows that runs, and sample the next."""
+        with computing_experts(self.experts):
+            self._step(width, span)
+
+    def _step(self, width: int, span: int) -> None:
         state = self.state
         live = state.live(width) if self.waits else None
 
@@ -157,7 +163,7 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()  # training, and what torch keeps fo
 
 
 def _settings(module: nn.Module) -> tuple:
-    found = [type(module), *changing_hooks(module), vars(module).get("forward")]
+    found = [type(module), *changing_hooks(module), vars(module).get("forward"), implementation_of(module)]
     for name, value in vars(module).items():
         items = _items(value)
         parts = [x for item in items for x in (item if isinstance(item, tuple) else (item,))]
