@@ -48,7 +48,7 @@ class Decoder:
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
         self.folding = Folding(model, cache, state, compressor) if compressor.folds else None
         rules = ops.rules(cache.device)
-        fused = rules.fuses and recorder is None and FusedForward.fits(model, cache)
+        fused = rules.fuses and FusedForward.fits(model, cache)
         self.waits = waits or fused or rules.captures or compressor.folds
         self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
@@ -91,10 +91,16 @@ class Decoder:
 
     def logits(self, token: Tensor, position: Tensor, live: Tensor | None, span: int) -> Tensor:
         """Logits after feeding one token to each of the first rows. token, position, live [B] -> [B, V]"""
-        if self.forward is not None:
+        state, width = self.state, len(token)
+        if self.recorder is not None and state.step_routes is not None:
+            self.recorder.into = state.step_routes[:, :width]
+        if self.forward is None:
+            logits = forward_modules(self.model, self.cache, state, token, position, live, span)
+        else:
             assert live is not None
-            return self.forward(self.state, token, position, live)
-        return forward_modules(self.model, self.cache, self.state, token, position, live, span, self.recorder)
+            logits = self.forward(state, token, position, live)
+        state.record_routes(width, live)
+        return logits
 
     def logits_and_states(
         self, token: Tensor, position: Tensor, live: Tensor | None, span: int
