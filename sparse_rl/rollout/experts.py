@@ -27,7 +27,7 @@ def experts_forward(experts: Any, hidden: Tensor, ids: Tensor, weights: Tensor) 
     hidden [n, N]; of each token's k experts ids [n, k] and weights [n, k] -> [n, N]
     """
     of_experts, order = ids.reshape(-1).sort(stable=True)
-    starts = torch.searchsorted(of_experts, torch.arange(experts.num_experts + 1, device=ids.device))
+    starts = torch.searchsorted(of_experts, torch.arange(experts.num_experts + 1, dtype=ids.dtype, device=ids.device))
 
     def product(x: Tensor, name: str) -> Tensor:
         weight = getattr(experts, name)
