@@ -3,6 +3,7 @@ seconds by stage, and peak memory against the plan.
 
     python benchmarks/new_models_gpu.py                                  # all four, one JSON line each
     python benchmarks/new_models_gpu.py gemma-3-4b --minutes 6 --lines runs/new-models.jsonl
+    python benchmarks/new_models_gpu.py qwen3-30b-a3b --own-experts      # experts by our product, not by torch's
     python benchmarks/new_models_gpu.py --tiny                           # four layers each: does everything run?
 
 gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are those of attention (experts are no
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sparse_rl.tasks import Grade, Prompt
@@ -64,9 +66,12 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     from sparse_rl import tasks
     from sparse_rl.config import load_recipe
     from sparse_rl.files import read_lines
+    from sparse_rl.kernels import ops
     from sparse_rl.models import encode, load_config, recurrent_kernels, tiny_tokenizer
     from sparse_rl.train.run import plan_run, train
 
+    if args.own_experts:
+        ops.RULES["cuda"] = replace(ops.RULES["cuda"], own_experts=(torch.float32, torch.float16, torch.bfloat16))
     with tempfile.TemporaryDirectory() as folder:
         settings = dict(SHAPES[name])
         if args.tiny:
@@ -113,6 +118,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
             "slots": [args.budget, args.interval],
             "method": args.method,
             "adapters": name in ADAPTED,
+            "own_experts": args.own_experts,
             "seconds": time.perf_counter() - start,
             "first": stages(timing[0]),
             "steady": stages(timing[-1]),
@@ -140,6 +146,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--method", default="sparse-rl")
+    parser.add_argument("--own-experts", action="store_true", help="decode experts by our product in bf16, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try this script")
     parser.add_argument("--lines", type=Path, help="also append the lines to this file")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

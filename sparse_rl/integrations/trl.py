@@ -40,6 +40,7 @@ from ..models import ends_of
 from ..records import Trajectory, kv_tokens_saved
 from ..rollout import Engine, Sampling
 from ..streams import stream_key
+from .trl_routes import records_routes, sampler_s_routes
 from .trl_turns import OpenBatch
 
 VERSIONS = "trl>=1.12,<2"
@@ -75,10 +76,12 @@ def use_sparse_rollouts(
     if rows is None:
         rows = int(trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation)
     with _own_forward(trainer.model):
-        engine = Engine(trainer.model, make(compressor, **compressor_options), budget, interval, rows)
-    if engine.compressor.folds:
+        compressor = make(compressor, **compressor_options)
+        routes = not compressor.folds and records_routes(trainer.model, replay)
+        engine = Engine(trainer.model, compressor, budget, interval, rows, record_routes=routes)
+    if compressor.folds:
         raise SparseRLError(
-            f"{engine.compressor.name} writes beacons among the tokens, which TRL cannot handle; use `sparse-rl train`."
+            f"{compressor.name} writes beacons among the tokens, which TRL cannot handle; use `sparse-rl train`."
         )
     sampler = Sampler(trainer, engine, chosen, replay)
     if dropped := without_dropout(trainer.model):
@@ -255,7 +258,7 @@ class SparseRollouts(_Trainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options
             )
-        whole = self.accelerator.unwrap_model(model)
+        whole, policy = (self.accelerator.unwrap_model(m) for m in (model, self.model))
         size = batch_size or len(input_ids)
         parts = zip(
             input_ids.split(size),
@@ -263,7 +266,7 @@ class SparseRollouts(_Trainer):
             [traces[i : i + size] for i in range(0, len(traces), size)],
         )
         with self.accelerator.autocast():
-            values = [replayed(model, whole, *part, logits_to_keep, self.temperature) for part in parts]
+            values = [replayed(model, whole, policy, *part, logits_to_keep, self.temperature) for part in parts]
         logprobs, entropies = (torch.cat(several) for several in zip(*values))
         return logprobs, entropies, None
 
@@ -271,6 +274,7 @@ class SparseRollouts(_Trainer):
 def replayed(
     model: nn.Module,
     whole: nn.Module,
+    policy: nn.Module,
     ids: Tensor,
     attended: Tensor,
     traces: Sequence[Trace],
@@ -279,8 +283,8 @@ def replayed(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, C] of the completions, each query seeing what its trace says. Differentiable.
 
-    ids, attended [B, P + C]; `model` may be wrapped, `whole` is what it wraps. A row is padding, then the tokens as the
-    sampler fed them: without that padding, its positions are those of its trace.
+    ids, attended [B, P + C]; `model` may be wrapped, `whole` is what it wraps, `policy` what samples. A row is padding,
+    then the tokens as the sampler fed them: without that padding, its positions are those of its trace.
     """
     padding = (attended[:, :-keep] == 0).sum(1)  # [B]: before the prompt
     lengths = [trace.num_tokens for trace in traces]
@@ -289,7 +293,8 @@ def replayed(
     tokens = ids.gather(1, inside)
     targets = attended.gather(1, inside).bool() & (place == inside) & (place >= ids.shape[1] - keep)
     seen = replay_of(whole, [(row[:n].cpu(), trace) for row, n, trace in zip(tokens, lengths, traces)])
-    states, measure = hidden_states(model, tokens, seen), logprobs_entropies_ranks(temperature)
+    states = hidden_states(model, tokens, seen, sampler_s_routes(policy, whole, traces))
+    measure = logprobs_entropies_ranks(temperature)
     values = over_chunks(model, states, targets, measure, tokens[targets])  # [n, 3]
     where = attended[:, -keep:].bool()  # the same tokens, in the same order
     logprobs, entropies, _ = (

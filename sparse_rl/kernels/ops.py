@@ -103,6 +103,10 @@ def fits_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return fits_vectors(query, key, cos, sin) and whole and query.shape[-1] % 2 == 0
 
 
+def fits_experts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return fits_vectors(x, weight) and (bias is None or bias.dtype == x.dtype)
+
+
 def alike(keys: Tensor, values: Tensor) -> bool:
     return keys.shape == values.shape
 
@@ -114,6 +118,7 @@ def is_fp32(logits: Tensor) -> bool:
 KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and the twin where none does
     "add_rms_norm": (Kernel("decode"),),
     "silu_mul": (Kernel("decode"),),
+    "expert_product": (Kernel("experts", fits_experts),),
     "store_and_attend": (Kernel("decode"),),
     "sample_and_record": (Kernel("sample"),),
     "sample_by_row": (Kernel("sample"),),
@@ -152,6 +157,10 @@ def add_rms_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: floa
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     return _function("silu_mul", gate_up)(gate_up)
+
+
+def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, starts: Tensor) -> Tensor:
+    return _function("expert_product", x, x, weight, bias)(x, weight, bias, order, starts)
 
 
 def store_and_attend(
@@ -282,6 +291,7 @@ class Rules:
     fuses: bool  # models of the Llama family are decoded by fused kernels (rollout/fused.py)
     captures: bool  # decode steps are CUDA graphs, so what rows write down stays at its address between calls
     attends_while_storing: bool  # a decode step stores a token and attends in one operation
+    own_experts: tuple[torch.dtype, ...]  # in which decode steps compute experts by our product (rollout/experts.py)
     splits_products: bool  # a matrix product with few tiles is computed as a sum of parts
     defers_checks: bool  # what a compressor keeps is checked at the next sync, not at once
     poll: tuple[int, int]  # the least and the most decode steps between two syncs
@@ -294,6 +304,7 @@ _CPU = Rules(
     fuses=False,
     captures=False,
     attends_while_storing=False,
+    own_experts=(),
     splits_products=False,
     defers_checks=False,
     poll=(1, 1),
@@ -307,6 +318,7 @@ RULES = {
         fuses=True,
         captures=True,
         attends_while_storing=True,
+        own_experts=(torch.float32, torch.float16),
         splits_products=True,
         defers_checks=True,
         poll=(8, 16),

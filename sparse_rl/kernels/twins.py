@@ -7,6 +7,8 @@ T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,6 +42,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. [B, 2 N] -> [B, N]"""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, starts: Tensor) -> Tensor:
+    """Each token's products with the weights of the experts that it goes to, rounded, and their biases; 0 for pairs
+    that go to none. -> [S, O], pair by pair
+
+    x [n, I]; S pairs of a token and an expert, S / n of each row of x, one behind the other; weight [E, I, O], any
+    strides; bias [E, O]; order [S]: the pairs, expert by expert; starts [E + 1]: where an expert's begin in `order`
+    """
+    pairs_per_row, bounds = len(order) // max(1, len(x)), starts.tolist()
+    out = x.new_zeros(len(order), weight.shape[2])
+    for expert, (begin, stop) in enumerate(itertools.pairwise(bounds)):
+        pairs = order[begin:stop]
+        product = x[pairs // pairs_per_row] @ weight[expert] if stop > begin else x.new_zeros(0, weight.shape[2])
+        out[pairs] = product if bias is None else product + bias[expert]
+    return out
 
 
 def store(

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from ..kernels import ops
 
-_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+_FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3Moe",  # but for experts
+    "mixtral": "Mixtral",
+}
 _ROTATION = "apply_rotary_pos_emb"  # in the source of their attentions
 
 

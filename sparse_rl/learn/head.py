@@ -22,7 +22,15 @@ from ..kernels import ops
 from ..models import Float32Head, wide_product
 
 # Models whose logits are their head's product, soft-capped if their config says so, and nothing else.
-_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma2"}
+_FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "gemma2": "Gemma2",
+}
 _KNOWN = {f"transformers.models.{room}.modeling_{room}.{name}ForCausalLM" for room, name in _FAMILIES.items()}
 _KNOWN.add("transformers.models.gemma3.modeling_gemma3.Gemma3ForCausalLM")
 

@@ -175,6 +175,11 @@ class RouteRecorder:
             self.into[layer].copy_(output[2][: self.into.shape[1]])
 
 
+def records_routes(hook: Any) -> bool:
+    """Whether a hook is one of a `RouteRecorder`, which looks on and changes nothing."""
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), RouteRecorder)
+
+
 def on_device(dtype: torch.dtype) -> torch.dtype:
     """In which ids are kept while tensors are still written to."""
     return torch.int16 if dtype == torch.uint16 else dtype

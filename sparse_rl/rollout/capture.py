@@ -19,6 +19,7 @@ from ..kernels import ops
 from ..models.routing import RouteRecorder
 from ..planning.memory import is_out_of_memory
 from .decode import RowState, forward_and_states, forward_modules
+from .experts import computing_experts, experts_to_switch, implementation_of
 from .fold import Folding
 from .fused import FusedForward, changing_hooks
 from .sampling import Sampling
@@ -47,11 +48,12 @@ class Decoder:
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
         self.folding = Folding(model, cache, state, compressor) if compressor.folds else None
         rules = ops.rules(cache.device)
-        fused = rules.fuses and recorder is None and FusedForward.fits(model, cache)
+        fused = rules.fuses and FusedForward.fits(model, cache)
         self.waits = waits or fused or rules.captures or compressor.folds
         self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
         self.pool = torch.cuda.graph_pool_handle() if rules.captures else None
+        self.experts = experts_to_switch(model)
         self.addresses = addresses(model)
 
     def run(self, width: int, steps: int, span: int) -> None:
@@ -68,6 +70,10 @@ class Decoder:
 
     def step(self, width: int, span: int) -> None:
         """Feed a token to each of the first `width` rows that runs, and sample the next."""
+        with computing_experts(self.experts):
+            self._step(width, span)
+
+    def _step(self, width: int, span: int) -> None:
         state = self.state
         live = state.live(width) if self.waits else None
 
@@ -85,10 +91,16 @@ class Decoder:
 
     def logits(self, token: Tensor, position: Tensor, live: Tensor | None, span: int) -> Tensor:
         """Logits after feeding one token to each of the first rows. token, position, live [B] -> [B, V]"""
-        if self.forward is not None:
+        state, width = self.state, len(token)
+        if self.recorder is not None and state.step_routes is not None:
+            self.recorder.into = state.step_routes[:, :width]
+        if self.forward is None:
+            logits = forward_modules(self.model, self.cache, state, token, position, live, span)
+        else:
             assert live is not None
-            return self.forward(self.state, token, position, live)
-        return forward_modules(self.model, self.cache, self.state, token, position, live, span, self.recorder)
+            logits = self.forward(state, token, position, live)
+        state.record_routes(width, live)
+        return logits
 
     def logits_and_states(
         self, token: Tensor, position: Tensor, live: Tensor | None, span: int
@@ -157,7 +169,7 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()  # training, and what torch keeps fo
 
 
 def _settings(module: nn.Module) -> tuple:
-    found = [type(module), *changing_hooks(module), vars(module).get("forward")]
+    found = [type(module), *changing_hooks(module), vars(module).get("forward"), implementation_of(module)]
     for name, value in vars(module).items():
         items = _items(value)
         parts = [x for item in items for x in (item if isinstance(item, tuple) else (item,))]

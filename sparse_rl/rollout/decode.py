@@ -20,7 +20,7 @@ from ..errors import SparseRLError
 from ..kernels import ops
 from ..kernels.twins_sample import Kept, RowSettings
 from ..models import decoder_of, last_logits_only, taken_by
-from ..models.routing import RouteRecorder, Routing, on_device
+from ..models.routing import Routing, on_device
 from .fold import Chunks
 
 if TYPE_CHECKING:
@@ -276,7 +276,6 @@ def forward_modules(
     position: Tensor,
     live: Tensor | None,
     span: int,
-    recorder: RouteRecorder | None = None,
 ) -> Tensor:
     """Logits after feeding a token to each of the first rows, by the model's own modules. token, position [B]
 
@@ -285,12 +284,7 @@ def forward_modules(
     width = len(token)
     slot = state.used[:width].clamp(max=cache.capacity - 1)[:, None]
     feed = Feed(cache, slot, state.index[:width, None], span, position=position[:, None], live=live)
-    if recorder is None or state.step_routes is None:
-        return forward(model, token[:, None], feed)
-    recorder.into = state.step_routes[:, :width]
-    logits = forward(model, token[:, None], feed)
-    state.record_routes(width, live)
-    return logits
+    return forward(model, token[:, None], feed)
 
 
 def forward_and_states(

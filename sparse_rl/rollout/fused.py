@@ -5,6 +5,9 @@ fewer launches.
     for each layer:  norm, [q k v], rotate + store + attend over slots, out, add + norm, [gate up], silu * up, down, add
     logits = head(norm(x))
 
+Layers with experts (Qwen3-MoE, Mixtral) do the same but for the part between two norms, where router and experts are
+the model's own modules, so that routes are recorded as ever; what multiplies experts is chosen in experts.py.
+
 For one new token per row the modules of transformers launch several times as many kernels, most of which read and
 write a few kilobytes. Only models that are known to compute exactly this are taken (`FusedForward.fits`); any other
 architecture, an adapter, a quantised layer or a module with hooks runs through its own modules, captured all the
@@ -30,6 +33,7 @@ from ..cache import SlotCache
 from ..cache.slots import place_in
 from ..kernels import ops
 from ..models.logits import Float32Head
+from ..models.routing import records_routes
 from .decode import RowState
 
 _HARMLESS_HOOKS = {"output_capturing_hook", "make_inputs_require_grads"}
@@ -73,13 +77,30 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class DenseMLP:
+    gate_up: Product
+    down: Product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, N] -> [B, N], or the parts of a sum"""
+        return self.down.in_parts(ops.silu_mul(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class ExpertsMLP:
+    module: nn.Module  # router and experts, as they are
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
 class Layer:
     before: Norm  # of attention
     after: Norm
     qkv: Product
     out: Product
-    gate_up: Product
-    down: Product
+    mlp: DenseMLP | ExpertsMLP
     norms: tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, and epsilon; None: no norms
     scaling: float
 
@@ -104,7 +125,7 @@ class FusedForward:
         config, layers = model.config, model.model.layers
         rope = getattr(config, "rope_parameters", None) or {}
         slides = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers)
-        slides = slides or (config.model_type == "mistral" and config.sliding_window is not None)
+        slides = slides or (config.model_type in ("mistral", "mixtral") and config.sliding_window is not None)
         joint = [p for layer in layers for group in _joint(layer) for p in group]
         return (
             not slides
@@ -137,7 +158,7 @@ class FusedForward:
             )  # fmt: skip
             x = layer.out(x)
             x = ops.add_rms_norm(x, residual, layer.after.weight, layer.after.eps)
-            x = layer.down.in_parts(ops.silu_mul(layer.gate_up(x)))
+            x = layer.mlp(x)
             norm = self.layers[i + 1].before if i + 1 < len(self.layers) else self.norm
             x = ops.add_rms_norm(x, residual, norm.weight, norm.eps)
         return x
@@ -148,33 +169,33 @@ def _norm(module: Any) -> Norm:
 
 
 def _layer(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    q, k, v, gate, up = _projections(layer)
+    attention, (qkv, gate_up) = layer.self_attn, _projections(layer)
     query_norm, norms = getattr(attention, "q_norm", None), None
     if query_norm is not None:
         norms = query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon
     return Layer(
         before=_norm(layer.input_layernorm),
         after=_norm(layer.post_attention_layernorm),
-        qkv=side_by_side(q, k, v),
+        qkv=side_by_side(*qkv),
         out=side_by_side(attention.o_proj),
-        gate_up=side_by_side(gate, up),
-        down=side_by_side(mlp.down_proj),
+        mlp=DenseMLP(side_by_side(*gate_up), side_by_side(layer.mlp.down_proj)) if gate_up else ExpertsMLP(layer.mlp),
         norms=norms,
         scaling=attention.scaling,
     )
 
 
-def _projections(layer: Any) -> list[nn.Linear]:
+def _projections(layer: Any) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """Those that read what attention reads, and what a dense MLP reads; of experts, none."""
     attention, mlp = layer.self_attn, layer.mlp
-    return [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+    dense = [] if hasattr(mlp, "experts") else [mlp.gate_proj, mlp.up_proj]
+    return [attention.q_proj, attention.k_proj, attention.v_proj], dense
 
 
 def _joint(layer: Any) -> list[list[Tensor]]:
     """The parameters of a layer that are to lie side by side."""
-    *qkv, gate, up = _projections(layer)
-    groups = [[linear.weight for linear in linears] for linears in (qkv, (gate, up))]
-    biases = [_biases(linears) for linears in (qkv, (gate, up))]
+    projections = [linears for linears in _projections(layer) if linears]
+    groups = [[linear.weight for linear in linears] for linears in projections]
+    biases = [_biases(linears) for linears in projections]
     return groups + [group for group in biases if group]
 
 
@@ -187,7 +208,8 @@ def is_plain(model: nn.Module) -> bool:
     """Whether this is one of the family as transformers makes it: its types of modules, none hooked or wrapped."""
     import transformers
 
-    family = {getattr(transformers, f"{name}ForCausalLM") for name in ("Llama", "Qwen2", "Qwen3", "Mistral")}
+    names = ("Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3Moe", "Mixtral")
+    family = {getattr(transformers, f"{name}ForCausalLM") for name in names}
     if type(model) not in family:
         return False
     try:
@@ -198,7 +220,8 @@ def is_plain(model: nn.Module) -> bool:
     ours = [(name, _AS_MADE.get(type(m), type(m))) for name, m in model.named_modules()]
     if ours != [(name, type(m)) for name, m in fresh.named_modules()]:
         return False
-    touched = any(changing_hooks(m) or {"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
+    hooks = [hook for m in model.modules() for hook in changing_hooks(m) if not records_routes(hook)]
+    touched = bool(hooks) or any({"forward", "_hf_hook"} & vars(m).keys() for m in model.modules())
     return not touched and all(type(p) is nn.Parameter for p in model.parameters())
 
 

@@ -13,6 +13,7 @@ from tests.helpers.models import ARCHITECTURES, prompts_of
 NEW_TOKENS = 128
 
 pytestmark = pytest.mark.gpu
+FUSED = ("qwen2", "qwen3", "llama", "qwen3-moe", "mixtral")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -37,7 +38,7 @@ def test_shadow_view_equals_sampler(compressor, architecture):
         assert gap[t.num_prompt_tokens :].abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "gemma2", "olmo2"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "gemma2", "olmo2", "qwen3-moe", "mixtral"])
 @pytest.mark.parametrize("compressor", ["rkv", "h2o", "prompt-only", "dense"])
 def test_captured_steps_are_the_eager_ones(name, compressor, monkeypatch):
     """Greedy, fp32: fused, captured through the modules or launched one by one, steps sample and evict the same."""
@@ -50,9 +51,7 @@ def test_captured_steps_are_the_eager_ones(name, compressor, monkeypatch):
 
     engine, captured = rollout()
     (decoder,) = engine.decoders.values()
-    assert decoder.graphs and (decoder.forward is not None) == (
-        name in ("qwen2", "qwen3", "llama") and compressor != "h2o"
-    )
+    assert decoder.graphs and (decoder.forward is not None) == (name in FUSED and compressor != "h2o")
     eagerly(monkeypatch)
     engine, eager = rollout()
     assert next(iter(engine.decoders.values())).graphs is None

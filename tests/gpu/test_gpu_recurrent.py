@@ -26,7 +26,16 @@ def test_replay_under_captured_steps(name):
     assert mean_gap(model, trajectories, shadow=True) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_steps_are_captured_in_half_precision(name, dtype):
+    model = copy.deepcopy(hybrid(name)).to("cuda", dtype)
+    engine, trajectories = rollout(model)
+    assert all(decoder.graphs for decoder in engine.decoders.values()), "the step was not captured"
+    assert all(t.sampler_logprobs.isfinite().all() for t in trajectories)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "qwen3_next"])
 def test_captured_steps_are_the_modules(name, monkeypatch):
     model = copy.deepcopy(hybrid(name)).cuda()
     _, captured = rollout(model)

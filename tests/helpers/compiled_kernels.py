@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from sparse_rl.cache import LayerSlots
 from sparse_rl.cache.segments import Replay
-from sparse_rl.kernels import decode, device, evict, head, layers, sample, segments
+from sparse_rl.kernels import decode, device, evict, experts, head, layers, sample, segments
 from sparse_rl.kernels.twins_sample import Kept, RowSettings
 
 # Bytes of shared memory that a block may ask for, by compute capability (CUDA C programming guide).
@@ -79,6 +79,15 @@ def vectors(dtype: torch.dtype, size: int) -> None:
     decode.add_rms_norm(None, residual, weight, 1e-6)
     decode.add_rms_norm(torch.zeros(4, ROWS, size), residual, weight, 1e-6)
     decode.silu_mul(torch.zeros(ROWS, 8 * size, dtype=dtype))
+
+
+def mixture(dtype: torch.dtype, size: int) -> None:
+    for pairs, added in ((8, True), (64, False), (4096, True)):  # tiles of 16, 16 and 64 rows
+        x, bias = torch.zeros(pairs // 4, size, dtype=dtype), torch.zeros(8, 2 * size, dtype=dtype)
+        order, starts = torch.arange(pairs), torch.zeros(9, dtype=torch.int64)
+        for weight in (torch.zeros(8, size, 2 * size, dtype=dtype), torch.zeros(8, 2 * size, size, dtype=dtype)):
+            inner_first = weight if weight.shape[1] == size else weight.transpose(1, 2)
+            experts.expert_product(x, inner_first, bias if added else None, order, starts)
 
 
 def sampling(dtype: torch.dtype, vocabulary: int) -> None:
@@ -163,6 +172,8 @@ def main() -> None:
                 vectors(dtype, size)
             for size in (128, 896, 4096, 8192):
                 learning_layers(dtype, size)
+            for size in (768, 2880):
+                mixture(dtype, size)
             sampling(dtype, 151936)
             for softcap in (None, 30.0):
                 learning_head(dtype, 151936, softcap)

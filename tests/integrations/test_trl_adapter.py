@@ -206,6 +206,54 @@ def test_replay_starts_at_ratio_1(sparse, architecture, pad_to_multiple_of):
     assert any((t.evicted_at.long() < t.num_tokens).any() for t in batch[TRACES])
 
 
+def with_other_experts(traces):
+    return [dataclasses.replace(t, routes=(t.routes + 1) % 8) for t in traces]
+
+
+def logprobs_of(trainer, model, batch, traces):
+    trainer.vllm_generation.traces = traces
+    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+    with torch.no_grad():
+        return trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_policy_follows_the_sampler_s_experts_and_the_reference_does_not(sparse, adapters):
+    peft = pytest.importorskip("peft") if adapters else None
+    config = peft and peft.LoraConfig(r=2, target_modules=["q_proj"])
+    trainer = sparse(replay=True, model=model_of("qwen3-moe"), peft_config=config, router_aux_loss_coef=0.0)
+    batch = generated(trainer)
+    assert gap_of(batch).abs().max() < 1e-4
+    assert all(t.routes is not None and t.routes.shape == (t.num_tokens, 3, 2) for t in batch[TRACES])
+
+    def moves(model):
+        found = [logprobs_of(trainer, model, batch, t) for t in (batch[TRACES], with_other_experts(batch[TRACES]))]
+        return (found[0] - found[1]).abs().max() > 0.01
+
+    assert moves(trainer.model)
+    if adapters:
+        with trainer.model.disable_adapter():
+            assert not moves(trainer.model)
+    else:
+        assert not moves(model_of("qwen3-moe"))
+
+
+def test_a_mixture_learns_under_replay(sparse):
+    trainer = sparse(
+        replay=True, model=model_of("mixtral"), router_aux_loss_coef=0.0, beta=0.1, max_steps=1, learning_rate=1e-2
+    )
+    before = trainer.model.model.layers[0].mlp.gate.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(trainer.model.model.layers[0].mlp.gate.weight, before)
+
+
+def test_routers_that_cannot_follow_are_said(made, monkeypatch):
+    monkeypatch.setattr("sparse_rl.integrations.trl_routes.why_not_replayed", lambda _: "has strange routers")
+    with pytest.warns(UserWarning, match="has strange routers, so its routing is not replayed"):
+        trainer = use_sparse_rollouts(made(model=model_of("qwen3-moe"), router_aux_loss_coef=0.0), **CACHE, replay=True)
+    assert all(t.routes is None for t in generated(trainer)[TRACES])
+
+
 def test_traces_follow_their_rows_through_shuffling_and_splitting(sparse):
     """The training forward finds the old log-probs, which are known to equal the sampler's, in every micro-batch."""
     trainer = sparse(replay=True, micro_batches=3)

@@ -33,6 +33,7 @@ from tests.helpers.learning import batches_of
 from tests.helpers.models import prompts_of, tiny
 
 FAMILY = ("llama", "qwen2", "qwen3", "mistral")
+MIXTURES = ("qwen3-moe", "mixtral")  # all but their experts
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -72,13 +73,13 @@ def assert_close(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("shadow", [False, True])
-@pytest.mark.parametrize("name", [*FAMILY, "gemma2", "phi3", "smollm3"])
+@pytest.mark.parametrize("name", [*FAMILY, *MIXTURES, "gemma2", "phi3", "smollm3"])
 def test_log_probs_and_gradients_are_those_of_the_modules(name, shadow, monkeypatch):
     model = copy.deepcopy(tiny(name, **({"final_logit_softcapping": 4.0} if name == "gemma2" else {})))
     done = rollouts(model)
     expected = found_by(model, done, shadow)
     use(monkeypatch, "twins")
-    assert (plain_head(model) is not None) == (name in (*FAMILY, "gemma2"))
+    assert (plain_head(model) is not None) == (name in (*FAMILY, *MIXTURES, "gemma2"))
     assert_close(found_by(model, done, shadow), expected, 2e-4)
 
 
@@ -105,7 +106,7 @@ def test_in_fp64_layers_compute_the_same(shadow, monkeypatch):
     assert_close(found_by(model, done, shadow), expected, 1e-6)  # the modules compute norms in fp32
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [*FAMILY, *MIXTURES])
 def test_every_part_of_the_family_is_fused(name, monkeypatch):
     use(monkeypatch, "twins")
     model, calls = tiny(name), []
@@ -114,8 +115,8 @@ def test_every_part_of_the_family_is_fused(name, monkeypatch):
     monkeypatch.setattr(ops, "rotate", _counted(ops.rotate, "rotate", calls))
     with torch.no_grad(), fused(model):
         model(torch.tensor(prompts_of(6)), use_cache=False)
-    norms = 2 + 2 * (name == "qwen3")  # per layer
-    assert [calls.count(x) for x in ("norm", "gate", "rotate")] == [3 * norms + 1, 3, 3]
+    norms = 2 + 2 * name.startswith("qwen3")  # per layer
+    assert [calls.count(x) for x in ("norm", "gate", "rotate")] == [3 * norms + 1, 3 * (name in FAMILY), 3]
 
 
 def _counted(function, name, calls):

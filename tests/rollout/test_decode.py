@@ -9,7 +9,7 @@ from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.rollout import capture
 from sparse_rl.rollout.fused import FusedForward, side_by_side
 from tests.helpers.compressors import EVICTING, STANDALONE
-from tests.helpers.decoding import fuse_everywhere, same
+from tests.helpers.decoding import FAMILY, change_rules, fuse_everywhere, same
 from tests.helpers.models import ARCHITECTURES, prompts_of, tiny
 
 FUSED = {
@@ -22,6 +22,8 @@ FUSED = {
         dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
     ),
     "mistral": ("mistral", dict(sliding_window=None, head_dim=16)),
+    "mixtral": ("mixtral", {}),
+    "qwen3-moe": ("qwen3-moe", dict(mlp_only_layers=[1])),  # a dense layer between two with experts
 }
 
 
@@ -39,17 +41,43 @@ def _fresh(name, changes):
 @pytest.mark.parametrize("compressor", ["rkv", "window", "dense"])
 def test_the_fused_forward_is_the_modules_forward(name, compressor, monkeypatch):
     name, changes = FUSED[name]
-    model = tiny(name, **changes) if "rope_parameters" not in changes else _fresh(name, changes)
+    model = _fresh(name, changes)
     expected = rollout(model, compressor)
     taken = fuse_everywhere(monkeypatch)
     same(rollout(copy.deepcopy(model), compressor, poll=(2, 5)), expected)
     assert taken == [True]
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_the_fused_forward_records_routes(name, monkeypatch):
+    model = copy.deepcopy(tiny(name, num_hidden_layers=2))
+    expected = rollout(model, record_routes=True)
+    taken = fuse_everywhere(monkeypatch)
+    change_rules(monkeypatch, own_experts=(torch.float32,))
+    found = rollout(model, poll=(2, 5), record_routes=True)
+    same(found, expected)
+    assert taken == [True]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.trace.routes is not None and torch.equal(ours.trace.routes, theirs.trace.routes)
+        with torch.no_grad():
+            gap = (token_logprobs(model, ours.tokens, ours.trace) - ours.sampler_logprobs)[ours.response_mask]
+        assert gap.abs().max() < 1e-4
+
+
+def test_a_sliding_mixture_or_one_whose_router_is_hooked_is_not_fused():
+    sliding = tiny("mixtral", sliding_window=24)
+    assert not FusedForward.fits(sliding, Engine(sliding, budget=20, interval=12, rows=2).cache)
+    model = copy.deepcopy(tiny("qwen3-moe"))
+    engine = Engine(model, budget=20, interval=12, rows=2)
+    assert FusedForward.fits(model, engine.cache)
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: None)
+    assert not FusedForward.fits(model, engine.cache)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_only_architectures_it_is_right_for_are_fused(name):
     engine = Engine(tiny(name), budget=20, interval=12, rows=2)
-    assert FusedForward.fits(engine.model, engine.cache) == (name in ("qwen2", "qwen3", "llama"))
+    assert FusedForward.fits(engine.model, engine.cache) == (name in (*FAMILY, "qwen3-moe", "mixtral"))
 
 
 def _gelu(model):

@@ -8,11 +8,13 @@ import transformers
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
+from sparse_rl.kernels import ops
 from sparse_rl.models import load_model, tiny_tokenizer
 from sparse_rl.models.routing import Routing
 from sparse_rl.records import read_trajectories
 from sparse_rl.train.parts import replayed_routing
 from sparse_rl.train.run import plan_run, train
+from tests.helpers.decoding import change_rules
 from tests.helpers.runs import recipe, run, weights, write_recipe
 from tests.models.test_routing import phimoe
 
@@ -93,6 +95,24 @@ def test_a_resumed_run_is_the_same_to_the_byte(mixture, tmp_path):
     assert all(line["gap/abs/mean"] < 1e-4 for line in lines if "gap/abs/mean" in line)
     sampled = list(read_trajectories(tmp_path / "whole" / "samples" / "step-000004"))
     assert all(t.trace.routes.shape == (len(t.tokens), 2, 2) for t in sampled)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_run_in_half_precision_follows_the_sampler(mixture, tmp_path, monkeypatch, dtype):
+    """As a GPU decodes: by the fused forward, experts by our product."""
+    change_rules(monkeypatch, fuses=True, own_experts=(getattr(torch, dtype),))
+    products = []
+    product = ops.expert_product
+    monkeypatch.setattr(ops, "expert_product", lambda *given: products.append(given[0].dtype) or product(*given))
+    given = sections(mixture, steps=2)
+    given["model"]["dtype"] = dtype
+    train(recipe(**given), tmp_path / "run", show=False)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert set(products) == {getattr(torch, dtype)}
+    assert [line["step"] for line in lines if line.get("update/grad_norm", 0) > 0] == [1, 2]
+    assert all(
+        line["gap/abs/mean"] < (1e-3 if dtype == "float16" else 1e-2) for line in lines if "gap/abs/mean" in line
+    )
 
 
 @pytest.mark.slow
