@@ -61,6 +61,7 @@ class LiveEngine:
         self._inbox: list[Callable[[], None]] = []  # what other threads asked for since the last round
         self._lock = threading.Lock()  # of the inbox and of what callers are refused by; never held for long
         self._open: dict[int, Conversation] = {}  # by number: those that have not ended
+        self._news: dict[int, Conversation] = {}  # by number: what `step` has to say
         self._waiting = self._submitted = 0
         self.closed = False
         try:
@@ -161,20 +162,21 @@ class LiveEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether a round would do nothing."""
-        return not self._inbox and self._loop.idle
+        """Whether a round would do nothing, and say nothing."""
+        return not self._inbox and not self._news and self._loop.idle
 
     def step(self) -> list[Conversation]:
         """One round: some tokens for every conversation that runs. -> those of which there is news: tokens, or a stop
 
-        An interrupt is held back until the round has ended, so nothing is lost, and one may step on.
+        An interrupt is held back until the round has ended, so nothing is lost, and one may step on: the news of the
+        round that it came in are those of the next one, too.
         """
         self._check_open()
         with uninterrupted():
             try:
                 self._take_orders()
                 self._loop.news = {}
-                if not self._loop.idle or self._loop.held:
+                if not self._loop.idle or (self._loop.held and self._loop.hold_seconds is not None):
                     with self.engine._switched():
                         self._loop.round()
             except KeyboardInterrupt:  # another thread asked for it, before the round began
@@ -182,10 +184,11 @@ class LiveEngine:
             except BaseException as error:
                 self._leave(error)
                 raise
-        news = list(self._loop.news.values())
-        with self._lock:
-            self._waiting = len(self._loop.queue) + len(self._inbox)
-        return news
+            self._news |= self._loop.news
+            with self._lock:
+                self._waiting = len(self._loop.queue) + len(self._inbox)
+        news, self._news = self._news, {}
+        return [conversation for conversation in news.values() if conversation.status != "ended"]
 
     def run(self) -> None:
         """Rounds until every conversation has stopped."""

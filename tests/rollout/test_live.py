@@ -473,6 +473,28 @@ def test_an_interrupt_waits_for_the_end_of_the_round(llama, monkeypatch):
         assert_same_bits(live.release(chat), expected)
 
 
+def test_news_of_an_interrupted_round_are_told_by_the_next_one(llama, monkeypatch):
+    """Who waits for the news that a conversation stopped must not wait forever; of what was cancelled there are none."""
+    import signal
+
+    with opened(llama) as live:
+        chat, other = (live.submit(prompts_of(n)[0], Sampling(3)) for n in (9, 12))
+        original = live._loop.finish
+
+        def interrupted():
+            original()
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(live._loop, "finish", interrupted)
+        while not chat.status == other.status == "stopped":
+            with pytest.raises(KeyboardInterrupt):
+                live.step()
+        monkeypatch.undo()
+        live.cancel(other)
+        assert not live.idle and live.step() == [chat]
+        assert live.idle and live.step() == []
+
+
 def test_stopped_from_another_thread_before_a_round(llama):
     with opened(llama) as live:
         chat = live.submit(prompts_of(9)[0], Sampling(20))
