@@ -175,6 +175,17 @@ def count_rule(rule: str, figure: str, what: str) -> Rule:
     return judge
 
 
+def truncated(curves: Curves) -> list[Sentence]:
+    """Of conversations turns are a limit, too."""
+    turns = now(curves, "talk/turns/mean")
+    said, limits = "{:.1%} of the responses are cut by length", "rollout.max_new_tokens"
+    if turns is not None:
+        said = f"{{:.1%}} of the conversations, of {turns:.1f} turns, are cut by a limit"
+        limits = f"{limits} or rollout.max_turns"
+    remedy = f" and can hardly be rewarded; raise {limits}."
+    return share_rule("truncated", "rollout/truncated/frac", said, remedy)(curves)
+
+
 def entropy(curves: Curves) -> list[Sentence]:
     figure = "old/entropy/mean"
     if (found := start_and_now(curves, figure)) is None:
@@ -250,7 +261,11 @@ def ungraded(curves: Curves) -> list[Sentence]:
     count = sum(counts.values())
     kinds = ", ".join(f"{name.split('/')[1].replace('_', ' ')} {found:,.0f}" for name, found in counts.items())
     said = f"{count:,.0f} of {asked:,.0f} completions could not be graded ({kinds}) and count as wrong"
-    text = f"{said}; fix the grader or its answers."
+    replies = total(curves, "talk/timeout/count") + total(curves, "talk/error/count")
+    remedy = (
+        f"in {replies:,.0f} of them the task's reply failed: fix it" if replies else "fix the grader or its answers"
+    )
+    text = f"{said}; {remedy}."
     return judged("ungraded", count, next(iter(counts)), good="", warn=text, judge=count / asked)
 
 
@@ -284,12 +299,7 @@ RULES: tuple[Rule, ...] = (
         "{:.1%} of the responses end by repeating themselves",
         "; raise rollout.budget or protect the prompt.",
     ),
-    share_rule(
-        "truncated",
-        "rollout/truncated/frac",
-        "{:.1%} of the responses are cut by length",
-        " and can hardly be rewarded; raise rollout.max_new_tokens.",
-    ),
+    truncated,
     entropy,
     share_rule(
         "clip",

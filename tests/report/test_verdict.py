@@ -112,6 +112,17 @@ def test_exceptions_to_the_thresholds():
     assert [s["level"] for s in mixed] == ["fail", "warn", "good"]
 
 
+def test_conversations_are_told_of_their_turns_and_replies():
+    cut = {"rollout__truncated__frac": 1.0, "grade__error__count": 2.0, "rollout__trajectories__count": 8.0}
+    plain = " ".join(s["text"] for s in verdict(curves(**cut)))
+    assert "max_turns" not in plain and "fix the grader" in plain
+    said = " ".join(s["text"] for s in verdict(curves(**cut, talk__turns__mean=4.25, talk__error__count=2.0)))
+    assert "100.0% of the conversations, of 4.2 turns, are cut by a limit" in said
+    assert "raise rollout.max_new_tokens or rollout.max_turns" in said
+    assert "100 of 400 completions could not be graded (error 100)" in said
+    assert "in 100 of them the task's reply failed: fix it" in said and "fix the grader" not in said
+
+
 def test_accuracies_that_say_nothing_are_not_called_good():
     (never,) = verdict(curves(eval__dense__accuracy=0.0, eval__sparse__accuracy=0.0, eval__dense__reward=0.0))
     assert never["level"] == "warn" and "Nothing is right in any of the 50 evaluations" in never["text"]

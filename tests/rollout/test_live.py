@@ -474,7 +474,7 @@ def test_an_interrupt_waits_for_the_end_of_the_round(llama, monkeypatch):
 
 
 def test_news_of_an_interrupted_round_are_told_by_the_next_one(llama, monkeypatch):
-    """Who waits for the news that a conversation stopped must not wait forever; of what was cancelled there are none."""
+    """Who waits for the news that a conversation stopped must not wait forever; what was cancelled has none."""
     import signal
 
     with opened(llama) as live:
