@@ -12,6 +12,9 @@ import torch
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.cache import SlotFormat
 from sparse_rl.compressors import make
+from sparse_rl.compressors.learned import fresh
+from sparse_rl.learn.calibrate import calibrate
+from sparse_rl.models import companions_of, set_companion
 from sparse_rl.rollout.live import QueueFull
 from tests.helpers.compressors import STANDALONE
 from tests.helpers.hybrids import hybrid
@@ -111,6 +114,27 @@ def test_conversations_replay_under_one_trace(architecture, compressor):
             assert 1 <= turn.stop - turn.start <= sampling.max_new_tokens
         evicted = (trajectory.trace.evicted_at.long() < len(trajectory.tokens)).any()
         assert bool(evicted) == (compressor != "dense" and (compressor != "prompt-only" or len(plan.prompt) > BUDGET))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compressor, options", [("triattention", {}), ("learned", {}), ("learned", {"temperature": 1.0})])
+def test_compressors_that_know_a_model_hold_conversations(compressor, options, architecture):
+    """They replay, and do not depend on company either, where evictions are drawn, too."""
+    model, plans = model_of(architecture), [plan_of(seed, 4, temperature=1.0) for seed in range(2)]
+    try:
+        if compressor == "learned":
+            set_companion(model, "learned", fresh(model, "all"))
+        else:
+            calibrate(model, prompts_of(60), tokens=60)
+        with opened(model, make(compressor, **options), rows=2) as live:
+            together = [live.release(chat) for chat in held(live, plans)]
+        with opened(model, make(compressor, **options), rows=1, hold=0, park=9) as live:
+            parked = [live.release(chat) for chat in held(live, plans)]
+    finally:
+        companions_of(model).clear()
+    for one, other in zip(together, parked, strict=True):
+        assert_replayed(model, one)
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("compressor", ["rkv", "dense", "prompt-only"])
