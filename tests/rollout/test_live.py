@@ -117,7 +117,9 @@ def test_conversations_replay_under_one_trace(architecture, compressor):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compressor, options", [("triattention", {}), ("learned", {}), ("learned", {"temperature": 1.0})])
+@pytest.mark.parametrize(
+    "compressor, options", [("triattention", {}), ("learned", {}), ("learned", {"temperature": 1.0})]
+)
 def test_compressors_that_know_a_model_hold_conversations(compressor, options, architecture):
     """They replay, and do not depend on company either, where evictions are drawn, too."""
     model, plans = model_of(architecture), [plan_of(seed, 4, temperature=1.0) for seed in range(2)]
