@@ -252,6 +252,16 @@ def rollout(curves: Curves) -> list[Sentence]:
     return judged("rollout", part / whole, figure, f"{said}.", text)
 
 
+def waits(curves: Curves) -> list[Sentence]:
+    figure = "talk/wait/seconds"
+    part, rollout = now(curves, figure), now(curves, "time/rollout") or now(curves, "ahead/rollout/seconds")
+    if part is None or not rollout:
+        return []
+    said = f"For {part / rollout:.0%} of the {rollout:.3g} s of a rollout no row runs, because all wait for replies"
+    text = f"{said}; raise task.workers where replies wait for each other, or make them faster."
+    return judged("waits", part, figure, good="", warn=text, judge=part / rollout)
+
+
 def ungraded(curves: Curves) -> list[Sentence]:
     names = ("grade/timeout/count", "grade/error/count", "grade/bad_gold/count")
     counts = {name: count for name in names if (count := total(curves, name))}
@@ -321,6 +331,7 @@ RULES: tuple[Rule, ...] = (
     flat,
     memory,
     rollout,
+    waits,
     ungraded,
     students,
 )

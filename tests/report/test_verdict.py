@@ -51,6 +51,7 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     ),
     "memory": (lambda x: curves(cache__bytes_saved__frac=x, cache__tokens_saved__frac=0.5), "cache/bytes_saved/frac"),
     "rollout": (lambda x: curves(time__rollout=2.0 * x, time__step=2.0), "time/rollout"),
+    "waits": (lambda x: curves(talk__wait__seconds=2.0 * x, time__rollout=2.0), "talk/wait/seconds"),
     "ungraded": (
         lambda x: curves(grade__error__count=100.0 * x, rollout__trajectories__count=100.0),
         "grade/error/count",
