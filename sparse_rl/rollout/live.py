@@ -125,7 +125,7 @@ class LiveEngine:
         """Go on with a conversation that stopped: feed it `tokens` after what it said last, then sample. Without
         tokens it goes on as if it had not stopped.
         """
-        self._check_open()
+        self._check_own(conversation)
         given, sampling = token_list(tokens), sampling or conversation.sampling
         if given:
             self._check_tokens(given, "what is given")
@@ -154,6 +154,7 @@ class LiveEngine:
 
     def cancel(self, conversation: Conversation) -> None:
         """End a conversation, wherever it is, and free its row. Its trajectory is lost; its tokens so far stay."""
+        self._check_own(conversation)
         with self._lock:
             self._check_open()
             self._inbox.append(lambda: self._end(conversation, "cancelled"))
@@ -197,6 +198,7 @@ class LiveEngine:
 
     def trajectory(self, conversation: Conversation) -> Trajectory:
         """The record of a conversation that stopped: all its turns under one trace."""
+        self._check_own(conversation)
         if conversation.status != "stopped":
             raise SparseRLError(
                 f"conversation {conversation.number} is {conversation.status}; its trajectory is there when it has "
@@ -275,6 +277,16 @@ class LiveEngine:
                 "second engine."
             )
 
+    def _check_own(self, conversation: Conversation) -> None:
+        """Numbers of conversations are those of one engine: a stranger would be taken for another one."""
+        self._check_open()
+        if not isinstance(conversation, Conversation):
+            raise SparseRLError(f"{conversation!r:.60} is no conversation; give what `submit` returned.")
+        if conversation.status != "ended" and self._open.get(conversation.number) is not conversation:
+            raise SparseRLError(
+                f"conversation {conversation.number} was begun with another open engine; ask the one that it is from."
+            )
+
     def _check_tokens(self, tokens: list[int], what: str) -> None:
         vocabulary = self.engine.shape.vocabulary
         if not tokens:
@@ -296,6 +308,8 @@ class LiveEngine:
 
     def _check_sampling(self, sampling: Sampling, stop_strings: Sequence[str]) -> tuple[list[int], StopText | None]:
         """-> stop ids, and what looks for stop strings"""
+        if not isinstance(sampling, Sampling):
+            raise SparseRLError(f"sampling is {sampling!r:.60}; give a Sampling, such as Sampling(max_new_tokens=64).")
         state = self.engine.state
         assert state.settings is not None
         ids, most = stop_list(self.engine.model, sampling), state.settings.stop_ids.shape[1]

@@ -656,6 +656,27 @@ def test_what_makes_no_sense_is_refused(llama):
     assert chats[0].status == "ended"
 
 
+def test_conversations_of_other_engines_are_refused(llama):
+    """They have the same numbers: none may be taken for one of this engine's, and none may end it."""
+    with opened(llama) as live, opened(llama) as other:
+        mine, strange = live.submit([1, 2], Sampling(3)), other.submit([3, 4, 5], Sampling(3))
+        live.run()
+        other.run()
+        assert mine.number == strange.number
+        for call in (live.extend, live.cancel, live.trajectory, live.release):
+            with pytest.raises(SparseRLError, match="conversation 0 was begun with another open engine"):
+                call(strange)
+            with pytest.raises(SparseRLError, match=r"None is no conversation; give what `submit` returned"):
+                call(None)
+        with pytest.raises(SparseRLError, match=r"sampling is \{.*give a Sampling"):
+            live.extend(mine, [1], {"max_new_tokens": 3})
+        live.run()
+        assert len(live.release(mine).response_tokens) == len(other.release(strange).response_tokens) == 3
+    for seconds in (-1, "5", float("nan")):
+        with pytest.raises(SparseRLError, match=r"hold_seconds is .* a number from 0 on"):
+            opened(llama, hold_seconds=seconds)
+
+
 def test_models_and_compressors_that_cannot_are_refused(llama):
     import copy
 
