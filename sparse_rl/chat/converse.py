@@ -11,6 +11,7 @@ and in to the bit, and results are in the order of the prompts.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,10 @@ def converse(
             for conversation in live.step():
                 if conversation.status == "stopped":
                     hall.hear(conversation)
-            for key, reply in replies.ready(_PATIENCE if live.idle else 0.0):
+            idle, began = live.idle, time.perf_counter()
+            found = replies.ready(_PATIENCE if idle else 0.0)
+            task.waited += time.perf_counter() - began if idle else 0.0
+            for key, reply in found:
                 hall.answer(key, reply)
     if on_end is not None:
         return []

@@ -152,7 +152,8 @@ def evaluate(
             write_text(results.folder / "summary.json", json.dumps(done.to_dict(), indent=1) + "\n")
             for exam, summary in zip(exams, summaries, strict=True):
                 template = "--template, `sparse-rl list templates`" if exam.task.template is not None else None
-                lacking = cannot_answer(answers(exam, summary), Names("--max-new-tokens", template))
+                names = Names("--max-new-tokens", template, max_turns="--max-turns")
+                lacking = cannot_answer(answers(exam, summary), names)
                 if lacking is not None and (exam.name, lacking[0]) not in told:
                     told.add((exam.name, lacking[0]))
                     say(f"{exam.name}, {cache.label}: {lacking[1]}")
@@ -182,8 +183,9 @@ def answers(exam: Exam, summary: Summary) -> Answers:
     """What the completions of a benchmark were like."""
     count = summary.problems * summary.samples
     ungraded = {"timeout": summary.timeouts, "error": summary.errors, "bad gold": summary.bad_golds}
-    longest = exam.sampling.max_new_tokens
-    return Answers(count, summary.accuracy, summary.truncated, summary.no_answer, longest, ungraded=ungraded)
+    longest, turns = exam.sampling.max_new_tokens, 0.0 if exam.turns is None else summary.turns
+    cut, lost = summary.truncated, summary.no_answer
+    return Answers(count, summary.accuracy, cut, lost, longest, ungraded=ungraded, turns=turns)
 
 
 def problems_of(asked: Asked) -> dict[str, tuple[str, tasks.Task, dict[str, Any]]]:

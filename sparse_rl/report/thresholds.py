@@ -31,6 +31,7 @@ THRESHOLDS = {  # rule -> (warn, fail); if fail < warn, lower is worse. "Now" an
     "held_out_reward": (0.10, 0.30),  # fall of the held-out reward on that cache, as a share of it
     "memory": (0.20, 0.0),  # share of KV bytes saved against dense rows now
     "rollout": (0.80, 0.95),  # share of a step's time that rollouts take now
+    "waits": (0.20, 0.60),  # share of a rollout's time in which every conversation waits for a reply now
     "ungraded": (0.0, 0.05),  # share of completions on which the grader failed
     "student": (1.0, 1.2),  # a student's KL now / at the start
 }

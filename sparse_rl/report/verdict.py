@@ -175,6 +175,17 @@ def count_rule(rule: str, figure: str, what: str) -> Rule:
     return judge
 
 
+def truncated(curves: Curves) -> list[Sentence]:
+    """Of conversations turns are a limit, too."""
+    turns = now(curves, "talk/turns/mean")
+    said, limits = "{:.1%} of the responses are cut by length", "rollout.max_new_tokens"
+    if turns is not None:
+        said = f"{{:.1%}} of the conversations, of {turns:.1f} turns, are cut by a limit"
+        limits = f"{limits} or rollout.max_turns"
+    remedy = f" and can hardly be rewarded; raise {limits}."
+    return share_rule("truncated", "rollout/truncated/frac", said, remedy)(curves)
+
+
 def entropy(curves: Curves) -> list[Sentence]:
     figure = "old/entropy/mean"
     if (found := start_and_now(curves, figure)) is None:
@@ -241,6 +252,16 @@ def rollout(curves: Curves) -> list[Sentence]:
     return judged("rollout", part / whole, figure, f"{said}.", text)
 
 
+def waits(curves: Curves) -> list[Sentence]:
+    figure = "talk/wait/seconds"
+    part, rollout = now(curves, figure), now(curves, "time/rollout") or now(curves, "ahead/rollout/seconds")
+    if part is None or not rollout:
+        return []
+    said = f"For {part / rollout:.0%} of the {rollout:.3g} s of a rollout no row runs, because all wait for replies"
+    text = f"{said}; raise task.workers where replies wait for each other, or make them faster."
+    return judged("waits", part, figure, good="", warn=text, judge=part / rollout)
+
+
 def ungraded(curves: Curves) -> list[Sentence]:
     names = ("grade/timeout/count", "grade/error/count", "grade/bad_gold/count")
     counts = {name: count for name in names if (count := total(curves, name))}
@@ -250,7 +271,11 @@ def ungraded(curves: Curves) -> list[Sentence]:
     count = sum(counts.values())
     kinds = ", ".join(f"{name.split('/')[1].replace('_', ' ')} {found:,.0f}" for name, found in counts.items())
     said = f"{count:,.0f} of {asked:,.0f} completions could not be graded ({kinds}) and count as wrong"
-    text = f"{said}; fix the grader or its answers."
+    replies = total(curves, "talk/timeout/count") + total(curves, "talk/error/count")
+    remedy = (
+        f"in {replies:,.0f} of them the task's reply failed: fix it" if replies else "fix the grader or its answers"
+    )
+    text = f"{said}; {remedy}."
     return judged("ungraded", count, next(iter(counts)), good="", warn=text, judge=count / asked)
 
 
@@ -284,12 +309,7 @@ RULES: tuple[Rule, ...] = (
         "{:.1%} of the responses end by repeating themselves",
         "; raise rollout.budget or protect the prompt.",
     ),
-    share_rule(
-        "truncated",
-        "rollout/truncated/frac",
-        "{:.1%} of the responses are cut by length",
-        " and can hardly be rewarded; raise rollout.max_new_tokens.",
-    ),
+    truncated,
     entropy,
     share_rule(
         "clip",
@@ -311,6 +331,7 @@ RULES: tuple[Rule, ...] = (
     flat,
     memory,
     rollout,
+    waits,
     ungraded,
     students,
 )

@@ -301,6 +301,8 @@ class Engine:
         require_int(at_least=prompt_tokens + 1, max_tokens=max_tokens)
         hold, park = self.rows if hold is None else hold, 4 * self.rows if park is None else park
         require_int(at_least=0, hold=hold, park=park)
+        if hold_seconds is not None and (not isinstance(hold_seconds, int | float) or not hold_seconds >= 0):
+            raise SparseRLError(f"hold_seconds is {hold_seconds!r}; it must be a number from 0 on, or None.")
         conversations = 4 * self.rows + waiting if conversations is None else conversations
         require_int(conversations=conversations)
         check_conversations(max_tokens, self.shape, self.compressor)

@@ -62,6 +62,7 @@ class LiveEngine:
         self._inbox: list[Callable[[], None]] = []  # what other threads asked for since the last round
         self._lock = threading.Lock()  # of the inbox and of what callers are refused by; never held for long
         self._open: dict[int, Conversation] = {}  # by number: those that have not ended
+        self._news: dict[int, Conversation] = {}  # by number: what `step` has to say
         self._waiting = self._submitted = 0
         self.closed = False
         try:
@@ -125,7 +126,7 @@ class LiveEngine:
         """Go on with a conversation that stopped: feed it `tokens` after what it said last, then sample. Without
         tokens it goes on as if it had not stopped.
         """
-        self._check_open()
+        self._check_own(conversation)
         given, sampling = token_list(tokens), sampling or conversation.sampling
         if given:
             self._check_tokens(given, "what is given")
@@ -154,6 +155,7 @@ class LiveEngine:
 
     def cancel(self, conversation: Conversation) -> None:
         """End a conversation, wherever it is, and free its row. Its trajectory is lost; its tokens so far stay."""
+        self._check_own(conversation)
         with self._lock:
             self._check_open()
             self._inbox.append(lambda: self._end(conversation, "cancelled"))
@@ -162,21 +164,22 @@ class LiveEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether a round would do nothing."""
-        return not self._inbox and self._loop.idle
+        """Whether a round would do nothing, and say nothing."""
+        return not self._inbox and not self._news and self._loop.idle
 
     def step(self, sample: bool = True) -> list[Conversation]:
         """One round: some tokens for every conversation that runs. -> those of which there is news: tokens, or a stop
 
         sample: False: only what was asked for is taken in: who was cancelled leaves, and others wait.
-        An interrupt is held back until the round has ended, so nothing is lost, and one may step on.
+        An interrupt is held back until the round has ended, so nothing is lost, and one may step on: the news of the
+        round that it came in are those of the next one, too.
         """
         self._check_open()
         with uninterrupted():
             try:
                 self._take_orders()
                 self._loop.news = {}
-                if sample and (not self._loop.idle or self._loop.held):
+                if sample and (not self._loop.idle or (self._loop.held and self._loop.hold_seconds is not None)):
                     with self.engine._switched():
                         self._loop.round()
             except KeyboardInterrupt:  # another thread asked for it, before the round began
@@ -184,10 +187,11 @@ class LiveEngine:
             except BaseException as error:
                 self._leave(error)
                 raise
-        news = list(self._loop.news.values())
-        with self._lock:
-            self._waiting = len(self._loop.queue) + len(self._inbox)
-        return news
+            self._news |= self._loop.news
+            with self._lock:
+                self._waiting = len(self._loop.queue) + len(self._inbox)
+        news, self._news = self._news, {}
+        return [conversation for conversation in news.values() if conversation.status != "ended"]
 
     def run(self) -> None:
         """Rounds until every conversation has stopped."""
@@ -196,6 +200,7 @@ class LiveEngine:
 
     def trajectory(self, conversation: Conversation) -> Trajectory:
         """The record of a conversation that stopped: all its turns under one trace."""
+        self._check_own(conversation)
         if conversation.status != "stopped":
             raise SparseRLError(
                 f"conversation {conversation.number} is {conversation.status}; its trajectory is there when it has "
@@ -274,6 +279,16 @@ class LiveEngine:
                 "second engine."
             )
 
+    def _check_own(self, conversation: Conversation) -> None:
+        """Numbers of conversations are those of one engine: a stranger would be taken for another one."""
+        self._check_open()
+        if not isinstance(conversation, Conversation):
+            raise SparseRLError(f"{conversation!r:.60} is no conversation; give what `submit` returned.")
+        if conversation.status != "ended" and self._open.get(conversation.number) is not conversation:
+            raise SparseRLError(
+                f"conversation {conversation.number} was begun with another open engine; ask the one that it is from."
+            )
+
     def _check_tokens(self, tokens: list[int], what: str) -> None:
         vocabulary = self.engine.shape.vocabulary
         if not tokens:
@@ -295,6 +310,8 @@ class LiveEngine:
 
     def _check_sampling(self, sampling: Sampling, stop_strings: Sequence[str]) -> tuple[list[int], StopText | None]:
         """-> stop ids, and what looks for stop strings"""
+        if not isinstance(sampling, Sampling):
+            raise SparseRLError(f"sampling is {sampling!r:.60}; give a Sampling, such as Sampling(max_new_tokens=64).")
         state = self.engine.state
         assert state.settings is not None
         ids, most = stop_list(self.engine.model, sampling), state.settings.stop_ids.shape[1]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 NEARLY_ALL = 0.95
 FEWEST = 8  # completions; fewer say too little
-UNGRADED_BY = {  # verdict -> why completions could not be graded, and the remedy
-    "error": "the reward function fails: correct it (`grading failed` says where)",
-    "timeout": "the reward function takes too long: make it faster, or give it a longer deadline",
+UNGRADED_BY = {  # verdict -> why completions could not be graded, and the remedy; {}: what is asked
+    "error": "{} fails: correct it (`grading failed` says where)",
+    "timeout": "{} takes too long: make it faster, or give it a longer deadline",
     "bad gold": "the reference answers cannot be read: correct them",
 }
 
@@ -30,6 +30,7 @@ class Answers:
     groups: int = 0  # of completions that share a prompt; 0: nothing is learned from them
     flat: float = 0.0  # the share of groups whose members all have the same reward
     ungraded: Mapping[str, int] = field(default_factory=dict)  # verdict -> completions that could not be graded
+    turns: float = 0.0  # of a conversation, on average; 0: the task does not reply
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Names:
     max_new_tokens: str
     template: str | None  # None: the task's prompts have a form of their own
     warmup: str = "warm it up on worked solutions (`sparse-rl warmup`)"
+    max_turns: str = "rollout.max_turns"
 
 
 def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
@@ -48,15 +50,20 @@ def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
     failed = sum(found.ungraded.values())
     if failed >= NEARLY_ALL * found.count:
         most = max(found.ungraded, key=lambda verdict: found.ungraded[verdict])
+        asked = "the task's reply or its reward function" if found.turns else "the reward function"
         return "grades", (
             f"{failed / found.count:.0%} of {found.count} completions could not be graded and count as wrong, whatever "
-            f"the model wrote, because {UNGRADED_BY[most]}."
+            f"the model wrote, because {UNGRADED_BY[most].format(asked)}."
         )
     template = f", or change the prompts ({names.template})" if names.template else ""
     if found.cut >= NEARLY_ALL and found.right < 0.5:
+        what, limits = "completions", names.max_new_tokens
+        if found.turns:
+            what, limits = f"conversations ({found.turns:.1f} turns on average)", f"{limits} or {names.max_turns}"
         return "stops", (
-            f"{found.cut:.0%} of {found.count} completions did not stop within {found.max_new_tokens} tokens, and "
-            f"{found.right:.0%} are right: raise {names.max_new_tokens}, {names.warmup}{template}."
+            f"{found.cut:.0%} of {found.count} {what} did not stop within {found.max_new_tokens} tokens"
+            f"{' and the turns that they may have' * bool(found.turns)}, and {found.right:.0%} are right: raise "
+            f"{limits}, {names.warmup}{template}."
         )
     if found.no_answer >= NEARLY_ALL:
         return "answers", (

@@ -58,6 +58,7 @@ class Task:
     reward_weights: Mapping[str, float] = MappingProxyType({})  # of named rewards; one that is not here weighs 1
     template: str | None = None  # the prompts' template, a name in TEMPLATES; None: prompts have a form of their own
     last_error: str | None = None  # the first error in a reward or a reply, for the caller to show once
+    waited: float = 0.0  # seconds in which no row could run, because all conversations waited for replies
     tools: Sequence[Any] = ()  # typed functions that the model may call; `reply` runs its calls
 
     _made: tuple[str, dict] | None = None  # name and options, if `make` made it

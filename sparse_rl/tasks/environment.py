@@ -168,9 +168,9 @@ class Environment:
                         self.process.wait(1.0)
                     self.ending = self.end(patience=0.0)
                     break
-                self.beat = time.monotonic()
                 *lines, self.inbox = (self.inbox + received).split(b"\n")
                 found += [json.loads(line) for line in lines]
+                self.beat = max([self.beat, *(message.get("at", 0.0) for message in found)])  # not when it is read
             elif time.monotonic() >= until:
                 break
         return found

@@ -10,7 +10,6 @@ replaced. The deadline runs from when a child begins with a reply, not from when
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
@@ -21,7 +20,7 @@ from .base import Task
 from .conversing import Reply, answered
 from .environment import Environment
 from .problem import Message, Prompt
-from .verify import FAILED_STARTS, START, Child, end_all, is_dead, is_late, packed, replies_of
+from .verify import FAILED_STARTS, START, Child, is_dead, is_late, packed, replies_of
 
 Asked = tuple[Hashable, Prompt, list[Message]]
 
@@ -106,15 +105,20 @@ class AtOnce:
 
 
 class Processes:
-    """Replies of an isolated task, each of its children busy with one at a time."""
+    """Replies of an isolated task, each of its children busy with one at a time. They are those that grade: nothing is
+    graded while conversations are held.
+    """
 
     def __init__(self, task: Task):
         assert task._pool is not None
-        self.name, self.limits, self.hello = task.name, task._pool.limits, task._pool.hello
-        self.most = self.limits.workers or min(4, os.cpu_count() or 1)
+        self.name, self.pool = task.name, task._pool
+        self.limits, self.hello, self.most = self.pool.limits, self.pool.hello, self.pool.workers
         self.asked: deque[Asked] = deque()
         self.running: dict[Child, Asked] = {}
-        self.children: list[Child] = []
+        self.children = self.pool.lend()
+        for child in self.children:
+            if not child.ready:
+                child.until = time.monotonic() + START  # nobody has read its report so far
         self.failed: list[str] = []  # how children ended that were never ready
 
     def ask(self, key: Hashable, prompt: Prompt, messages: list[Message]) -> None:
@@ -136,12 +140,20 @@ class Processes:
         return found
 
     def close(self) -> None:
-        end_all(self.children)
+        """What is still asked is forgotten, with the children that are busy with it."""
+        for child in self.running:
+            self.children.remove(child)
+            child.end()
+        self.pool.take_back(self.children)
+        self.children = []
         self.asked.clear()
         self.running.clear()
 
     def _begin(self) -> None:
-        """Give idle children something to do; start more where there are too few."""
+        """Give idle children something to do; replace those that died idle, and start more where there are too few."""
+        for child in [c for c in self.children if c.ready and c not in self.running and c.process.poll() is not None]:
+            self.children.remove(child)
+            child.end()
         while len(self.children) < min(self.most, self.waiting) and len(self.failed) < FAILED_STARTS:
             self.children.append(Child(self.hello))
         if not self.children and self.asked:

@@ -24,6 +24,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -195,7 +196,8 @@ class Host:
         self.prompts = [first_messages(task.data) for task in self.tasks]
 
     def send(self, message: dict[str, Any]) -> None:
-        self.out.write(json.dumps(message).encode() + b"\n")
+        """With the time, because it may be read much later."""
+        self.out.write(json.dumps({**message, "at": round(time.monotonic(), 1)}).encode() + b"\n")
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
         app = web.Application(client_max_size=MOST_BYTES)

@@ -174,6 +174,29 @@ class Pool:
     def close(self) -> None:
         end_all(self._children)
 
+    def lend(self) -> list[Child]:
+        """The children that do nothing, for replies; none while something is graded."""
+        if not self._lock.acquire(blocking=False):
+            return []
+        try:
+            self._bury()
+            lent = [child for child in self._children if child.item is None]
+            for child in lent:
+                self._children.remove(child)
+            return lent
+        finally:
+            self._lock.release()
+
+    def take_back(self, children: list[Child]) -> None:
+        """Children that do nothing, to grade with. Those that are too many end."""
+        if self._lock.acquire(blocking=False):
+            try:
+                while children and len(self._children) < self.workers:
+                    self._children.append(children.pop())
+            finally:
+                self._lock.release()
+        end_all(children)
+
     def _grade(self, items: Sequence[tuple[Any, str]], effort: Callable[[str], float]) -> list[Outcome]:
         deadline = self.limits.deadline
         waiting, found, slow = deque(range(len(items))), {}, []
@@ -221,9 +244,7 @@ class Pool:
 
     def _hire(self, needed: int) -> None:
         """Start as many children as are needed and allowed, and replace those that died idle."""
-        for child in [child for child in self._children if not child.busy and child.process.poll() is not None]:
-            self._children.remove(child)
-            child.end()
+        self._bury()
         while len(self._children) < min(self.workers, needed) and len(self._failed_starts) < FAILED_STARTS:
             self._children.append(Child(self.hello))
         if not self._children:
@@ -232,6 +253,12 @@ class Pool:
                 f"before it was ready, {FAILED_STARTS} times; check that the task can be made in a new Python and that "
                 f"{self.workers} processes fit in memory."
             )
+
+    def _bury(self) -> None:
+        """Children that died idle."""
+        for child in [child for child in self._children if not child.busy and child.process.poll() is not None]:
+            self._children.remove(child)
+            child.end()
 
     def _replies(self) -> Iterator[tuple[Child, Any]]:
         return replies_of([child for child in self._children if child.busy])

@@ -128,6 +128,7 @@ def held_out_answers(found: dict[str, float], grades: Sequence[Grade], new_token
         no_answer=sum(g.verdict == "no answer" for g in grades) / len(grades),
         max_new_tokens=new_tokens,
         ungraded={verdict: sum(g.verdict == verdict for g in grades) for verdict in UNGRADED},
+        turns=found.get("talk/turns/mean", 0.0),
     )
 
 

@@ -113,4 +113,5 @@ def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers
         groups=rollout.prompts,
         flat=metrics.get("advantage/groups_without_variance/frac", 0.0),
         ungraded={v: int(metrics.get(f"grade/{v.replace(' ', '_')}/count", 0.0)) for v in UNGRADED},
+        turns=metrics.get("talk/turns/mean", 0.0),
     )

@@ -67,7 +67,7 @@ class PrefetchSource:
             rollout = future.result()
         self.pending = None
         timing = {f"ahead/{name}/seconds": seconds for name, seconds in their_clock.seconds.items()}
-        return replace(rollout, timing=timing)
+        return replace(rollout, timing=rollout.timing | timing)
 
     def start_next(self, step: int) -> None:
         """After `take`: hand the learner's weights to the sampler and begin the next step."""
@@ -117,7 +117,7 @@ class PoolSource:
             rollout = future.result()
         del self.pending[step]
         timing = {f"ahead/{name}/seconds": seconds for name, seconds in their_clock.seconds.items()}
-        return replace(rollout, timing=timing)
+        return replace(rollout, timing=rollout.timing | timing)
 
     def start_next(self, step: int) -> None:
         """After `take`: the pool gets the learner's weights, and begins what may be begun with them."""

@@ -98,7 +98,7 @@ class Sampler(Completer):
         return Planned(number, self.engine.version, prompts, ids, expected, own_positions)
 
     def carry_out(self, planned: Planned, clock: Clock) -> StepRollout:
-        own_positions = planned.own_positions
+        own_positions, waited = planned.own_positions, self.task.waited
         rollout = self._complete(planned, 0, own_positions, clock)
         if self.recipe.learn.refill:
             rollout = self._refill(rollout, planned, clock)
@@ -108,7 +108,8 @@ class Sampler(Completer):
             with clock.stage("diagnose"):
                 found = {p: self.diagnose(rollout.trajectories[row]) for row, p in self._diagnosed(own_positions)}
             rollout = with_diagnosis(rollout, found)
-        return replace(rollout, seconds=clock.seconds["rollout"], grading_error=self.grading_error)
+        timing = {"talk/wait/seconds": self.task.waited - waited} if self.task.converses else {}
+        return replace(rollout, seconds=clock.seconds["rollout"], grading_error=self.grading_error, timing=timing)
 
     def check_prompts_of_files(self, steps_done: int) -> None:
         """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""

@@ -185,4 +185,6 @@ def test_what_an_environment_does_is_counted_and_said(file, tmp_path, capsys):
     assert 1 <= faults[0] <= 2 and 3 <= faults[1] <= 6  # two conversations of each kind, if their first turn stopped
     assert line["grade/timeout/count"] == faults[0] and line["grade/error/count"] == faults[1]
     assert line["talk/cut/count"] >= 1
+    timing = json.loads((tmp_path / "run" / "timing.jsonl").read_text().splitlines()[0])
+    assert 0.5 < timing["talk/wait/seconds"] < timing["time/rollout"]  # at the end all wait for the one that hangs
     assert "grading failed (" in capsys.readouterr().err

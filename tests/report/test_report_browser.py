@@ -792,6 +792,18 @@ def test_rewards_that_say_more_than_accuracy_have_figures(show):
     assert "share right, last / best" in table and "dense reward, last / best" in table
 
 
+def test_conversations_have_figures(show):
+    plain, talk = run("plain", seed=1), run("talk", seed=2)
+    steps = talk["curves"]["reward/mean"]["step"]
+    talk["curves"]["talk/turns/mean"] = curve(steps, [2.5] * len(steps))
+    talk["curves"]["talk/tool_errors/mean"] = curve(steps, [0.25] * len(steps))
+    tab = show(document(plain))
+    assert "Turns of" not in tab.locator("body").inner_text() and "Turns" not in tab.locator("#absent").text_content()
+    tab = show(document(talk))
+    for title, value in (("Turns of a conversation", 2.5), ("Calls of tools that could not be made", 0.25)):
+        assert [number(found) for _, found in hover(tab, canvas(tab, title), 0.5)[1]] == [value]
+
+
 def test_ticks_of_a_curve_that_hardly_moves_do_not_look_alike(show):
     steps = [1, 2, 3]
     still = {f"gap/xi/{p}": curve(steps, [1.0, 1.0 + 1e-6, 1.0]) for p in ("p05", "p50", "p95")}

@@ -51,6 +51,7 @@ ONE = {  # rule -> (curves whose number is x, its figure)
     ),
     "memory": (lambda x: curves(cache__bytes_saved__frac=x, cache__tokens_saved__frac=0.5), "cache/bytes_saved/frac"),
     "rollout": (lambda x: curves(time__rollout=2.0 * x, time__step=2.0), "time/rollout"),
+    "waits": (lambda x: curves(talk__wait__seconds=2.0 * x, time__rollout=2.0), "talk/wait/seconds"),
     "ungraded": (
         lambda x: curves(grade__error__count=100.0 * x, rollout__trajectories__count=100.0),
         "grade/error/count",
@@ -110,6 +111,17 @@ def test_exceptions_to_the_thresholds():
     assert verdict({}) == []
     mixed = verdict(curves(reject__trajectories__frac=0.9, rollout__loops__frac=0.0, update__clip__frac=0.1))
     assert [s["level"] for s in mixed] == ["fail", "warn", "good"]
+
+
+def test_conversations_are_told_of_their_turns_and_replies():
+    cut = {"rollout__truncated__frac": 1.0, "grade__error__count": 2.0, "rollout__trajectories__count": 8.0}
+    plain = " ".join(s["text"] for s in verdict(curves(**cut)))
+    assert "max_turns" not in plain and "fix the grader" in plain
+    said = " ".join(s["text"] for s in verdict(curves(**cut, talk__turns__mean=4.25, talk__error__count=2.0)))
+    assert "100.0% of the conversations, of 4.2 turns, are cut by a limit" in said
+    assert "raise rollout.max_new_tokens or rollout.max_turns" in said
+    assert "100 of 400 completions could not be graded (error 100)" in said
+    assert "in 100 of them the task's reply failed: fix it" in said and "fix the grader" not in said
 
 
 def test_accuracies_that_say_nothing_are_not_called_good():

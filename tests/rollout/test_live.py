@@ -12,6 +12,9 @@ import torch
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.cache import SlotFormat
 from sparse_rl.compressors import make
+from sparse_rl.compressors.learned import fresh
+from sparse_rl.learn.calibrate import calibrate
+from sparse_rl.models import companions_of, set_companion
 from sparse_rl.rollout.live import QueueFull
 from tests.helpers.compressors import STANDALONE
 from tests.helpers.hybrids import hybrid
@@ -111,6 +114,29 @@ def test_conversations_replay_under_one_trace(architecture, compressor):
             assert 1 <= turn.stop - turn.start <= sampling.max_new_tokens
         evicted = (trajectory.trace.evicted_at.long() < len(trajectory.tokens)).any()
         assert bool(evicted) == (compressor != "dense" and (compressor != "prompt-only" or len(plan.prompt) > BUDGET))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "compressor, options", [("triattention", {}), ("learned", {}), ("learned", {"temperature": 1.0})]
+)
+def test_compressors_that_know_a_model_hold_conversations(compressor, options, architecture):
+    """They replay, and do not depend on company either, where evictions are drawn, too."""
+    model, plans = model_of(architecture), [plan_of(seed, 4, temperature=1.0) for seed in range(2)]
+    try:
+        if compressor == "learned":
+            set_companion(model, "learned", fresh(model, "all"))
+        else:
+            calibrate(model, prompts_of(60), tokens=60)
+        with opened(model, make(compressor, **options), rows=2) as live:
+            together = [live.release(chat) for chat in held(live, plans)]
+        with opened(model, make(compressor, **options), rows=1, hold=0, park=9) as live:
+            parked = [live.release(chat) for chat in held(live, plans)]
+    finally:
+        companions_of(model).clear()
+    for one, other in zip(together, parked, strict=True):
+        assert_replayed(model, one)
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("compressor", ["rkv", "dense", "prompt-only"])
@@ -473,6 +499,28 @@ def test_an_interrupt_waits_for_the_end_of_the_round(llama, monkeypatch):
         assert_same_bits(live.release(chat), expected)
 
 
+def test_news_of_an_interrupted_round_are_told_by_the_next_one(llama, monkeypatch):
+    """Who waits for the news that a conversation stopped must not wait forever; what was cancelled has none."""
+    import signal
+
+    with opened(llama) as live:
+        chat, other = (live.submit(prompts_of(n)[0], Sampling(3)) for n in (9, 12))
+        original = live._loop.finish
+
+        def interrupted():
+            original()
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(live._loop, "finish", interrupted)
+        while not chat.status == other.status == "stopped":
+            with pytest.raises(KeyboardInterrupt):
+                live.step()
+        monkeypatch.undo()
+        live.cancel(other)
+        assert not live.idle and live.step() == [chat]
+        assert live.idle and live.step() == []
+
+
 def test_stopped_from_another_thread_before_a_round(llama):
     with opened(llama) as live:
         chat = live.submit(prompts_of(9)[0], Sampling(20))
@@ -606,6 +654,27 @@ def test_what_makes_no_sense_is_refused(llama):
         with pytest.raises(SparseRLError, match="was closed"):
             call()
     assert chats[0].status == "ended"
+
+
+def test_conversations_of_other_engines_are_refused(llama):
+    """They have the same numbers: none may be taken for one of this engine's, and none may end it."""
+    with opened(llama) as live, opened(llama) as other:
+        mine, strange = live.submit([1, 2], Sampling(3)), other.submit([3, 4, 5], Sampling(3))
+        live.run()
+        other.run()
+        assert mine.number == strange.number
+        for call in (live.extend, live.cancel, live.trajectory, live.release):
+            with pytest.raises(SparseRLError, match="conversation 0 was begun with another open engine"):
+                call(strange)
+            with pytest.raises(SparseRLError, match=r"None is no conversation; give what `submit` returned"):
+                call(None)
+        with pytest.raises(SparseRLError, match=r"sampling is \{.*give a Sampling"):
+            live.extend(mine, [1], {"max_new_tokens": 3})
+        live.run()
+        assert len(live.release(mine).response_tokens) == len(other.release(strange).response_tokens) == 3
+    for seconds in (-1, "5", float("nan")):
+        with pytest.raises(SparseRLError, match=r"hold_seconds is .* a number from 0 on"):
+            opened(llama, hold_seconds=seconds)
 
 
 def test_models_and_compressors_that_cannot_are_refused(llama):

@@ -29,6 +29,12 @@ FINE = {"count": 64, "right": 0.3, "cut": 0.1, "no_answer": 0.2, "max_new_tokens
         ({"flat": 1.0, "right": 0.0, "ungraded": {"error": 1, "timeout": 62}}, "grades", "98% .* takes too long"),
         ({"ungraded": {"bad gold": 64}}, "grades", "100% of 64 completions .* reference answers cannot be read"),
         ({"flat": 1.0, "right": 0.0, "ungraded": {"error": 32}}, "varies", "easier problems"),
+        (
+            {"cut": 1.0, "right": 0.0, "turns": 4.25},
+            "stops",
+            r"conversations \(4.2 turns on average\) .* 128 tokens and the turns .*max_new_tokens or rollout.max_turns",
+        ),
+        ({"ungraded": {"timeout": 64}, "turns": 1.0}, "grades", "the task's reply or its reward function takes too"),
     ],
 )
 def test_each_thing_that_can_be_missing(change, lacking, words):

@@ -219,6 +219,40 @@ def test_a_slow_reply_does_not_keep_others(environment):
     assert order == ["fast", "slow"]
 
 
+def test_processes_stay_from_rollout_to_rollout_and_grade(environment):
+    """Those that were busy when a rollout ended do not, and one that died meanwhile costs nothing."""
+
+    def pids():
+        return {child.process.pid for child in environment._pool._children}
+
+    environment.close()
+    prompts = environment.sample(0, 3)
+    all_replies(environment, "hello", "hello", "done")
+    first = pids()
+    assert len(first) == 2 and [grade.reward for grade in environment.grade(prompts, ["done"] * 3)] == [1.0] * 3
+    all_replies(environment, "hello", "hello")
+    assert pids() == first
+    with Replies(environment) as replies:
+        replies.ask(0, prompts[0], [said("hang")])
+        (service,) = replies.services.values()
+        (busy,) = (child.process.pid for child in service.running)
+    assert pids() == first - {busy}
+    environment._pool._children[0].process.kill()
+    environment._pool._children[0].process.wait()
+    replies = all_replies(environment, "hello", "hello")
+    assert all(reply.fault is None for reply in replies) and not pids() & first
+    with Replies(environment) as replies:  # one that dies idle, in the middle
+        (service,) = replies.services.values()
+        service.children[0].process.kill()
+        service.children[0].process.wait()
+        replies.ask(0, prompts[0], [said("hello")])
+        replies.ask(1, prompts[1], [said("hello")])
+        found = dict(replies.ready(30.0))
+        while replies.waiting:
+            found |= dict(replies.ready(30.0))
+    assert [found[i].fault for i in (0, 1)] == [None, None]
+
+
 def test_a_task_that_cannot_be_made_in_a_new_process_says_so(tmp_path):
     path = tmp_path / "fragile.py"
     path.write_text(

@@ -6,8 +6,11 @@ openai below 3 and some forty packages.
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import time
+import weakref
 
 import psutil
 import pytest
@@ -20,7 +23,7 @@ from sparse_rl.evaluation import Exam, Results, ask
 from sparse_rl.models import load_model
 from sparse_rl.tasks import make, may_converse
 from sparse_rl.tasks.conversing import called, said
-from sparse_rl.tasks.environment import wire_message
+from sparse_rl.tasks.environment import Environment, wire_message
 from sparse_rl.tasks.replies import Replies
 from sparse_rl.train.run import train
 from tests.helpers.counting import ASKING, COUNTING, FORGETFUL
@@ -60,6 +63,23 @@ def test_what_the_model_said_goes_out_in_openai_s_form():
     assert first == {"id": "call_3_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     assert second["function"] == {"name": "no_tool", "arguments": "{}"} and second["id"] != first["id"]
     assert wire_message(said("x"), 1) == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize("age, ends", [(0.0, False), (60.0, True)])
+def test_signs_of_life_count_from_when_they_were_given(age, ends):
+    """Nobody reads them between two rollouts: old ones must not pass for new ones when the next rollout begins."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.write(writes, b"".join(json.dumps({"at": time.monotonic() - age - i}).encode() + b"\n" for i in (2, 1, 0)))
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        service = object.__new__(Environment)
+        vars(service).update(process=process, reads=reads, inbox=b"", outbox=b"", beat=time.monotonic() - 90.0)
+        vars(service).update(deadline=60.0, open={}, last=set(), _finalizer=weakref.finalize(process, print))
+        service._end_if_silent()
+        assert (service.process is None) == ends == (process.poll() is not None)
+        assert not ends or re.fullmatch(r"gave no sign of life for (59|60|61) s", service.ending)
+        process.kill()
+    os.close(reads), os.close(writes)
 
 
 def held(task, turns, patience=90.0):

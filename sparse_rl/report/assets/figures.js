@@ -50,6 +50,8 @@ const FIGURES = [
   single("Critic: variance explained", "value/explained/frac", { when: (run) => Object.hasOwn(run.curves, "value/explained/frac"), about: "PPO. 1: it knows what follows; 0: a constant would do as well." }),
   single("Entropy", "old/entropy/mean", { about: "Nats per token." }),
   single("Response length", "rollout/length/mean", { about: "Tokens." }),
+  single("Turns of a conversation", "talk/turns/mean", { when: (run) => Object.hasOwn(run.curves, "talk/turns/mean"), about: "Of the model, on average." }),
+  single("Calls of tools that could not be made", "talk/tool_errors/mean", { when: (run) => Object.hasOwn(run.curves, "talk/turns/mean"), about: "Per conversation; the model is told why." }),
   {
     title: "KV cache", names: ["cache/bytes/allocated", "cache/bytes_saved/frac"], keys: [[false, "allocated"], [true, "what dense would take"]], format: bytes,
     series: (run) => [
