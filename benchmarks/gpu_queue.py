@@ -41,8 +41,8 @@ PARTS = (
     Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 4),
     Part("serve", "serve_gpu.py --out {out} --columns rollout,serve", "serve_gpu.py --out {out} --tiny "
          "--columns rollout,serve", 4),
-    Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 170 --out {out}", "ahead.py --tiny --arms ahead pool "
-         "--out {out}", 7),
+    Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 170 --out {out}", "ahead.py --tiny --arms ahead "
+         "pool --out {out}", 7),
     Part("learner", "learner_gpu.py --out {out} --quick", "learner_gpu.py --out {out} --quick --model tiny "
          "--device cpu", 3),
     Part("steps", "step_peers.py --out {out} --columns sparse-rl,shadow", "step_peers.py --out {out} --tiny "
