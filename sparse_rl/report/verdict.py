@@ -178,11 +178,11 @@ def count_rule(rule: str, figure: str, what: str) -> Rule:
 def truncated(curves: Curves) -> list[Sentence]:
     """Of conversations turns are a limit, too."""
     turns = now(curves, "talk/turns/mean")
-    said, limits = "{:.1%} of the responses are cut by length", "rollout.max_new_tokens"
+    said = "{:.1%} of the responses are cut by length"
+    remedy = " and can hardly be rewarded; raise rollout.max_new_tokens."
     if turns is not None:
         said = f"{{:.1%}} of the conversations, of {turns:.1f} turns, are cut by a limit"
-        limits = f"{limits} or rollout.max_turns"
-    remedy = f" and can hardly be rewarded; raise {limits}."
+        remedy = " before they end; raise rollout.max_new_tokens or rollout.max_turns."
     return share_rule("truncated", "rollout/truncated/frac", said, remedy)(curves)
 
 
@@ -258,7 +258,7 @@ def waits(curves: Curves) -> list[Sentence]:
     if part is None or not rollout:
         return []
     said = f"For {part / rollout:.0%} of the {rollout:.3g} s of a rollout no row runs, because all wait for replies"
-    text = f"{said}; raise task.workers where replies wait for each other, or make them faster."
+    text = f"{said}; raise task.workers, if the task has it, or make replies faster."
     return judged("waits", part, figure, good="", warn=text, judge=part / rollout)
 
 
