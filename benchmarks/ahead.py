@@ -50,6 +50,7 @@ PRESETS = {
 }
 QUICK = {"eval.every": 0, "run.samples": 0, "run.steps": 6}  # of presets
 PLANTED = {"task.name": f"{HERE / 'planted_math.py'}:PlantedMath", "task.holdout": 0, "rollout.stop": "[]"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}  # where /dev/shm is small: /tmp
 LIMIT = 300.0  # seconds of an arm of a preset
 
 
@@ -119,7 +120,7 @@ def run(args, name: str, seed: int) -> dict:
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     began, ended = time.time(), False
     with Watch() as watch, said.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, **ENVIRONMENT})
         while process.poll() is None and not ended:
             time.sleep(0.1)
             moments.setdefault(len(steps_of(folder)), time.time())
