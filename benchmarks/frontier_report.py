@@ -108,9 +108,9 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8.5, 4.4), constrained_layout=True)
-    colors = dict(zip((c for c in curves(rows) if c != "teacher"), [f"C{i}" for i in range(10)] + ["gold", "navy"])) | {
-        "teacher": "black"
-    }
+    tints = pyplot.get_cmap("tab20").colors
+    others = [curve for curve in curves(rows) if curve != "teacher"]
+    colors = {"teacher": "black", **{curve: tints[i % len(tints)] for i, curve in enumerate(others)}}
     for curve, labels in curves(rows).items():
         means = sorted(
             (statistics.mean(r["entries"] for r in g), statistics.mean(r["accuracy"] for r in g))

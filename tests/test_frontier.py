@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import frontier
 from frontier import read, still_improving
-from frontier_report import area, at_equal_entries, newest, table
+from frontier_report import area, at_equal_entries, newest, plot, table
 from stay import Stay
 
 from sparse_rl.config import load_recipe
@@ -46,6 +46,12 @@ def test_the_area_is_the_mean_of_the_best_that_no_more_entries_give(points, foun
     assert area(points, 10, 30) == pytest.approx(
         sum(max((y for x, y in points if x <= s), default=0) for s in sizes) / 1000, abs=1e-3
     )
+
+
+def test_a_picture_has_room_for_more_curves_than_colours(tmp_path):
+    rows = [point("teacher", "9", 0, 90, 0.8), *(point(f"curve {i}", "1", 0, 40 + i, 0.1) for i in range(25))]
+    plot(rows, tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
 
 
 def test_what_no_more_entries_give():
@@ -135,6 +141,8 @@ def test_a_frontier_from_warm_up_to_its_table(tmp_path, monkeypatch, capsys):
     ):
         assert f"| {curve} |" in told, curve
     assert "| cold, c = 4 | 1 | 0.00 (0.00) | 0.00 (0.00) |" in told
+    call("--plot", str(tmp_path / "pictures" / "frontier.png"))
+    assert (tmp_path / "pictures" / "frontier.png").stat().st_size > 1000
     rows = read(tmp_path / "out" / "points.jsonl")
     assert call("--points") == "" and len(read(tmp_path / "out" / "points.jsonl")) == len(rows)
 
