@@ -6,9 +6,9 @@
         --interval 8 --repeats 1                                                                # that it works
 
 The same weights, rounded to each dtype, with fp32 logits. Rollouts on a dense cache are scored densely, those on an
-evicting one under replay, so sampler and learner should agree; a table has mean, 95th percentile and maximum of |gap|,
-tokens per second of rollouts that never stop early, and milliseconds in which the learner scores and updates (forward
-and backward, no optimizer step) a part of them.
+evicting one under replay, that of experts included, so sampler and learner should agree; a table has mean, 95th
+percentile and maximum of |gap|, tokens per second of rollouts that never stop early, and milliseconds in which the
+learner scores and updates (forward and backward, no optimizer step) a part of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 
 import torch
 from learner_gpu import MicroBatch, computing, score_once, synchronize, update_once
-from logits_noise import logprobs, noise, parser_of, prompts_for, rate
+from logits_noise import logprobs, noise, parser_of, prompts_for, rate, replayed_routing
 from torch import nn
 
 from sparse_rl import Engine, Sampling
@@ -60,11 +60,12 @@ def learner_ms(model: nn.Module, sampled: Sampled, view: str, rows: int, repeats
 
 def measure(model: nn.Module, prompts: list[list[int]], cache: str, args: argparse.Namespace) -> dict:
     view = "dense" if cache == "dense" else "shadow"
-    engine = Engine(model, cache, args.budget, args.interval, args.rows)
+    routing = replayed_routing(model) if view == "shadow" else None
+    engine = Engine(model, cache, args.budget, args.interval, args.rows, record_routes=routing is not None)
     engine.reserve(max(map(len, prompts)), args.new)
     sampling = Sampling(args.new, stop_ids=(), for_correction=True)
     sampled = collate(engine.generate(prompts, args.group, sampling, seed=0))
-    old = logprobs(model, sampled, view, args.micro_batch_tokens)
+    old = logprobs(model, sampled, view, args.micro_batch_tokens, routing)
     found: dict = noise(old - sampled.sampler_logprobs[sampled.mask].double())
     several = [rate(engine, prompts, args.group, args.new, seed) for seed in range(1, 1 + args.repeats)]
     rows = max(1, min(len(sampled.tokens), args.micro_batch_tokens // sampled.tokens.shape[1]))

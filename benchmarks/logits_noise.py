@@ -28,6 +28,7 @@ from sparse_rl.learn.batch import Sampled, collate, score
 from sparse_rl.learn.student import copied
 from sparse_rl.models import encode, load_model
 from sparse_rl.models.logits import LOGITS, set_logits
+from sparse_rl.models.routing import Routing, has_experts, routing_of, why_not_replayed
 from sparse_rl.models.stops import stop_ids
 
 
@@ -39,9 +40,14 @@ def prompts_for(tokenizer, task: str, number: int) -> list[list[int]]:
     return [encode(tokenizer, text) for text in texts]
 
 
-def logprobs(model: nn.Module, sampled: Sampled, view: str, tokens: int) -> Tensor:
+def logprobs(model: nn.Module, sampled: Sampled, view: str, tokens: int, routing: Routing | None = None) -> Tensor:
     """The learner's, of every response token. fp64 [n]"""
-    return score(model, sampled, tokens, view=view).old_logprobs[sampled.mask].double()
+    return score(model, sampled, tokens, view=view, routing=routing).old_logprobs[sampled.mask].double()
+
+
+def replayed_routing(model: nn.Module) -> Routing | None:
+    """Of a mixture of experts whose routes can be replayed."""
+    return routing_of(model) if has_experts(model) and why_not_replayed(model) is None else None
 
 
 def noise(gap: Tensor) -> dict[str, float]:
