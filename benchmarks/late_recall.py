@@ -9,8 +9,8 @@
     12 ??:    47;12 11 10 09 08 07 06 05 04 03 02 01 00 47      fact: own
 
 The fact is a number: the prompt gives it, or the model writes one of its own. Then it counts down to 00, and must say
-the number again. Counting needs the last few tokens alone, so a compressor that looks at recent queries sees no reason
-to keep the number. One that was told survives where the prompt is kept; one that the model wrote does not.
+the number again. Counting needs a few recent tokens alone, so a compressor that looks at recent queries sees no reason
+to keep what will be asked for. A number of its own is in the response, which `protect_prompt` does not keep.
 """
 
 import random

@@ -1,5 +1,6 @@
 """The benchmark of compressors: points are made once, and traces chosen offline are those of a full row."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import compressors
-from compressors import chosen_trace, table
+from compressors import chosen_trace, rule_named, table
 
 from sparse_rl import Engine, Sampling, load_model
 from sparse_rl.compressors import make
@@ -32,6 +33,13 @@ def test_offline_traces_keep_the_budget_and_the_oracle_has_the_least_excess():
         excess[rule] = float(regret(model, done.tokens, trace, "dense").excess.nanmean())
     assert excess["snapkv"] < 0.3 * min(excess["random"], excess["rkv"])
     assert chosen_trace(model, done, make("rkv").bind(200, 4), False) is None
+
+
+def test_rules_have_names():
+    assert [rule_named(name) for name in ("rkv", "rkv+mass", "learned+nats")] == ["rkv", "rkv+mass", "learned+nats"]
+    for name in ("knorm", "rkv+", "learned+money"):
+        with pytest.raises(argparse.ArgumentTypeError, match="there is no rule"):
+            rule_named(name)
 
 
 @pytest.mark.slow
