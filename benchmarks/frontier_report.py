@@ -108,7 +108,7 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8.5, 4.4), constrained_layout=True)
-    tints = pyplot.get_cmap("tab20").colors  # pyright: ignore[reportAttributeAccessIssue]
+    tints = pyplot.get_cmap("tab20").colors
     others = [curve for curve in curves(rows) if curve != "teacher"]
     colors = {"teacher": "black", **{curve: tints[i % len(tints)] for i, curve in enumerate(others)}}
     for curve, labels in curves(rows).items():
