@@ -53,12 +53,13 @@ def implementations(model):
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_are_those_of_the_modules(name, kernel, switched, monkeypatch):
-    model, found = mixture(name), []
+    device = "cuda" if kernel and torch.cuda.is_available() else "cpu"
+    model, found = mixture(name).to(device), []
     modules = [m for m in model.modules() if experts._is_dispatched(m)]
     assert modules, "no experts were found"
     for module in modules:
         module.register_forward_hook(lambda module, args, output: found.append((module, args, output)))
-    tokens = torch.arange(1, 10)[None]
+    tokens = torch.arange(1, 10, device=device)[None]
     with torch.no_grad():
         model(tokens, use_cache=False)
         if kernel:  # in Triton's interpreter, if there is no GPU
@@ -66,7 +67,7 @@ def test_experts_are_those_of_the_modules(name, kernel, switched, monkeypatch):
             monkeypatch.setattr(ops, "place_of", lambda tensor: ops.Place("cuda", triton=True))
         for module, args, expected in list(found):
             with computing_experts(experts_to_switch(model)):
-                torch.testing.assert_close(module(*args), expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(module(*args), expected, atol=1e-5, rtol=1e-4)
     assert switched == [NAME] * len(modules)
 
 
