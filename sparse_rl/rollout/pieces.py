@@ -21,7 +21,7 @@ class TextPieces:
     """
 
     def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.special = tokenizer, set(tokenizer.all_special_ids)
         self.tokens: list[int] = []  # all tokens; the last ones of a long text
         self.told = 0  # characters of their text that have been returned
 
@@ -41,11 +41,11 @@ class TextPieces:
         return decode(self.tokenizer, self.tokens)[self.told :]
 
     def in_bytes(self) -> bool:
-        """Whether the last token that has a text stands for a byte."""
-        last = next((token for token in reversed(self.tokens) if decode(self.tokenizer, [token])), None)
-        if last is None:
-            return False
-        return re.fullmatch(r"<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(last)) is not None
+        """Whether the last token stands for a byte, but for those that are left out: special and unknown ones."""
+        for token in reversed(self.tokens):
+            if token not in self.special and (name := self.tokenizer.convert_ids_to_tokens(token)) is not None:
+                return re.fullmatch(r"<0x[0-9A-F]{2}>", name) is not None
+        return False
 
     def forget(self) -> None:
         """Once all of a long text has been returned, keep only as many tokens as the next ones need to be read."""

@@ -101,6 +101,7 @@ def same(got, expected, exact=True):
         torch.testing.assert_close(torch.as_tensor(a).double(), torch.as_tensor(b).double(), **tolerance)
 
 
-def block(page: str, language: str) -> str:
-    """The first code block in this language on a page of the docs."""
-    return (ROOT / "docs" / page).read_text().split(f"```{language}\n")[1].split("```")[0]
+def block(page: str, language: str, within: str = "") -> str:
+    """The first code block in this language, with this in it, on a page of the docs."""
+    blocks = (ROOT / "docs" / page).read_text().split(f"```{language}\n")[1:]
+    return next(text for text in (block.split("```")[0] for block in blocks) if within in text)

@@ -68,7 +68,7 @@ def test_prime_rl_settings_are_refused(monkeypatch):
 
 
 def test_the_settings_in_the_document_are_accepted(monkeypatch):
-    stated = tomllib.loads(block("prime-rl.md", "toml"))["trainer"]["loss"]
+    stated = tomllib.loads(block("prime-rl.md", "toml", "[trainer.loss"))["trainer"]["loss"]
     assert (stated["type"], stated["import_path"]) == ("custom", "sparse_rl.integrations.prime_rl.loss")
     preset, parts = stated["kwargs"].pop("preset"), stated["kwargs"]
     assert (preset, parts) == ("sparse-rl", {"reject_below": 1e-3, "cap": 3.0})

@@ -86,6 +86,13 @@ def test_whole_characters_are_not_held_back():
         text = TextPieces(tokenizer)
         assert "".join(text.add([token]) for token in of_characters(tokenizer, said)) == certain
         assert certain + text.rest() == said
+    text, spaces = TextPieces(FALLBACK), of_characters(FALLBACK, "  ")  # one of which is removed where a text begins
+    assert [text.add([token]) for token in [*spaces, *of_characters(FALLBACK, "é")[:1], 1]] == [
+        "",
+        "",
+        "",
+        "\ufffd" * 3 + " the",
+    ]
     text = TextPieces(FALLBACK)
     assert text.add(of_characters(FALLBACK, said)) == "" and text.add([1]) == said + " the"
 
