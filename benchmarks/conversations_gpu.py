@@ -1,7 +1,7 @@
 """Conversations whose replies take their time, beside the same tokens in one turn: tokens per second, rows that wait.
 
     python benchmarks/conversations_gpu.py --out runs/conversations               # Qwen2.5-1.5B's shape, one H200
-    python benchmarks/conversations_gpu.py --out runs/conversations --tiny        # a rehearsal on a CPU
+    python benchmarks/conversations_gpu.py --out runs/tiny --tiny                 # a rehearsal on a CPU
 
 512 conversations on 256 rows, 4 turns of 512 sampled tokens with 128 given ones after each but the last. A reply comes
 10 to 500 ms after a turn has ended. The arms, one after the other on one engine:
@@ -75,16 +75,19 @@ def conversations(engine: Engine, shape: Shape, patience: float | None, shortest
     waits = early = moved = 0.0
     coming: list[tuple[float, int]] = []  # when a reply comes, and to which conversation
     with engine.open(
-        shape.prompt, shape.tokens + 1, conversations=shape.conversations, waiting=shape.conversations,
+        shape.prompt, shape.tokens, conversations=shape.conversations, waiting=shape.conversations,
         park=shape.conversations, patience=patience,
     ) as live:  # fmt: skip
         chats = [live.submit(p, turn) for p in drawn(engine, shape.prompt, shape.conversations)]
         left, ended = [shape.turns] * len(chats), 0
         while ended < len(chats):
             before = time.perf_counter()
-            for chat in live.step():
-                if chat.status != "stopped":
-                    continue
+            news = live.step()
+            ended_now = [chat for chat in news if chat.status == "stopped"]
+            ran = len(ended_now) + sum(chat.status == "running" for chat in chats)
+            needed = len(chats) - ended >= engine.rows
+            lost = (time.perf_counter() - before) * max(0, engine.rows - ran)
+            for chat in ended_now:
                 left[chat.number] -= 1
                 if left[chat.number]:
                     heapq.heappush(coming, (time.perf_counter() + rng.uniform(shortest, longest), chat.number))
@@ -96,12 +99,11 @@ def conversations(engine: Engine, shape: Shape, patience: float | None, shortest
                 moved += chat.row is None
                 live.extend(chat, replies[chat.number], turn)
             if coming and live.idle:
-                time.sleep(max(0.0, min(coming[0][0] - time.perf_counter(), 0.05)))
-            working = sum(chat.status == "running" for chat in chats)
-            lost = (time.perf_counter() - before) * max(0, engine.rows - working)
-            if len(chats) - ended >= engine.rows:
-                early += lost
+                began_to_wait = time.perf_counter()
+                time.sleep(max(0.0, min(coming[0][0] - began_to_wait, live.until_yield, 0.05)))
+                lost += (time.perf_counter() - began_to_wait) * engine.rows
             waits += lost
+            early += lost if needed else 0.0
     seconds = time.perf_counter() - began
     whole = seconds * engine.rows
     assert all(chat.num_sampled == shape.turns * shape.new for chat in chats)
@@ -117,6 +119,21 @@ def arms(shape: Shape) -> dict:
         "kept": lambda engine, shape: conversations(engine, shape, None, *wait),
         "given away": lambda engine, shape: conversations(engine, shape, 0.0, *wait),
     }
+
+
+def warm_up(engine: Engine, shape: Shape) -> None:
+    """Compile and capture what every arm needs, at every number of rows: conversations that end one after the other."""
+    few = replace(shape, conversations=shape.rows, turns=2, new=min(shape.new, 160))
+    one_turn(engine, few)
+    with engine.open(shape.prompt, shape.tokens) as live:
+        prompts = drawn(engine, shape.prompt, shape.rows)
+        chats = [live.submit(p, Sampling(1 + i * few.new // shape.rows, stop_ids=())) for i, p in enumerate(prompts)]
+        while any(chat.status != "ended" for chat in chats):
+            for chat in live.step():
+                if chat.status == "stopped" and chat.num_sampled < few.new:
+                    live.extend(chat, prompts[0][: shape.given], Sampling(few.new, stop_ids=()))
+                elif chat.status == "stopped":
+                    live.release(chat)
 
 
 def drawn(engine: Engine, tokens: int, many: int) -> list[list[int]]:
@@ -146,20 +163,21 @@ def main() -> None:
     shape = TINY if args.tiny else Shape()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "results.jsonl"
-    lines = [json.loads(line) for line in results.open()] if results.exists() else []
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    same = {**asdict(shape), "machine": machine}
+    found = [json.loads(line) for line in results.open()] if results.exists() else []
+    lines = [line for line in found if same.items() <= line.items()]
     model = load_model(shape.model, device=None if args.tiny else "cuda")[0]
     engine = Engine(model, "rkv", budget=shape.budget, interval=shape.interval, rows=shape.rows)
-    engine.reserve(shape.prompt + (shape.turns - 1) * shape.given, shape.turns * shape.new)
+    engine.reserve(shape.prompt + (shape.turns - 1) * shape.given, shape.tokens)  # no arm moves what is captured
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     for name in args.arms.split(","):
         if any(line["arm"] == name for line in lines):
             continue
-        few = replace(shape, conversations=shape.rows, turns=2, new=min(shape.new, 160), shortest=0.0, longest=0.0)
-        arms(few)[name](engine, few)  # compiles and captures
+        warm_up(engine, shape)
         found = arms(shape)[name](engine, shape)
         speed = {"tokens_per_s": shape.sampled / found["seconds"]}
-        line = {"arm": name, **found, **speed, **asdict(shape), "commit": commit, "machine": machine}
+        line = {"arm": name, **found, **speed, **same, "commit": commit}
         lines.append(line)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")

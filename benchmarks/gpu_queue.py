@@ -81,13 +81,15 @@ def run(part: Part, command: str, out: Path, minutes: float) -> int | None:
 def end(child: subprocess.Popen, grace: float = 15.0) -> None:
     """The whole process group, gently first."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + grace
         try:
             os.killpg(child.pid, kind)
-            child.wait(grace)
+            while time.monotonic() < until:
+                child.poll()
+                os.killpg(child.pid, 0)  # is anybody left?
+                time.sleep(0.05)
         except ProcessLookupError:
             return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def tail(log: Path, lines: int = 30) -> str:
@@ -112,11 +114,12 @@ def main() -> None:
             )
         return
     args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs ends with this
     record, began, failed = args.out / "queue.jsonl", time.monotonic(), []
-    done = {json.loads(line)["name"] for line in record.open()} if record.exists() else set()
+    done = {json.loads(line)["command"] for line in record.open()} if record.exists() else set()
     for part in PARTS:
         command = part.tiny if args.tiny else part.command
-        if part.name in done or not command or (wanted is not None and part.name not in wanted):
+        if command in done or not command or (wanted is not None and part.name not in wanted):
             continue
         left = args.minutes - (time.monotonic() - began) / 60
         if left < part.minutes:

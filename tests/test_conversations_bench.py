@@ -14,7 +14,7 @@ def test_the_tiny_benchmark_samples_the_same_tokens_each_way(tmp_path, monkeypat
     conversations_gpu.main()
     lines = {line["arm"]: line for line in map(json.loads, (tmp_path / "results.jsonl").open())}
     assert list(lines) == ["one turn", "at once", "kept", "given away"]
-    assert {line["tokens_per_s"] * line["seconds"] for line in lines.values()} == {12 * 3 * 16}
+    assert {round(line["tokens_per_s"] * line["seconds"]) for line in lines.values()} == {12 * 3 * 16}
     assert lines["at once"]["moved"] == 0 < lines["given away"]["moved"] <= 1
     assert 0 <= lines["kept"]["rows idle while all are needed"] <= lines["kept"]["rows idle"] < 1
     assert (tmp_path / "table.md").read_text() in capsys.readouterr().out

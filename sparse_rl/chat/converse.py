@@ -103,7 +103,7 @@ def converse(
                 if conversation.status == "stopped":
                     hall.hear(conversation)
             idle, began = live.idle, time.perf_counter()
-            found = replies.ready(_PATIENCE if idle else 0.0)
+            found = replies.ready(min(_PATIENCE, live.until_yield) if idle else 0.0)
             task.waited += time.perf_counter() - began if idle else 0.0
             for key, reply in found:
                 hall.answer(key, reply)

@@ -16,6 +16,7 @@ round. Everything else belongs to the thread that steps.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -196,6 +197,8 @@ class LiveEngine:
     def run(self) -> None:
         """Rounds until every conversation has stopped."""
         while not self.idle or self._loop.queue:
+            if self.idle:  # every row is kept for a conversation that may go on
+                time.sleep(min(self.until_yield, 0.01))
             self.step()
 
     def trajectory(self, conversation: Conversation) -> Trajectory:
@@ -215,6 +218,11 @@ class LiveEngine:
         assert reason is not None
         self._end(conversation, reason)
         return trajectory
+
+    @property
+    def until_yield(self) -> float:
+        """Seconds until a row that is kept for its conversation goes to one that waits; infinite: none will."""
+        return self._loop.until_yield()
 
     @property
     def rows_in_use(self) -> int:

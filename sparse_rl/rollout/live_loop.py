@@ -103,8 +103,20 @@ class LiveLoop(Loop):
 
     def yielding(self) -> list[int]:
         """Held rows that others may have, the longest held first."""
-        before = time.monotonic() - self.patience
+        before = time.monotonic() - self.kept_for
         return [row for row, sequence in self.held.items() if self.of(sequence).since <= before]
+
+    @property
+    def kept_for(self) -> float:
+        """Seconds for which a held row is not given to another conversation."""
+        return self.patience if self.hold_seconds is None else min(self.patience, self.hold_seconds)
+
+    def until_yield(self) -> float:
+        """Seconds until somebody who waits for a row may have one; infinite: nobody waits, or no row is held."""
+        if not self.queue or not self.held:
+            return math.inf
+        oldest = min(self.of(sequence).since for sequence in self.held.values())
+        return max(0.0, oldest + self.kept_for - time.monotonic())
 
     def admit(self) -> bool:
         """Conversations that need a row get one, in their order; held rows make room."""

@@ -50,6 +50,23 @@ def test_what_is_sampled_does_not_depend_on_it(llama):
             assert ours.trace.evicted_at.equal(theirs.trace.evicted_at)
 
 
+def test_who_waits_sleeps_until_a_row_may_be_had(llama):
+    engine = Engine(llama, "rkv", budget=16, interval=8, rows=1)
+    with engine.open(64, 200, patience=0.3) as live:
+        chats = [live.submit(FIRST, TURN), live.submit(SECOND, TURN)]
+        while chats[0].status != "stopped":
+            live.step()
+        assert 0 < live.until_yield <= 0.3
+        steps, step = [], live.step
+        live.step = lambda: steps.append(1) or step()
+        live.run()
+        assert len(steps) < 100 and chats[1].status == "stopped" and live.until_yield == float("inf")
+    with engine.open(64, 200, patience=60.0, hold_seconds=0.0) as live:  # the shorter of the two counts
+        chats = [live.submit(FIRST, TURN), live.submit(SECOND, TURN)]
+        live.run()
+        assert chats[1].status == "stopped"
+
+
 @pytest.mark.parametrize("patience", [-1.0, float("nan"), float("inf")])
 def test_a_patience_that_is_none_is_refused(llama, patience):
     engine = Engine(llama, "rkv", budget=16, interval=8, rows=1)
