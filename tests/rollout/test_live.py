@@ -563,7 +563,9 @@ def test_threads_may_submit_extend_and_cancel(llama):
 
 
 class Letters:
-    """A tokenizer whose tokens are two characters each."""
+    """A tokenizer whose tokens are two characters each, none of them special."""
+
+    all_special_ids = ()
 
     def decode(self, tokens, **_):
         return "".join(f"{token:02d}" for token in tokens)
