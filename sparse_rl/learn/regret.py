@@ -35,6 +35,7 @@ from .routes import routes_in_order
 from .score import batch_logprobs, hidden_states, replay_of, routes_of
 
 BLOCK = 128  # queries whose logits exist at a time
+LOGITS = 2**20  # of a head, that may exist at a time on a GPU, which many small products keep waiting
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Regret:
     @property
     def queries(self) -> Tensor:
         """int64 [S]. The last token is fed to nobody, so its query does not count."""
-        ends = torch.cat([self.begins[1:], torch.tensor([self.evicted_at.shape[-1] - 1])])
+        ends = torch.cat([self.begins[1:], self.begins.new_tensor([self.evicted_at.shape[-1] - 1])])
         return (ends - self.begins).clamp(min=1)
 
     @property
@@ -72,18 +73,17 @@ class Regret:
     @property
     def excess(self) -> Tensor:
         """fp32 [L, H, S]; NaN where a head evicted nothing."""
-        tokens = torch.arange(self.evicted_at.shape[-1])
-        worth, found = self.to_come, []
-        for s, begin in enumerate(self.begins.tolist()):
-            present, evicted = (tokens < begin) & (self.evicted_at >= begin), self.evicted_at == begin  # [L, H, T]
-            of_present = torch.where(present, worth[..., s], 0.0)
-            count = evicted.sum(-1, keepdim=True)
-            cheapest = worth[..., s].masked_fill(~present, torch.inf).sort(-1).values
-            least = torch.where(tokens < count, cheapest, 0.0).sum(-1)
-            regret = (of_present * evicted).sum(-1) - least
-            share = regret.clamp(min=0) / of_present.sum(-1).clamp(min=1e-12)
-            found.append(share.masked_fill(count[..., 0] == 0, torch.nan))
-        return torch.stack(found, -1)
+        tokens, worth = torch.arange(self.evicted_at.shape[-1], device=self.begins.device)[:, None], self.to_come
+        at_once, found = max(1, 4 * LOGITS // self.evicted_at.numel()), []  # segments
+        for begins, of in zip(self.begins.split(at_once), worth.split(at_once, -1), strict=True):
+            gone = self.evicted_at[..., None]
+            present, evicted = (tokens < begins) & (gone >= begins), gone == begins  # [L, H, T, s]
+            count = evicted.sum(2)  # [L, H, s]
+            cheapest = of.masked_fill(~present, torch.inf).sort(2).values
+            least = torch.where(tokens < count[:, :, None], cheapest, 0.0).sum(2)
+            share = ((of * evicted).sum(2) - least).clamp(min=0) / (of * present).sum(2).clamp(min=1e-12)
+            found.append(share.masked_fill(count == 0, torch.nan))
+        return torch.cat(found, -1)
 
 
 @torch.no_grad()
@@ -101,16 +101,20 @@ def regret(model: nn.Module, tokens: Tensor, trace: Trace, view: str = "shadow")
     return watch.regret()
 
 
+def begins_of(evicted_at: Tensor) -> Tensor:
+    """The first query of each segment; the last token is fed to nobody. [L, H, T] -> [S]"""
+    moments = evicted_at.unique()
+    return torch.cat([moments.new_zeros(1), moments[moments < evicted_at.shape[-1] - 1]])
+
+
 class Watch:
     """Watches a forward pass over one trajectory (`Replay.observe`)."""
 
     def __init__(self, trace: Trace):
         self.evicted_at = trace.evicted_at.to(torch.int64)
-        layers, heads, tokens = self.evicted_at.shape
-        moments = self.evicted_at.unique()
-        self.begins = torch.cat([torch.zeros(1, dtype=torch.int64), moments[moments < tokens - 1]])
-        self.received = torch.zeros(layers, heads, tokens, len(self.begins))
-        self.passes = torch.zeros(layers)
+        self.begins = begins_of(self.evicted_at)
+        self.received = torch.zeros(*self.evicted_at.shape, len(self.begins))
+        self.passes = torch.zeros(len(self.evicted_at))
 
     def __call__(self, seen: Observed) -> None:
         self.received[seen.layer] += received(seen, self.begins, self.evicted_at.shape[1]).cpu()
@@ -122,17 +126,19 @@ class Watch:
 
 
 def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
-    """A of one layer, without a [T, T] matrix. -> fp32 [H, T, S]; heads: those of the trace"""
+    """A of one layer, without a [T, T] matrix. -> fp32 [H, T, S]; heads: those of the trace; begins: on the CPU"""
     tokens = seen.queries.shape[2]
     keys = seen.keys[0].float()  # [Hk, T, D]
     queries = seen.queries[0].float().unflatten(0, (len(keys), -1))  # [Hk, G, T, D]
     found = keys.new_zeros(heads, tokens, len(begins))
     segments = torch.searchsorted(begins, torch.arange(tokens), right=True) - 1  # of each query
-    for start in range(0, tokens - 1, BLOCK):
-        stop = min(start + BLOCK, tokens - 1)
+    numbers, of_query = torch.arange(len(begins), device=keys.device), segments.to(keys.device)
+    block = BLOCK if keys.device.type == "cpu" else max(BLOCK, LOGITS // tokens)
+    for start in range(0, tokens - 1, block):
+        stop = min(start + block, tokens - 1)
         probs = _attention(seen, queries[:, :, start:stop], keys[:, :stop], start)  # [Hk, G, b, stop]
-        first, last = segments[start], segments[stop - 1]
-        belongs = segments[start:stop, None] == torch.arange(int(first), int(last) + 1)  # [b, s]
+        first, last = int(segments[start]), int(segments[stop - 1])
+        belongs = of_query[start:stop, None] == numbers[first : last + 1]  # [b, s]
         of_heads = probs.flatten(0, 1).unflatten(0, (heads, -1)).mean(1)  # [H, b, stop]
         found[:, :stop, first : last + 1] += of_heads.transpose(-1, -2) @ belongs.to(of_heads)
     return found
@@ -207,10 +213,34 @@ def regret_metrics(found: Sequence[Tensor]) -> dict[str, float]:
     }
 
 
-def summary(found: Regret) -> Tensor | None:
-    """Share of attention lost, mean excess, largest mass of a token; None: as of `mean_lost`. fp64 [3]"""
-    lost = mean_lost(found)
-    return None if lost is None else torch.stack([lost, found.excess.double().nanmean(), found.mass.max().double()])
+class Digest:
+    """Watches a forward pass over one trajectory, and keeps of every layer only what `regret_metrics` needs: on
+    the device, so nothing waits for it, and memory does not grow with the layers.
+    """
+
+    def __init__(self, trace: Trace):
+        self.evicted_at = trace.evicted_at.to(torch.int64)
+        self.begins = begins_of(self.evicted_at)
+        self.found: list[Tensor] = []  # fp64 [4] of each pass: lost, sum of the excess, how many, largest mass
+
+    def __call__(self, seen: Observed) -> None:
+        if len(self.begins) < 2:
+            return
+        device, gone = seen.keys.device, self.evicted_at[seen.layer]
+        share = received(seen, self.begins, len(gone))
+        layer = Regret(self.begins.to(device), share[None], gone[None].to(device))
+        excess = layer.excess.double()
+        parts = (mean_lost(layer), excess.nansum(), (~excess.isnan()).sum(), layer.mass.max())
+        self.found.append(torch.stack([part.double() for part in parts if part is not None]))
+
+    def summary(self) -> Tensor | None:
+        """Share of attention lost since the first eviction, mean excess, largest mass of a token; None: nothing was
+        evicted early enough to be asked for. fp64 [3]; where layers share slots, each of them counts
+        """
+        if not self.found:
+            return None
+        lost, excess, count, worst = torch.stack(self.found).cpu().unbind(-1)
+        return torch.stack([lost.mean(), excess.sum() / count.sum(), worst.max()])
 
 
 def mean_lost(found: Regret) -> Tensor | None:

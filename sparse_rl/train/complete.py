@@ -18,7 +18,7 @@ from ..learn.batch import Sampled, Scored, minibatch_rows, score
 from ..learn.critic import Critic
 from ..learn.overlap import overlap
 from ..learn.packing import packs
-from ..learn.regret import Watch, summary
+from ..learn.regret import Digest
 from ..models import evaluating, stop_ids
 from ..records import Trajectory
 from ..rollout import Engine, Sampling
@@ -130,10 +130,10 @@ class Completer:
 
     def diagnose(self, trajectory: Trajectory) -> tuple[Tensor, Tensor | None]:
         """The overlap of the dense and the sampler's distributions, by token, and what evictions cost. fp64"""
-        watch = Watch(trajectory.trace) if self.engine.compressor.has_budget else None
+        digest = Digest(trajectory.trace) if self.engine.compressor.has_budget else None
         with evaluating(self.model):
-            alpha = overlap(self.model, trajectory, self.sampling.temperature, watch).double().cpu()
-        return alpha, None if watch is None else summary(watch.regret())
+            alpha = overlap(self.model, trajectory, self.sampling.temperature, digest).double().cpu()
+        return alpha, None if digest is None else digest.summary()
 
     def _stop_ids(self) -> tuple[int, ...]:
         """The tokens that the recipe names, besides the model's own."""

@@ -10,7 +10,8 @@ from sparse_rl import Engine, Sampling, SparseRLError, counterfactuals, give_bac
 from sparse_rl.cache import Trace
 from sparse_rl.cache.segments import Observed
 from sparse_rl.learn import regret as module
-from sparse_rl.learn.regret import Regret, received, summary
+from sparse_rl.learn.regret import Digest, Regret, mean_lost, received
+from sparse_rl.learn.score import hidden_states, replay_of
 from tests.helpers.models import prompts_of, tiny
 
 
@@ -64,7 +65,9 @@ def loop_excess(worth, evicted_at, begin):
     return (sum(worth[j] for j in gone) - least) / sum(worth[j] for j in present)
 
 
-def test_mass_lost_and_excess_equal_the_loops():
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_mass_lost_and_excess_equal_the_loops(at_once, monkeypatch):
+    monkeypatch.setattr(module, "LOGITS", at_once)
     g = torch.Generator().manual_seed(1)
     layers, heads, tokens, begins = 2, 2, 12, [0, 6, 9]
     a = torch.rand(layers, heads, tokens, 3, generator=g)
@@ -174,9 +177,24 @@ def test_counterfactuals_are_exact(llama):
     assert changes[0, : gone + 1].abs().max() < 1e-5 < changes[0, gone + 1 :].abs().max()  # q = gone predicts gone + 1
 
 
+def digested(model, trajectory):
+    digest, replay = Digest(trajectory.trace), replay_of(model, [(trajectory.tokens, trajectory.trace)])
+    replay.observe = digest
+    with torch.no_grad():
+        hidden_states(model, trajectory.tokens[None], replay)
+    return digest.summary()
+
+
+def test_what_is_logged_equals_the_whole_regret(llama):
+    trajectory = sampled(llama, "random")
+    found = regret(llama, trajectory.tokens, trajectory.trace)
+    expected = torch.stack([mean_lost(found), found.excess.double().nanmean(), found.mass.max().double()])
+    torch.testing.assert_close(digested(llama, trajectory), expected, atol=1e-6, rtol=1e-5)
+
+
 def test_nothing_evicted_has_no_summary_and_a_wrong_view_is_refused(llama):
     trajectory = sampled(llama, "dense")
-    assert summary(regret(llama, trajectory.tokens, trajectory.trace)) is None
+    assert digested(llama, trajectory) is None
     with pytest.raises(SparseRLError, match="view is 'sparse'"):
         regret(llama, trajectory.tokens, trajectory.trace, "sparse")
 
