@@ -529,7 +529,7 @@ def last_step(metrics: Path) -> int:
 
 
 def evaluate(block: Block, clock: Clock) -> None:
-    """Every model on the dense cache and on its own budget, or on all of the block's."""
+    """Every model on the dense cache and on its own budget; then, if it was asked for, on the block's other budgets."""
     more = []
 
     def ask(name: str, model: Path, budget: int | None, what: str, **options: object) -> None:
@@ -538,9 +538,13 @@ def evaluate(block: Block, clock: Clock) -> None:
             arguments = eval_arguments(block, model, budget, folder, **options)
             more.append(partial(start, f"eval-{name}-{what}", arguments, block.folder))
 
-    for name, model, budgets in evaluated(block):
-        for budget in (None, *budgets):
+    models = list(evaluated(block))
+    for name, model, own, _ in models:
+        for budget in (None, *own):
             ask(name, model, budget, f"{budget or DENSE}")
+    for name, model, _, others in models:
+        for budget in others:
+            ask(name, model, budget, f"{budget}")
     if block.task == FILES:
         ask("warm", block.warm.resolve(), None, "greedy", temperature=0, samples=1)
         ask("warm", block.warm.resolve(), None, "avg8", samples=8)
@@ -574,15 +578,17 @@ def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, 
     return ["eval", str(model), *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
-def evaluated(block: Block) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
-    """(name, model, budgets it is evaluated on) of the warm start and of every run."""
-    yield "warm", block.warm.resolve(), block.budgets
+def evaluated(block: Block) -> Iterator[tuple[str, Path, tuple[int, ...], tuple[int, ...]]]:
+    """(name, model, its own budgets, others that it is evaluated on) of the warm start and of every run."""
+    yield "warm", block.warm.resolve(), block.budgets, ()
     for arm in block.arms():
         _, model = newest_checkpoint(block.folder / "runs" / arm.name)
         if model is None:
             say(f"{arm.name}: no checkpoint to evaluate")
             continue
-        yield arm.name, model, block.budgets if block.every_cache or arm.budget is None else (arm.budget,)
+        own = block.budgets if arm.budget is None else (arm.budget,)
+        others = tuple(budget for budget in block.budgets if block.every_cache and budget not in own)
+        yield arm.name, model, own, others
 
 
 def task_options(block: Block) -> dict[str, object]:
@@ -624,8 +630,6 @@ def whole_block(block: Block, clock: Clock, warmup_minutes: float, evaluate_minu
         probe(block, clock.until(2.5))
         block = choose(block)
     arms(block, clock.but(evaluate_minutes))
-    with contextlib.suppress(Exception):  # curves, in case there is no time for more
-        report(block)
     evaluate(block, clock.but(0.5))
     report(block)
 
