@@ -12,11 +12,12 @@ VENV     ?= .venv
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-BIN   := $(VENV)/bin
-READY := $(VENV)/.ready
-DOCS  := $(VENV)/.docs
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+DOCS   := $(VENV)/.docs
+OTHERS := $(VENV)-others
 
-.PHONY: install test quick slow survey demo bench lint types docs clean
+.PHONY: install test quick slow others survey demo bench lint types docs clean
 
 install: $(READY)
 
@@ -42,6 +43,21 @@ quick: install
 slow: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
+# Clients and libraries of others that cannot share the environment of `make test`: a second one, laid over the first.
+# An import that fails ends it, so that no test is skipped for want of a package.
+$(OTHERS)/.ready: $(READY) tests/others.txt
+	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	    echo "import site; site.addsitedir('$$site')" > \
+	    "$$($(OTHERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/under.pth"
+	$(OTHERS)/bin/python -m pip install -q $(PIP_ARGS) -r tests/others.txt
+	$(OTHERS)/bin/python -m pip install -q $(PIP_ARGS) --no-deps kvpress
+	touch $@
+
+others: $(OTHERS)/.ready
+	$(OTHERS)/bin/python -c "import bitsandbytes, kvpress, lm_eval, verifiers.v1"
+	$(OTHERS)/bin/python -m pytest -m others
+
 demo: install
 	$(BIN)/sparse-rl demo
 
@@ -66,4 +82,4 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build site *.egg-info
+	rm -rf $(VENV) $(OTHERS) build site *.egg-info

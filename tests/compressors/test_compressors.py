@@ -212,6 +212,7 @@ def test_a_window_spends_no_slot_on_sinks_that_a_sliding_layer_cannot_reach(lost
     assert kept[1, 1].tolist() == [*range(4), *range(20 - budget + 4, 20)]
 
 
+@pytest.mark.others
 @pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
 def test_kvpress_scorer_by_name(llama):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -50,6 +50,7 @@ def test_the_plan_of_7b_fits_24_gb():
     assert plan.rollout.weight_bytes == quantised_bytes(whole, torch.bfloat16)
 
 
+@pytest.mark.others
 def test_weights_take_four_bits_and_give_the_logits_of_what_they_stand_for():
     pytest.importorskip("bitsandbytes")
     model, _ = load_model("tiny:2x64", "bfloat16", "cpu", quantize="4bit")
@@ -74,6 +75,7 @@ def test_weights_take_four_bits_and_give_the_logits_of_what_they_stand_for():
     assert 0 < (ours - exact).abs().mean() < exact.abs().mean()
 
 
+@pytest.mark.others
 def test_a_run_learns_resumes_and_is_exported(tmp_path):
     """Rollouts from the 4-bit model, replayed exactly; a resumed run writes the same bytes."""
     pytest.importorskip("bitsandbytes")

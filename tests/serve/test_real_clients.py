@@ -95,6 +95,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
+@pytest.mark.others
 def test_lm_eval_measures_a_server(running, tmp_path):
     """Both kinds of tasks: texts that are generated, and log-probs of an echoed prompt."""
     pytest.importorskip("lm_eval")

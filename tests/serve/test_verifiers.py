@@ -1,8 +1,8 @@
 """verifiers' own clients against a running server: an environment of ours, and nothing of theirs changed.
 
 `eval` forwards chats; `train` is the client that prime-rl trains with: it writes prompts as token ids by itself, asks
-/inference/v1/generate, and keeps tokens and log-probs. Run where verifiers 0.4 is installed (tests/tasks/
-test_verifiers.py says why it need not be).
+/inference/v1/generate, and keeps tokens and log-probs. `make others` runs them: the extra
+`test` leaves verifiers out.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from tests.helpers.counting import ASKING
 from tests.helpers.serving import all_free, served, until
 
 vf = pytest.importorskip("verifiers.v1")
+pytestmark = pytest.mark.others
 
 from sparse_rl.tasks import verifiers_host  # noqa: E402
 

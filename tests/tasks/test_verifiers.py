@@ -1,7 +1,6 @@
 """Environments of verifiers as tasks: they reply and grade as they are; we sample, under one trace.
 
-They run where verifiers 0.4 is installed (the extra `verifiers`), which the extra `test` leaves out: verifiers pins
-openai below 3 and some forty packages.
+`make others` runs them: the extra `test` leaves verifiers out, because it pins openai below 3.
 """
 
 import importlib.util
@@ -105,6 +104,7 @@ def held(task, turns, patience=90.0):
     return found
 
 
+@pytest.mark.others
 @installed
 def test_prompts_tools_replies_and_rewards_are_the_environment_s(folder):
     task = make("verifiers:counting-env", count=7, deadline=60.0)
@@ -158,6 +158,7 @@ def asking(folder):
     task.close()
 
 
+@pytest.mark.others
 @installed
 def test_conversations_replay_and_do_not_depend_on_company(tiny_model, asking):
     prompts, several = talk(*tiny_model, asking)
@@ -177,6 +178,7 @@ def test_conversations_replay_and_do_not_depend_on_company(tiny_model, asking):
     assert {found.turns for _, found in several} >= {3}
 
 
+@pytest.mark.others
 @installed
 def test_limits_end_a_conversation_and_it_is_graded(tiny_model, asking):
     for new, turns in ((60, Turns(2, 60)), (8, Turns(4, 60))):
@@ -188,6 +190,7 @@ def test_limits_end_a_conversation_and_it_is_graded(tiny_model, asking):
         assert any(t.finish_reason == "length" for t, _ in found)
 
 
+@pytest.mark.others
 @installed
 @pytest.mark.slow  # it waits for deadlines
 def test_what_breaks_costs_its_conversations(tiny_model, asking):
@@ -213,6 +216,7 @@ def test_what_breaks_costs_its_conversations(tiny_model, asking):
     assert json.loads(first[0][-1].graded) == {"reward": 2.75, "parts": {"length": 2.0, "turns": 3.0}}
 
 
+@pytest.mark.others
 @installed
 def test_a_process_that_ends_between_two_turns_costs_its_conversations(asking):
     """Killed while a turn is sampled, or just before a limit ends the conversation: a fault, no error of ours."""
@@ -238,6 +242,7 @@ def test_a_process_that_ends_between_two_turns_costs_its_conversations(asking):
             assert not replies.waiting
 
 
+@pytest.mark.others
 @installed
 def test_eval_holds_an_environment_s_conversations(asking, tiny_model, tmp_path):
     """Its own grades, which need no transcript."""
@@ -255,6 +260,7 @@ def test_eval_holds_an_environment_s_conversations(asking, tiny_model, tmp_path)
     assert summary.turns > 1 and summary.rewards["turns"] == summary.turns and not summary.ungraded
 
 
+@pytest.mark.others
 @installed
 def test_a_history_that_shrinks_is_a_fault(folder):
     task = make("verifiers:counting-env", harness="forgetful", count=2)
@@ -263,6 +269,7 @@ def test_a_history_that_shrinks_is_a_fault(folder):
     assert reply.fault == "error" and "it rewrote what the model had read" in reply.problem
 
 
+@pytest.mark.others
 @installed
 def test_what_cannot_be_used_is_refused(folder):
     cases = {
@@ -278,6 +285,7 @@ def test_what_cannot_be_used_is_refused(folder):
         make("verifiers:counting-env", deadline=0)
 
 
+@pytest.mark.others
 @installed
 @pytest.mark.slow
 def test_a_run_trains_on_an_environment_and_resumes_to_the_byte(folder, tiny_model, tmp_path):
