@@ -229,9 +229,10 @@ class Digest:
         device, gone = seen.keys.device, self.evicted_at[seen.layer]
         share = received(seen, self.begins, len(gone))
         layer = Regret(self.begins.to(device), share[None], gone[None].to(device))
-        excess = layer.excess.double()
-        parts = (mean_lost(layer), excess.nansum(), (~excess.isnan()).sum(), layer.mass.max())
-        self.found.append(torch.stack([part.double() for part in parts if part is not None]))
+        lost, excess = mean_lost(layer), layer.excess.double()
+        assert lost is not None  # there are two segments or more
+        parts = (lost, excess.nansum(), (~excess.isnan()).sum(), layer.mass.max())
+        self.found.append(torch.stack([part.double() for part in parts]))
 
     def summary(self) -> Tensor | None:
         """Share of attention lost since the first eviction, mean excess, largest mass of a token; None: nothing was
