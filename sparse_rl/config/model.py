@@ -27,6 +27,10 @@ class ModelSettings:
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("LoRA's scale", 32)
+    lora_targets: list[str] = key(
+        "linear layers that get adapters, by the ends of their names, such as [q_proj, v_proj]; []: all but the head",
+        [],
+    )
     quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
     shard: bool = key(
         "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
@@ -34,6 +38,11 @@ class ModelSettings:
 
     def __post_init__(self):
         require_int(at_least=0, at_most=MAX_RANK, **{"model.lora_rank": self.lora_rank})
+        if self.lora_targets and not self.lora_rank:
+            raise SparseRLError(
+                f"model.lora_targets names layers ({', '.join(self.lora_targets)}), but model.lora_rank is 0, so there "
+                "are no adapters; set it to a rank such as 16."
+            )
         check_logits(self.logits, "model.logits")
         check_quantize(self.quantize, "model.quantize")
         if self.quantize and (not self.lora_rank or self.shard):

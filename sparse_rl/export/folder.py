@@ -11,30 +11,23 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from ..errors import SparseRLError
 from ..files import STATE, first_line, read_lines, refuse_links_out, writing
 from ..models import (
     Record,
     base_of,
-    dequantise,
     find_model,
     is_adapter,
-    load_companions,
-    load_model,
+    load_merged,
     no_progress_bar,
     read_record,
     reading,
     save_companions,
     set_base,
-    set_record,
 )
 from .card import Card
 from .portable import check_foreign, portable, python_files, text_without_folders, without_folders, write_portable
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 
 def export(source: str, to: Path, merge: bool = False, name: str | None = None, trust: bool = False) -> Path:
@@ -96,19 +89,9 @@ def _copy(folder: str, to: Path) -> None:
 
 def _merge(folder: str, to: Path) -> None:
     """The base with the adapters in its weights."""
-    from peft import PeftModel
-
-    name, seed = base_of(folder)
-    _, tokenizer = load_model(folder, device="cpu")
-    quantize = (read_record(folder) or Record()).quantize
-    base, _ = load_model(name, device="cpu", seed=seed, quantize=quantize)
-    if quantize:  # adapters fit the weights that they were trained on
-        dequantise(base)
-    merged = cast("PeftModel", PeftModel.from_pretrained(base, folder)).merge_and_unload()
-    set_record(merged, read_record(folder))
+    merged, tokenizer = load_merged(folder)
     with no_progress_bar():
         merged.save_pretrained(to)
-    load_companions(folder, merged)
     save_companions(to, merged)
     tokenizer.save_pretrained(to)
 

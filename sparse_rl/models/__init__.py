@@ -12,6 +12,7 @@ from .companion import (
 from .decoder import causal_lm_of, decoder_of, decoder_place, last_logits_only, taken_by
 from .folder import no_progress_bar, reading
 from .load import (
+    adapted_layers,
     encode,
     evaluating,
     load_config,
@@ -19,6 +20,7 @@ from .load import (
     with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
+from .merge import load_merged
 from .names import check_folder
 from .quantize import check_quantize, dequantise, quantised_bytes
 from .record import Record, find_model, read_record, record_of, set_record
@@ -36,6 +38,7 @@ __all__ = [
     "ModelShape",
     "Record",
     "RewardModel",
+    "adapted_layers",
     "base_of",
     "causal_lm_of",
     "check_folder",
@@ -60,6 +63,7 @@ __all__ = [
     "last_logits_only",
     "load_companions",
     "load_config",
+    "load_merged",
     "load_model",
     "load_reward_model",
     "no_progress_bar",

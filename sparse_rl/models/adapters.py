@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,14 @@ _BASE = "base_model_name_or_path"
 def is_adapter(source: str) -> bool:
     """Whether a folder holds adapters, and not a whole model."""
     return (Path(source) / CONFIG).is_file() and not (Path(source) / "config.json").is_file()
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """peft calls transformers by a name that will be removed, and every user would read the warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        yield
 
 
 def record_base(folder: Path, model) -> None:

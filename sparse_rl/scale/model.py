@@ -25,7 +25,7 @@ from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..rollout.schedule import row_counts
 from ..train.budget import compressor_of
 from ..train.deal import deal
-from ..train.run import lora_parameters
+from ..train.run import trained_parameters
 from .lengths import Lengths
 
 RECORD_BYTES = 47  # bytes exchanged per token of a step, padding included (tests/scale/test_scale.py measures them)
@@ -361,6 +361,6 @@ def work_of(recipe: Recipe, prompt_tokens: int) -> Work:
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
     parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
-    trained = lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters
+    trained = trained_parameters(config, recipe) or parameters
     tied = bool(config.get_text_config(decoder=True).tie_word_embeddings)
     return Work.of(shape, recipe, tied=tied, parameters=parameters, trained=trained, prompt_tokens=prompt_tokens)

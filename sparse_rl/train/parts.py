@@ -26,7 +26,7 @@ from ..learn.loss import Loss
 from ..learn.packing import packs
 from ..learn.shards import Sharded
 from ..learn.student import Students, copied
-from ..models import Record, load_model, set_record, with_lora
+from ..models import Record, find_model, is_adapter, load_model, set_record, with_lora
 from ..models.routing import Routing, has_experts, routing_of, why_not_replayed
 from ..tasks import Task
 from .budget import compressor_of
@@ -106,6 +106,11 @@ def make_loss(recipe: Recipe) -> Loss:
 def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model to train, and its tokenizer. What an earlier training recorded does not count: the recipe does."""
     settings = recipe.model
+    if is_adapter(found := find_model(settings.name)):
+        raise SparseRLError(
+            f"{settings.name} holds adapters, and training starts from a whole model; write one with: sparse-rl export "
+            f"{found} --to FOLDER --merge, and set model.name to FOLDER."
+        )
     torch.manual_seed(recipe.run.seed)
     loaded, tokenizer = load_model(
         settings.name, settings.dtype, seed=recipe.run.seed, logits=settings.logits, quantize=settings.quantize
@@ -117,7 +122,9 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
             raise SparseRLError(
                 f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
             )
-        model = cast("PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha))
+        model = cast(
+            "PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets)
+        )
     let_choose(model, compressor_of(recipe.rollout), recipe.rollout.start_chunk)
     if recipe.scorer.every:
         give_scorer(model, recipe.run.seed)

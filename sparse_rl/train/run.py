@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,15 @@ from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
 from ..learn.support import MOST
-from ..models import ModelShape, dtype_of, load_config, quantised_bytes, reward_config, weight_bytes
+from ..models import (
+    ModelShape,
+    adapted_layers,
+    dtype_of,
+    load_config,
+    quantised_bytes,
+    reward_config,
+    weight_bytes,
+)
 from ..models.routing import routing_from
 from ..planning.memory import make_plan
 from ..planning.training import TrainingPlan, classifier_bytes, make_training_plan
@@ -216,7 +224,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
     plan = make_training_plan(
         rollout,
         shape,
-        trained=lora_parameters(config, recipe.model.lora_rank) if recipe.model.lora_rank else parameters,
+        trained=trained_parameters(config, recipe) or parameters,
         micro_batch_tokens=recipe.micro_batch_tokens,
         trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
         minibatches=recipe.learn.minibatches,
@@ -271,18 +279,19 @@ def reward_model_bytes(recipe: Recipe, prompt_tokens: int, prompts: int) -> tupl
     return weights, classifier_bytes(text.hidden_size, intermediate, item, tokens, longest)
 
 
-def lora_parameters(config, rank: int) -> int:
-    """Parameters of adapters in all linear layers but the head, counted on a skeleton without storage."""
+def lora_parameters(config, rank: int, targets: Sequence[str] = ()) -> int:
+    """Parameters of adapters, counted on a skeleton without storage."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    layers = [
-        m
-        for name, m in skeleton.named_modules()
-        if isinstance(m, torch.nn.Linear) and m is not skeleton.get_output_embeddings()
-    ]
-    return rank * sum(m.in_features + m.out_features for m in layers)
+    return rank * sum(m.in_features + m.out_features for m in adapted_layers(skeleton, targets))
+
+
+def trained_parameters(config, recipe: Recipe) -> int | None:
+    """Parameters of a run's adapters; None: it trains all weights."""
+    rank = recipe.model.lora_rank
+    return lora_parameters(config, rank, recipe.model.lora_targets) if rank else None
 
 
 FREE_TO_CHANGE = {

@@ -4,7 +4,8 @@
     sparse-rl warmup models/tiny-sums --resume
 
 The loss is the mean negative log-prob of the solution's tokens and the end token; prompts, chat templates included,
-have none. A warm-up writes an ordinary Hugging Face folder:
+have none. With `model.lora_rank` only adapters are trained, and they are added into the weights at the end. A warm-up
+writes an ordinary Hugging Face folder:
 
     models/NAME/recipe.yaml                  the recipe with every key spelled out
                 metrics.jsonl, timing.jsonl  a line per step, and one per evaluation on held-out problems
@@ -36,7 +37,7 @@ from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.packing import pack
 from ..learn.score import batch_logprobs
-from ..models import ends_of, evaluating, set_record, unknown_to_tiny
+from ..models import ends_of, evaluating, load_merged, set_record, unknown_to_tiny
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Prompt, Task
@@ -63,11 +64,8 @@ def warmup(
     for one in (task, asked.task) if asked else (task,):
         for part in one.members:
             part.solution(part.sample(0, 1)[0])  # says so at once if there are none
-    if is_finished(folder):  # only its last evaluation may be missing
-        name = dataclasses.replace(recipe.model, name=str(folder))
-        model, tokenizer = load_for_training(dataclasses.replace(recipe, model=name))
-    else:
-        model, tokenizer = load_for_training(recipe)
+    # Of a finished warm-up only the last evaluation may be missing.
+    model, tokenizer = load_for_training(finished(recipe, folder) if is_finished(folder) else recipe)
     checkpoint_gradients(recipe, model)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,10 +85,6 @@ def warmup(
 def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
     """Refuse to mix up folders, and to write elsewhere; returns what a resumed warm-up changes."""
     refuse_links_out(folder, WRITTEN)
-    if recipe.model.lora_rank:
-        raise SparseRLError(
-            f"model.lora_rank is {recipe.model.lora_rank}, but warm-up trains all weights; set it to 0."
-        )
     if resume:
         path = folder / "recipe.yaml"
         return check_same(load_recipe(path), recipe, path, "warmup")
@@ -104,6 +98,11 @@ def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
 def is_finished(folder: Path) -> bool:
     """Whether the folder holds the model of a whole warm-up."""
     return (folder / "config.json").is_file()
+
+
+def finished(recipe: Recipe, folder: Path) -> Recipe:
+    """A recipe that loads the model of a finished warm-up. New adapters change nothing until they are trained."""
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, name=str(folder), quantize=None))
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,8 @@ class Warmup:
 
     @property
     def model_bytes(self) -> int:
-        return sum(p.nbytes for p in self.model.parameters())
+        """Of the model that is written at the end. Weights of 4 bits, two in a byte, become weights of 16."""
+        return sum(p.nbytes * (4 if p.dtype == torch.uint8 else 1) for p in self.model.parameters())
 
     @property
     def way_on(self) -> str:
@@ -304,19 +304,29 @@ class Warmup:
             self.saved = self.done
 
     def finish(self) -> None:
-        """Put the model into the folder, its config last: a folder with a config holds a whole model."""
+        """Put the model into the folder, its config last: a folder with a config holds a whole model. Adapters are
+        merged from files, because those of 4-bit weights are added to what these stand for.
+        """
         self.check_finite()
-        partial = self.folder / ".model.partial"
+        partial, adapters = self.folder / ".model.partial", self.folder / ".adapters.partial"
         with uninterrupted(), writing(self.folder):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            save_model(partial, self.model, self.tokenizer)
+            for place in (partial, adapters):
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
+            if self.recipe.model.lora_rank:
+                save_model(adapters, self.model, self.tokenizer)
+                save_model(partial, *load_merged(str(adapters), self.recipe.model.dtype))
+            else:
+                save_model(partial, self.model, self.tokenizer)
+            shutil.rmtree(adapters)
             for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
                 flush(file)
                 os.replace(file, self.folder / file.name)
             partial.rmdir()
             flush(self.folder)
             self.remove_checkpoints()
+        if self.recipe.model.lora_rank:  # what is evaluated is what was written, which merging has rounded
+            self.model, _ = load_for_training(finished(self.recipe, self.folder))
 
     def check_finite(self) -> None:
         """Refuse to write weights that are not finite."""

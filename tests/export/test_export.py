@@ -61,6 +61,22 @@ def adapted(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_does_not_start_from_adapters_but_from_the_model_that_they_are_merged_into(adapted, tmp_path, rank):
+    """New adapters would take the place of the old ones, without a word."""
+    start = adapted / "runs/mine"
+    settings = {"run": {"steps": 1}, "eval": {"every": 0}, "rollout": SMALL}
+    with pytest.raises(SparseRLError, match=r"holds adapters, .* sparse-rl export .*step-000001 --to FOLDER --merge"):
+        train(recipe(model={"name": str(start), "lora_rank": rank}, **settings), tmp_path / "run", show=False)
+    export_folder.export(str(start), tmp_path / "merged", merge=True)
+    trainer = train(
+        recipe(model={"name": str(tmp_path / "merged"), "lora_rank": rank}, **settings, optimizer={"lr": 1e-9}),
+        tmp_path / "run",
+        show=False,
+    )
+    torch.testing.assert_close(logits(trainer.model), logits(load_model(str(start))[0]), rtol=0, atol=1e-3)
+
+
 def test_adapters_find_their_base_from_anywhere(adapted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = adapted / "runs/mine/checkpoints/step-000001"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+import sparse_rl.train.warmup as warmup_module
 from sparse_rl.errors import SparseRLError
 from sparse_rl.models import load_config, load_model
 from sparse_rl.models.quantize import dequantise, quantised_bytes, quantised_layers
@@ -109,6 +110,27 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path):
         assert done.returncode == 0, done.stderr
         merged, _ = load_model(str(tmp_path / "merged"), device="cpu")
         torch.testing.assert_close(merged(tokens).logits.float(), expected.float(), rtol=0, atol=0.05)
+
+
+@pytest.mark.others
+def test_a_warm_up_of_adapters_on_four_bits_writes_the_model_that_it_trained(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    trained, save = [], warmup_module.save_model
+
+    def noting(folder, model, tokenizer):
+        with torch.no_grad():
+            trained.append(model.eval()(torch.arange(1, 9)[None]).logits.float())
+        save(folder, model, tokenizer)
+
+    settings = recipe(model={**MODEL, "name": "tiny-sums"}, warmup={"steps": 3, "batch": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warmup_module, "save_model", noting)
+        warmup_module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+    adapters, merged = trained
+    torch.testing.assert_close(merged, adapters, rtol=0, atol=0.3)  # bf16
+    plain = load_model("tiny-sums", "bfloat16", "cpu")[0](torch.arange(1, 9)[None]).logits.float()
+    assert (merged - adapters).abs().mean() < (plain - adapters).abs().mean() / 2
+    assert load_model(str(tmp_path / "model"), device="cpu")[0].dtype == torch.bfloat16
 
 
 def test_a_model_without_linear_layers_is_refused():

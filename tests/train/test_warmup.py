@@ -227,6 +227,34 @@ def test_a_stopped_warm_up_goes_on_to_the_same_bytes(tmp_path, monkeypatch, unin
     assert bytes_of(folder) == bytes_of(uninterrupted)
 
 
+def test_a_warm_up_of_adapters_writes_a_whole_model_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    settings = recipe(model={"name": "tiny", "lora_rank": 2}, eval={"prompts": 3}, warmup=SHORT)
+    whole, folder, step = tmp_path / "whole", tmp_path / "model", module.Warmup.step
+    module.warmup(settings, whole, show=False)
+    before, after = (dict(load_model(str(name))[0].named_parameters()) for name in ("tiny", whole))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        change = after[name] - weight
+        if "proj" in name:
+            assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2, name
+        else:
+            assert not change.any(), name
+
+    def stopping_step(self, tokens, mask):
+        if self.done == 5:
+            raise KeyboardInterrupt
+        return step(self, tokens, mask)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(module.Warmup, "step", stopping_step)
+        module.warmup(settings, folder, show=False)
+    assert (folder / "checkpoints/step-000005/adapter_config.json").exists()
+    module.warmup(settings, folder, resume=True, show=False)
+    assert bytes_of(folder) == bytes_of(whole) and not list(folder.glob(".*partial"))
+    found = read_lines(folder / "metrics.jsonl")[-1]["eval/dense/loss"]
+    assert module.warmup(settings, folder, resume=True, show=False)["loss"] == found
+
+
 def test_a_killed_warm_up_goes_on_to_the_same_bytes(tmp_path):
     warm = {"steps": 60, "batch": 4, "checkpoint_every": 10, "eval_every": 0, "workers": 1}
     given = write_recipe(tmp_path, **RESUMED, warmup=warm)
