@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..beacon import beacon_of, load_beacon
-from ..errors import SparseRLError, nearest, shown
-from ..files import is_text
+from ..errors import OutOfMemory, SparseRLError, nearest, shown
+from ..files import first_line, is_text
 from .adapters import base_of, is_adapter, quiet_peft
 from .companion import load_companions
 from .folder import check_layers, check_size, check_tensors, reading
@@ -115,11 +115,25 @@ def load_model(
     if (record := read_record(source)) is not None:
         set_record(model, record)
     repair(model, tokenizer)
-    if quantize:
-        quantise(model, device)
-    load_companions(source, model)
-    whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
-    return set_logits(whole.to(device).eval(), logits or (record or Record()).logits), tokenizer
+    with _fitting(name, device):
+        if quantize:
+            quantise(model, device)
+        load_companions(source, model)
+        whole = cast(nn.Module, load_beacon(source, model))  # the stubs of transformers hide Module.to
+        whole.to(device)
+    return set_logits(whole.eval(), logits or (record or Record()).logits), tokenizer
+
+
+@contextmanager
+def _fitting(name: str, device: str) -> Iterator[None]:
+    """Turn running out of the device's memory into a sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the weights of {name} do not fit on {device} ({first_line(error)}); free its memory, or use a "
+            "smaller model."
+        ) from error
 
 
 def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logits: str | None, quantize: str | None):

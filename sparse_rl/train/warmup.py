@@ -19,6 +19,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,14 +31,15 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks
 from ..chat import Turns
 from ..config import Recipe, load_recipe
-from ..errors import CannotWrite, SparseRLError
-from ..files import names_code, read_lines, refuse_links_out, write_text, writing
+from ..errors import CannotWrite, OutOfMemory, SparseRLError
+from ..files import first_line, names_code, read_lines, refuse_links_out, write_text, writing
 from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.packing import pack
 from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, load_merged, set_record, unknown_to_tiny
+from ..planning.memory import is_out_of_memory
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Prompt, Task
@@ -70,7 +72,8 @@ def warmup(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
-        run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
+        with explained_memory(recipe):
+            run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
         if resume:
             run.resume()
         write_text(folder / "recipe.yaml", recipe.to_yaml())
@@ -93,6 +96,21 @@ def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
             f"{folder} exists already; go on with --resume, choose another folder with --out, or remove it."
         )
     return []
+
+
+@contextmanager
+def explained_memory(recipe: Recipe) -> Iterator[None]:
+    """Turn running out of memory into a sentence. Between two steps nothing has changed, so a checkpoint is written."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        adapters = "" if recipe.model.lora_rank else ", or train adapters alone (model.lora_rank 16)"
+        raise OutOfMemory(
+            f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
+            f"{recipe.micro_batch_tokens}, at least one solution), set model.gradient_checkpointing{adapters}."
+        ) from error
 
 
 def is_finished(folder: Path) -> bool:
@@ -198,7 +216,8 @@ class Warmup:
 
     def step(self, tokens: Tensor, mask: Tensor) -> None:
         clock = Clock()
-        loss = _backward(self.model, tokens, mask, self.recipe.micro_batch_tokens)
+        with explained_memory(self.recipe):
+            loss = _backward(self.model, tokens, mask, self.recipe.micro_batch_tokens)
         with uninterrupted():
             norm, lr = self.optimizer.step(self.done, loss)
             check_skipped(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sparse_rl.errors import SparseRLError
+from sparse_rl.errors import OutOfMemory, SparseRLError
 from sparse_rl.models import load_config, load_model, weight_bytes
 from sparse_rl.models.load import BUILT_IN, with_lora
 from tests.helpers.models import tiny
@@ -154,3 +154,12 @@ def test_plan_says_it_in_a_sentence_as_well(folder):
     edit_config(folder, head_dim=10**30)
     found = run("plan", "--model", folder)
     assert found.returncode == 1 and found.stderr.startswith("sparse-rl: ") and found.stderr.count("\n") == 1
+
+
+def test_weights_that_do_not_fit_on_the_device_are_a_sentence(folder, monkeypatch):
+    def full(self, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(OutOfMemory, match=r"the weights of .* do not fit on cpu \(CUDA out of memory.*\); free its"):
+        load_model(str(folder), device="cpu")

@@ -11,7 +11,7 @@ import torch
 
 import sparse_rl.train.warmup as module
 from sparse_rl import tasks
-from sparse_rl.errors import SparseRLError
+from sparse_rl.errors import OutOfMemory, SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.models import load_model
 from sparse_rl.train.solutions import Batches, padded
@@ -253,6 +253,26 @@ def test_a_warm_up_of_adapters_writes_a_whole_model_and_goes_on_to_the_same_byte
     assert bytes_of(folder) == bytes_of(whole) and not list(folder.glob(".*partial"))
     found = read_lines(folder / "metrics.jsonl")[-1]["eval/dense/loss"]
     assert module.warmup(settings, folder, resume=True, show=False)["loss"] == found
+
+
+@pytest.mark.parametrize("rank, remedy", [(0, "or train adapters alone"), (2, r"set model.gradient_checkpointing\.$")])
+def test_a_warm_up_that_runs_out_of_memory_is_saved_and_says_so(tmp_path, monkeypatch, rank, remedy):
+    backward, calls = module._backward, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return backward(*args)
+
+    settings = recipe(model={"name": "tiny", "lora_rank": rank}, warmup=SHORT)
+    said = (
+        rf"out of memory while learning \(CUDA .*lower learn.micro_batch_tokens \(now {settings.micro_batch_tokens}, "
+    )
+    with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match=f"{said}.*{remedy}"):
+        patched.setattr(module, "_backward", full)
+        module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
 
 
 def test_a_killed_warm_up_goes_on_to_the_same_bytes(tmp_path):
