@@ -47,7 +47,7 @@ def run(out: Path) -> None:
     """Train with every method, print the table, draw the picture and write the report."""
     console, start = Console(), time.perf_counter()
     if out.exists() and not (out / "naive" / "recipe.yaml").exists() and any(out.iterdir()):
-        raise SparseRLError(f"{out} holds something that is not a demo; choose another folder with --out.")
+        raise SparseRLError(f"{out} holds something other than a demo; choose another folder with --out.")
     console.print(
         "A character-level model of 0.3 M parameters learns running sums by GRPO: "
         "25 steps of 16 prompts x 8 completions, "

@@ -89,4 +89,4 @@ def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
 def check_count(what: str, count: int, most: int = 10_000_000) -> None:
     """Refuse a number of things that would take days to make, before they are made."""
     if count > most:
-        raise SparseRLError(f"{str(count)[:30]} {what} are asked for; at most {most:,} are made at a time.")
+        raise SparseRLError(f"{str(count)[:30]} {what} were requested; use at most {most:,}.")

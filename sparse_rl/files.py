@@ -103,8 +103,8 @@ def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if not lies_in(folder / name, folder):
             raise SparseRLError(
-                f"{folder / name} is a link out of {folder}, and a folder that others made could name any file of "
-                "yours; put what it links to in its place, or remove it."
+                f"{folder / name} is a link to a place outside {folder}, which could be any file of yours; replace "
+                "the link by what it points to, or remove it."
             )
 
 
@@ -146,7 +146,7 @@ def read_lines(path: Path) -> list[dict]:
     if not path.exists():
         return []
     if not path.is_file():  # a device or a pipe may never end
-        raise SparseRLError(f"{path} is not a file; remove it, and go on.")
+        raise SparseRLError(f"{path} is not a file; remove it, then continue.")
     found = []
     with path.open("rb") as lines:
         for number, line in enumerate((line for line in lines if line.endswith(b"\n")), 1):
@@ -154,10 +154,13 @@ def read_lines(path: Path) -> list[dict]:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:  # also: not UTF-8, or a number of thousands of digits
                 raise SparseRLError(
-                    f"{path}, line {number} is not JSON ({first_line(error)}); remove the line, or the file, and go on."
+                    f"{path}, line {number} is not JSON ({first_line(error)}); remove the line or the file, then "
+                    "continue."
                 ) from error
             if not isinstance(values, dict):
-                raise SparseRLError(f"{path}, line {number} is not an object; remove the line, or the file, and go on.")
+                raise SparseRLError(
+                    f"{path}, line {number} is not an object; remove the line or the file, then continue."
+                )
             found.append(values)
     return found
 

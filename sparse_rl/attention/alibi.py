@@ -1,4 +1,4 @@
-"""ALiBi (Bloom, MPT, some Falcons): logits fall with the distance of a key, at another rate for every query head."""
+"""ALiBi (Bloom, MPT, some Falcons): a bias that lowers logits with the distance of a key, at a rate per query head."""
 
 from __future__ import annotations
 

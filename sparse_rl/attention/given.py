@@ -1,5 +1,5 @@
-"""What a forward pass hands to our attentions. It travels beside the model, not through it: many models drop keyword
-arguments that they do not know on the way to their attention, and some take no positions.
+"""What a forward pass hands to our attentions. A context variable carries it past the model, because many models drop
+keyword arguments that they do not know, and some take no positions.
 """
 
 from __future__ import annotations

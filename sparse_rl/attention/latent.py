@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek V2 and V3, Kimi, GLM 4 MoE lite, MiniCPM3): a slot holds what the model keeps.
+"""Multi-head latent attention (DeepSeek V2 and V3, Kimi, GLM 4 MoE lite, MiniCPM3): slots hold latents.
 
 A layer makes keys and values of all heads from one latent c [r] and one rotated key k_R per token, by matrices
 U_K [heads, n, r] and U_V [heads, v, r]:

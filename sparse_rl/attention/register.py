@@ -1,8 +1,7 @@
-"""Switching a transformers model to one of our attentions and back. Only this module touches the attention registry.
+"""Switch a transformers model to one of our attentions and back. Only this module touches the attention registry.
 
 Nothing is registered before the first use, and the model leaves every `with` as it entered it. No mask function is
-registered: for a name without one transformers builds no mask at all, which is right because our attentions make
-their own.
+registered: without one transformers builds no mask at all, and our attentions make their own.
 """
 
 from __future__ import annotations

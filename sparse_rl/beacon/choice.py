@@ -1,16 +1,16 @@
-"""The choice to fold: after a token of an open chunk the policy goes on, or folds the chunk into a beacon.
+"""The choice to fold: after a token of an open chunk the policy either continues or folds the chunk into a beacon.
 
     z = w . h + b                        h: the state after the token, which also predicts the next one
     fold with probability sigmoid(z)     if the chunk has at least `least` and less than `most` tokens
     fold without asking                  if it has `most`
 
-The next token is drawn first. If the response ends with it, there is nothing to choose. So a step of the policy is
+The next token is drawn first. If the response ends with it, there is no choice. So a step of the policy is
 
     p(x) sigmoid(-z)    the next token is x, and is fed
-    sigmoid(z) p(x)     a beacon is fed, then x, which nothing was chosen about after the beacon
+    sigmoid(z) p(x)     a beacon is fed, then x; after the beacon there is no choice before x
 
-and a trajectory has one log-prob for everything that was fed by choice: that of folding stands where the beacon stands,
-that of going on is part of the token's. Temperature, top-k and top-p are about text; they leave z as it is.
+    and a trajectory has one log-prob for everything that was fed by choice: that of folding stands at the beacon, and
+    that of continuing is part of the token's. Temperature, top-k and top-p only concern text and do not change z.
 
 n tokens of a response.
 """
@@ -28,7 +28,9 @@ from .embedding import Model, beacon_of, check_chunk
 
 
 def add_choice(model: Model, least: int, most: int, mean: float) -> Model:
-    """Let a model that has a beacon choose its folds: equally likely at every token, in chunks of `mean` tokens."""
+    """Let a model with a beacon choose its folds: at first equally likely at every token, in chunks of
+    `mean` tokens.
+    """
     beacon = beacon_of(model)
     assert beacon is not None, "the beacon comes first"
     check_choice(least, most)
@@ -43,7 +45,7 @@ def check_choice(least: int, most: int) -> None:
         check_chunk(chunk)
     if least >= most:
         raise SparseRLError(
-            f"a chunk is to have from {least} to {most} tokens, which leaves nothing to choose; write beacon:2-16, or "
+            f"chunks of {least} to {most} tokens leave the model nothing to choose; write beacon:2-16, or "
             "beacon:16 for chunks of equal length."
         )
 
@@ -52,7 +54,7 @@ def start_logit(least: int, most: int, mean: float) -> float:
     """The z at which chunks have `mean` tokens on average, if it is the same at every token."""
     if not least < mean < most:
         raise SparseRLError(
-            f"chunks of {mean} tokens on average were asked for, but they have from {least} to {most}; "
+            f"chunks cannot have {mean} tokens on average, because each has from {least} to {most}; "
             "choose a number between these."
         )
     low, high = -40.0, 40.0
@@ -69,20 +71,20 @@ def mean_chunk(least: int, most: int, logit: float) -> float:
 
 
 def choice_logprobs(logits: Tensor, folds: Tensor) -> Tensor:
-    """Log-probs of choices: to fold, or to go on. logits, folds bool [...]"""
+    """Log-probs of choices to fold or to continue. logits; folds: bool [...]"""
     return F.logsigmoid(torch.where(folds, logits, -logits))
 
 
 def choice_entropies(logits: Tensor) -> Tensor:
-    """logits [...]"""
+    """Entropies of choices. logits [...]"""
     p = logits.sigmoid()
     return -(p * F.logsigmoid(logits) + (1 - p) * F.logsigmoid(-logits))
 
 
 def chosen_before(ends: Tensor, counts: Tensor, least: int, most: int) -> Tensor:
-    """Before which tokens of responses there was a choice. ends bool [B, n]: a beacon follows; counts [B]: tokens
+    """The tokens of responses before which there was a choice. ends bool [B, n]: a beacon follows; counts [B]: tokens
 
-    -> bool [B, n]. There is none before the first token (nothing is open) and the last one (it is never fed).
+    -> bool [B, n]. There is no choice before the first token (no chunk is open) and the last one (it is never fed).
     """
     index = torch.arange(ends.shape[1]).expand(ends.shape)
     last = torch.where(ends, index, -1).cummax(1).values  # the last end up to each token
@@ -93,7 +95,7 @@ def chosen_before(ends: Tensor, counts: Tensor, least: int, most: int) -> Tensor
 
 
 def place_choices(sampled: Tensor, ends: Tensor, choices: Tensor) -> Tensor:
-    """Where the choices before the tokens of a response stand among what was fed: at the beacon, or at the token.
+    """The places, among everything that was fed, of the choices before a response's tokens: at the beacon or the token.
 
     sampled bool [T]: the n tokens; ends, choices bool [n] -> int64, one for every choice
     """

@@ -1,17 +1,16 @@
-"""The beacon: one learned vector that the model reads after every chunk of its response, which it folds into its entry.
+"""The beacon: a learned vector that the model reads after every chunk of its response, and whose entry replaces it.
 
     feed order   prompt, x_0 .. x_{c-1}, b_1, x_c .. x_{2c-1}, b_2, ...
     visible      a token of chunk w sees the prompt, b_1 .. b_{w-1} and its own chunk up to itself;
-                 b_w sees that and its whole chunk
-    positions    tokens count on as if there were no beacons; a beacon shares the position of the last token of its
-                 chunk, or (`own`) takes one of its own
+                 b_w sees the same and its whole chunk
+    positions    tokens are counted as if there were no beacons; a beacon shares the position of the last token of its
+                 chunk, or (`own`) has its own position
 
-So a beacon is a token, and folding a chunk is evicting it: a trace describes it. The beacon's id is the first beyond
-the vocabulary; in `tokens` it stands where the beacon was fed, and everything else about it follows from where those
-ids stand.
+So a beacon is a token, and folding a chunk means evicting it, which a trace describes. The beacon's id is the first one
+beyond the vocabulary. It stands in `tokens` where a beacon was fed, and everything else follows from these places.
 
-The vector lives in the model's input embedding, so it is trained, moved and counted with the other weights; on disk
-it lies beside an ordinary Hugging Face model, in a file of its own. T tokens fed, n tokens of a response.
+The vector belongs to the model's input embedding, so it is trained, moved and counted with the other weights. On disk
+it has its own file beside an ordinary Hugging Face model. T tokens fed, n tokens of a response.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class BeaconEmbedding(nn.Embedding):
             super().__init__(base.num_embeddings, base.embedding_dim, base.padding_idx)
         self.weight = base.weight
         self.beacon = nn.Parameter(vector.detach().to(base.weight))  # [hidden]
-        self.chunks = chunks  # the tokens per beacon it is made for; empty: not trained yet, or any number
+        self.chunks = chunks  # the tokens per beacon it was trained for; empty: not trained yet, or any number
         self.position = position
-        self.choice: tuple[int, int] | None = None  # the model chooses its folds (choice.py): least and most tokens
+        self.choice: tuple[int, int] | None = None  # least and most tokens, if the model chooses its folds (choice.py)
         self.choice_weight: nn.Parameter | None = None  # [hidden]
         self.choice_bias: nn.Parameter | None = None  # [1]
 
@@ -66,7 +65,7 @@ class BeaconEmbedding(nn.Embedding):
         self.choice = choice
 
     def choice_logits(self, hidden: Tensor) -> Tensor:
-        """z of choice.py after states, in fp32. [..., hidden] -> [...]"""
+        """The logits z of choice.py from states, in fp32. [..., hidden] -> [...]"""
         assert self.choice_weight is not None and self.choice_bias is not None
         return (hidden.float() * self.choice_weight.float()).sum(-1) + self.choice_bias.float()
 
@@ -79,16 +78,16 @@ class BeaconEmbedding(nn.Embedding):
 def add_beacon(model: Model, chunks: tuple[int, ...] = (), position: str = "shared", seed: int = 0) -> Model:
     """Give a model a beacon: a vector with the mean and the spread of its token embeddings."""
     if beacon_of(model) is not None:
-        raise SparseRLError("this model has a beacon already; load the model it was made from, or continue with it.")
+        raise SparseRLError("this model has a beacon already; use it as it is, or load the model it was made from.")
     base = cast("PreTrainedModel", model).get_input_embeddings()
     if type(base) is not nn.Embedding:
         raise SparseRLError(
-            f"{type(model).__name__} has a {type(base).__name__} for its tokens, not an nn.Embedding, "
-            "so it cannot have a beacon."
+            f"{type(model).__name__} embeds its tokens with a {type(base).__name__}, not an nn.Embedding, so it cannot "
+            "have a beacon; use another model."
         )
     if position not in POSITIONS:
         raise SparseRLError(
-            f"a beacon's position is {position!r}; it must be shared (with the last token of its chunk) or own."
+            f"the position of a beacon is {position!r}; it must be shared (with the last token of its chunk) or own."
         )
     for chunk in chunks:
         check_chunk(chunk)
@@ -105,16 +104,16 @@ def install(model: Model, vector: Tensor, chunks: tuple[int, ...], position: str
     kinds = getattr(transformer.config.get_text_config(decoder=True), "layer_types", None) or ()
     if RECURRENT_LAYERS.intersection(kinds):
         raise SparseRLError(
-            f"{type(model).__name__} has recurrent layers, whose states a beacon would enter and never leave, beside "
-            "the tokens that it stands for: such a model cannot have a beacon."
+            f"{type(model).__name__} has recurrent layers, whose states would keep both a beacon and the tokens that "
+            "it stands for, so it cannot have a beacon; use another model."
         )
     transformer.set_input_embeddings(BeaconEmbedding(base, vector, chunks, position))
-    setattr(transformer.config, MARK, FILE)  # saved with the model: a folder that has lost its beacon is noticed
+    setattr(transformer.config, MARK, FILE)  # saved with the model, so that a lost beacon file is noticed
     return model
 
 
 def beacon_of(model: nn.Module) -> BeaconEmbedding | None:
-    """The embedding that holds a model's beacon, inside whatever wraps the model."""
+    """The embedding that holds a model's beacon, inside anything that wraps the model; None without one."""
     return next((module for module in model.modules() if isinstance(module, BeaconEmbedding)), None)
 
 

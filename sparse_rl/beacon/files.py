@@ -1,4 +1,4 @@
-"""A beacon on disk: one file beside an ordinary Hugging Face model."""
+"""Save and load a beacon: one file beside an ordinary Hugging Face model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN = ("beacon", "choice_weight", "choice_bias")  # the parameters that the file
 
 
 def save_beacon(folder: Path, model: nn.Module) -> None:
-    """Write the beacon beside a model that was saved there; the model's config says that there is one."""
+    """Write the beacon beside the saved model, whose config says that there is one."""
     found = beacon_of(model)
     assert found is not None
     about = {"chunks": json.dumps(found.chunks), "position": found.position, "vocabulary": str(found.id)}
@@ -32,7 +32,7 @@ def save_beacon(folder: Path, model: nn.Module) -> None:
 
 
 def load_beacon(source: str | Path, model: Model) -> Model:
-    """Give a model the beacon of its folder or hub id, if there is one. A folder that has lost it is refused."""
+    """Give a model the beacon of its folder or hub id, if there is one; refuse a folder whose beacon file is lost."""
     transformer = cast("PreTrainedModel", model)
     marked = getattr(transformer.config, MARK, None) is not None
     path = _find(str(source)) if marked else Path(source) / FILE
@@ -65,7 +65,7 @@ def load_beacon(source: str | Path, model: Model) -> Model:
     if shape != expected:
         raise SparseRLError(
             f"{path} is the beacon of another model: its (width, vocabulary) is {shape}, but {source} has {expected}; "
-            "copy the right one."
+            "copy the one that belongs to this model."
         )
     install(model, vector, chunks, position)
     if choice is not None and (found := beacon_of(model)) is not None:
@@ -75,7 +75,7 @@ def load_beacon(source: str | Path, model: Model) -> Model:
 
 
 def _find(source: str) -> Path | None:
-    """Where the beacon of a folder, or of a model on the hub, is; None if there is none."""
+    """The beacon file of a folder or of a model on the hub; None if there is none."""
     if Path(source).is_dir():
         return Path(source) / FILE
     from transformers.utils.hub import cached_file

@@ -1,4 +1,4 @@
-"""Where beacons stand among tokens: after which tokens they are fed, and what a sequence then looks like.
+"""Place beacons among tokens: after which tokens they are fed, and how a sequence then looks.
 
 T tokens fed, n tokens of a response.
 """
@@ -17,7 +17,7 @@ from .embedding import BeaconEmbedding
 
 
 def fixed_chunk_ends(chunk: Tensor | int, prompts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """After which tokens a beacon is fed, if one is fed after every `chunk` tokens of a response.
+    """The tokens after which a beacon is fed, if one is fed after every `chunk` tokens of a response.
 
     The last token is never fed, so no beacon follows it or the token before it.
     chunk, prompts, lengths [B] -> bool [B, T]
@@ -30,7 +30,7 @@ def fixed_chunk_ends(chunk: Tensor | int, prompts: Tensor, lengths: Tensor, widt
 def random_chunk_ends(
     sizes: tuple[int, ...], streams: Sequence[int], prompts: Tensor, lengths: Tensor, width: int
 ) -> Tensor:
-    """The same, with the size of every chunk drawn from `sizes`, from a random stream per row."""
+    """The tokens after which a beacon is fed, if the size of every chunk is drawn from `sizes`, by a stream per row."""
     ends = torch.zeros(len(prompts), width, dtype=torch.bool)
     for row, stream, prompt, length in zip(ends, streams, prompts.tolist(), lengths.tolist(), strict=True):
         choices = torch.randint(len(sizes), (length - prompt,), generator=torch.Generator().manual_seed(stream))
@@ -45,7 +45,7 @@ class BeaconLayout:
 
     tokens: Tensor  # int64 [B, T]
     lengths: Tensor  # int64 [B]
-    sampled: Tensor  # bool [B, T]: sampled tokens, without beacons
+    sampled: Tensor  # bool [B, T]: sampled tokens, not beacons
     evicted_at: Tensor  # int64 [B, T]: `never` for prompt, beacons and the last chunk; all layers and heads share it
 
 

@@ -1,6 +1,6 @@
-"""Hindsight on one trajectory: how much each evicted token was missed, and what giving the worst ones back changes.
+"""Hindsight on one trajectory: how much each evicted token was missed, and what giving back the worst ones changes.
 
-learn/regret.py has the equations. A file beside the trace keeps the result, because it takes the weights:
+learn/regret.py has the equations. The result is kept in a file beside the trace, because computing it needs weights:
 
     samples/step-000010/traces/000003-000.safetensors
     samples/step-000010/regret/000003-000.safetensors
@@ -29,10 +29,10 @@ _KINDS = {"mass": (3, torch.float32), "tokens": (1, torch.int32), "changes": (2,
 
 @dataclass(frozen=True)
 class Hindsight:
-    step: int  # of the checkpoint whose weights were asked; 0: the model that the run began with
+    step: int  # step of the checkpoint that was used; 0: the starting model
     mass: Tensor  # fp32 [L, H, T]: the attention that a token would have received after it was evicted
-    tokens: Tensor  # int32 [K]: those missed most, over all layers and heads; the worst first
-    changes: Tensor  # fp32 [K, T]: of every log-prob, if that token had never been evicted
+    tokens: Tensor  # int32 [K]: the tokens missed most, over all layers and heads; the worst first
+    changes: Tensor  # fp32 [K, T]: the change of every log-prob if that token had never been evicted
 
     def save(self, path: str | os.PathLike) -> None:
         """Write it, atomically: the file is whole or absent."""
@@ -42,7 +42,7 @@ class Hindsight:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Hindsight:
-        """As it was saved; a file with any other content is refused."""
+        """Read a file that `save` wrote; any other content is refused."""
         try:
             with safe_open(path, framework="pt") as file:
                 about, names = file.metadata() or {}, set(file.keys())

@@ -1,14 +1,14 @@
-"""Segments of a micro-batch of traces: runs of queries between two evictions, in which what is visible does not change.
+"""Divide traces into segments: runs of queries between two evictions, in which what is visible does not change.
 
 A query of a segment that begins at e sees the tokens kept there, {k < e: evicted_at[k] > e}, and the segment's own
-tokens up to itself. So work and memory follow the budget, not the square of the length. Nothing is assumed of the
-traces: where heads evict at different moments there are only more segments.
+tokens up to itself. So work and memory follow the budget, not the square of the length. Any trace is allowed: if heads
+evict at different moments, there are only more segments.
 
 Trajectories may be packed into one row, one behind the other without padding, and those of a group may share the tokens
-with which all of them begin (`Packing`). A packed row is a row of segments, too: only the lists of what they keep point
-to several places.
+with which all of them begin (`Packing`). A packed row consists of segments as well; only their lists of kept tokens
+point to several places.
 
-Shapes: B rows, L layers, H KV heads, T tokens, S segments (of the row that has most), K tokens kept (where most are).
+Shapes: B rows, L layers, H KV heads, T tokens, S segments (most of any row), K kept tokens (most of any segment).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .formats import SlotFormat
 
 # Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
 _MOST_KEPT = 64
-WIDEST_HEAD = 256  # numbers of a key, and of a value, up to which kernels go by segments; else there is a mask
-_SHARED = 16  # times as many where all layers and heads share one list
+WIDEST_HEAD = 256  # widest key or value for which kernels go by segments; wider ones use a mask
+_SHARED = 16  # times as many if all layers and heads share one list
 
 
 @dataclass(frozen=True)
 class Segments:
-    begins: Tensor  # int32 [B, S]: the first query of each; the row's length where it has fewer
+    begins: Tensor  # int32 [B, S]: the first query of each; the row's length if it has fewer
     counts: Tensor  # int32 [B, L, H, S]: tokens kept there
     lengths: Tensor  # int64 [B]
     most_kept: int  # K
-    are_few: bool  # whether listing what each keeps takes memory in proportion to the tokens
+    are_few: bool  # whether lists of what each keeps take memory in proportion to the tokens
 
 
 @dataclass(frozen=True)
 class Packing:
-    """B trajectories in one row of tokens. The tokens that a trajectory brings lie side by side, in the order of
-    trajectories; those before `first` are an earlier trajectory's, which begins with the same ones.
+    """Where B trajectories lie in one row of tokens. The tokens that a trajectory brings itself lie side by side, in
+    the order of trajectories; its tokens before `first` are those of an earlier trajectory with the same beginning.
     """
 
     place: Tensor  # int64 [B, T]: where every token of a trajectory lies; 0 beyond its end
@@ -51,7 +51,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one layer attends with."""
+    """The queries, keys and values with which one layer attends."""
 
     layer: int  # the number of the slots that it reads
     queries: Tensor  # [B, H * G, T, D] after RoPE
@@ -71,26 +71,26 @@ class Replay:
     With a packing the model is fed the one packed row; traces and lengths stay those of the B trajectories.
     """
 
-    evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding; L = H = 1 where all layers and heads share it
+    evicted_at: Tensor  # int32 [B, L, H, T]; "never" on padding; L = H = 1 if all layers and heads share it
     lengths: Tensor  # int64 [B]: tokens without padding
     packing: Packing | None = None
     slots: SlotFormat | None = None  # how the sampler stored keys and values
-    layouts: dict[Any, Any] = field(default_factory=dict)  # of kernels, by what they depend on
-    observe: Callable[[Observed], None] | None = None  # is shown what layers attend with
+    layouts: dict[Any, Any] = field(default_factory=dict)  # caches of kernels, by what they depend on
+    observe: Callable[[Observed], None] | None = None  # called with what each layer attends with
 
     @cached_property
     def segments(self) -> Segments:
         return find_segments(self.evicted_at, self.lengths, None if self.packing is None else self.packing.first)
 
     def of_layer(self, layer: int) -> Tensor:
-        """int32 [B, H, T]; H = 1 where all heads share it"""
+        """`evicted_at` of a layer. int32 [B, H, T]; H = 1 if all heads share it"""
         return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0]
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = None) -> Segments:
-    """evicted_at int32 [B, L, H, T] (L = H = 1 where all share it); lengths int64 [B], without padding
+    """Find the segments of traces. evicted_at int32 [B, L, H, T] (L = H = 1 if all share it); lengths int64 [B]
 
-    cuts int64 [B]: where a segment begins although nothing is evicted.
+    cuts int64 [B]: where a segment must begin although nothing is evicted
     """
     rows, layers, heads, tokens = evicted_at.shape
     gone = evicted_at.clamp(max=tokens).flatten(1).long()  # [B, L * H * T]
@@ -103,7 +103,7 @@ def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = Non
     most = int(moments.sum(1).max())
     begins = torch.where(moments, index, lengths[:, None]).sort(1).values[:, :most]  # [B, S]
 
-    # [B, T + 1]: the segment that begins at each moment; S where none does
+    # [B, T + 1]: the segment that begins at each moment; S if none does
     number = torch.where(moments, moments.cumsum(1) - 1, most)
     segment = number.gather(1, gone).view(rows, layers * heads, tokens)
     left = torch.zeros(rows, layers * heads, most + 1, dtype=torch.int32, device=evicted_at.device)
@@ -116,7 +116,7 @@ def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = Non
 
 
 def pack_segments(segments: Segments, packing: Packing) -> tuple[Segments, Tensor]:
-    """The segments of a packed row, and which of the trajectories' segments they are (int64 [M], of B * S).
+    """The segments of a packed row, and the indices of the trajectories' segments that they are (int64 [M], in B * S).
 
     A trajectory's segments before its `first` are those of the trajectory that brings these tokens.
     """
@@ -130,19 +130,19 @@ def pack_segments(segments: Segments, packing: Packing) -> tuple[Segments, Tenso
 
 
 def query_tiles(segments: Segments, size: int) -> Tensor:
-    """Every segment's queries in tiles. -> int32 [B, N, 4]: (first, segment's end, segment's begin, segment)
+    """Divide every segment's queries into tiles. -> int32 [B, N, 4]: (first, segment's end, segment's begin, segment)
 
-    The entries are -1 where a row has fewer tiles.
+    A row with fewer tiles is filled up with -1.
     """
     begins, ends = _spans(segments)
     return _tiles(begins, ends, ends - begins, size, first=begins)
 
 
 def key_tiles(segments: Segments, size: int) -> Tensor:
-    """What every segment sees, kept tokens and then its own, in tiles. -> int32 [B, N, 4]
+    """Divide what every segment sees, its kept tokens and then its own, into tiles. -> int32 [B, N, 4]
 
-    An entry is (place in that list, segment's end, segment's begin, segment), or -1 where a row has fewer tiles.
-    Where a head keeps fewer tokens than another, its last tiles are empty.
+    An entry is (place in that list, segment's end, segment's begin, segment); a row with fewer tiles is filled up with
+    -1. If a head keeps fewer tokens than another, its last tiles are empty.
     """
     begins, ends = _spans(segments)
     kept = segments.counts.amax((1, 2)).cpu().long()
@@ -151,13 +151,13 @@ def key_tiles(segments: Segments, size: int) -> Tensor:
 
 
 def typical_length(segments: Segments) -> int:
-    """The median of all segments' queries."""
+    """The median number of queries in a segment."""
     begins, ends = _spans(segments)
     return int((ends - begins)[ends > begins].median())  # the lower of two in the middle
 
 
 def _spans(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Begin and end of every segment, on the CPU; equal where a row has fewer. int64 [B, S]"""
+    """Begin and end of every segment, on the CPU; equal for segments that a row lacks. int64 [B, S]"""
     begins, lengths = segments.begins.cpu().long(), segments.lengths.cpu()
     return begins, torch.cat([begins[:, 1:], lengths[:, None]], 1)
 

@@ -12,7 +12,7 @@ from .states import LayerState
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot and one row look like. The compressor asks for `num_queries` and `mass` to be recorded."""
+    """The layout of a slot and a row. The compressor decides whether `num_queries` and `mass` are recorded."""
 
     layers: int  # those that have slots
     heads: int  # KV heads

@@ -5,14 +5,14 @@ order, for every layer and head alike; which tokens they hold differs per layer 
 models, compressors or sampling: it appends, forks and counts its bytes. Keys and values may be stored in 8 bits
 (formats.py), by all layers or by some.
 
-Layers may have different numbers of slots: `capacity` are those of the smallest, and layer l has `extra[l]` more. All
-layers of a row are evicted at the same moments, and a layer holds all that was fed until it has to let go. So what
-the host knows of a row, the slots that its smallest layer uses and the tokens fed, tells what every layer uses:
+Layers may have different numbers of slots: `capacity` counts the smallest layer's, and layer l has `extra[l]` more. All
+layers of a row are evicted at the same moments, and a layer holds everything that was fed until it is full. So from
+the slots in use in the smallest layer and the tokens fed, the host knows how many slots every layer uses:
 
     used of layer l  =  min(tokens fed, used + extra[l])
 
-Paging, block tables and reference counts are omitted on purpose. A budget makes rows equal, so a free row is a free
-row.
+Paging, block tables and reference counts are omitted on purpose: a budget makes all rows equal, so any free row will
+do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .formats import CODES, as_stored, dequantize, quantize
 from .shape import CacheShape
 from .states import RowStates
 
-# Layers are compressed and copied together while a copy of their keys and values fits in this; on a GPU, in few calls.
+# Layers are compressed and copied together as long as a copy of their keys and values fits in this.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 
 
@@ -50,13 +50,13 @@ class LayerSlots(NamedTuple):
 
 @dataclass
 class Stored:
-    """Slots of neighbouring layers that are stored alike and have as many. l layers"""
+    """Slots of l neighbouring layers that have the same format and the same number of slots."""
 
     layers: slice
     extra: int  # slots beyond those of the smallest layer
     keys: Tensor  # [l, R, H, C, D]
     values: Tensor
-    exponents: Tensor | None  # int8 [l, R, H, C, 2], where keys and values are codes
+    exponents: Tensor | None  # int8 [l, R, H, C, 2], if keys and values are codes
     feed: Tensor  # int32 [l, R, H, C] feed index of each slot
     mass: Tensor | None  # fp32 [l, R, H, C]
 
@@ -286,7 +286,7 @@ class SlotCache:
         return ring.gather(3, place.expand(*ring.shape[:3], count, ring.shape[4]))
 
     def layer_chunks(self, num_rows: int, used: int) -> list[slice]:
-        """Layers to compress together, stored alike, so that working copies stay small whatever the model."""
+        """Groups of equally stored layers to compress together, so that working copies stay small for any model."""
         most = used + max(self.shape.extra, default=0)
         per_layer = num_rows * most * self.shape.kv_bytes_per_token // self.shape.layers
         step = max(1, min(self.shape.layers, chunk_bytes(self.device) // max(per_layer, 1)))
@@ -310,12 +310,12 @@ class SlotCache:
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window
 
     def take(self, row: int, used: int, fed: int) -> list[Tensor]:
-        """Copies in host memory of what a row holds: its slots in use, recent queries and states."""
+        """Copy what a row holds to host memory: its slots in use, recent queries and states."""
         taken = [t[:, row, :, : stored.used(used, fed)] for stored in self.stored for t in stored.tensors]
         return [part.to("cpu", copy=True) for part in [*taken, *self._whole(row)]]
 
     def put(self, row: int, taken: list[Tensor]) -> None:
-        """What `take` returned, into a row of this cache."""
+        """Copy what `take` returned into a row of this cache."""
         slots = [tensor for stored in self.stored for tensor in stored.tensors]
         for mine, theirs in zip(slots, taken[: len(slots)], strict=True):
             mine[:, row, :, : theirs.shape[2]] = theirs.to(mine.device)
@@ -323,13 +323,13 @@ class SlotCache:
             mine.copy_(theirs)
 
     def _whole(self, row: int) -> list[Tensor]:
-        """Recent queries and states of a row."""
+        """The recent queries and states of a row."""
         queries = [] if self.queries is None else [self.queries[:, row]]
         return [*queries, *(t[row] for t in (self.states.tensors if self.states else []))]
 
 
 def _alike(shape: CacheShape) -> list[slice]:
-    """Runs of layers that are stored alike and have as many slots."""
+    """Runs of neighbouring layers with the same format and the same number of slots."""
 
     def way(layer: int) -> tuple:
         return shape.kind_of(layer), shape.extra_of(layer)

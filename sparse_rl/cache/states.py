@@ -1,5 +1,5 @@
-"""What recurrent layers keep of a row, beside its slots: a convolution's last inputs, and a state. Nothing is evicted
-from them, and their size does not depend on how much a row has been fed.
+"""The states of recurrent layers: for each row, the last inputs of a convolution and a recurrent state. Nothing is
+evicted from them, and their size does not depend on how many tokens a row was fed.
 
 Shapes: R rows, C channels, K inputs that a convolution sees.
 """
@@ -21,7 +21,7 @@ LAYERS_WITHOUT_SLOTS = {"linear_attention", "conv", "moe", "mlp"}
 
 @dataclass(frozen=True)
 class LayerState:
-    """What one recurrent layer keeps of a row."""
+    """The shapes of what one recurrent layer keeps for a row."""
 
     layer: int  # its number among all layers of the model
     conv: tuple[int, int]  # (C, K), in the model's dtype

@@ -1,10 +1,10 @@
-"""The support: which tokens the sampler could draw, where top-k or top-p leave only some of them.
+"""The support: which tokens the sampler could draw if top-k or top-p leave only some of them.
 
-The sampler's log-probs are renormalised over the support, so the learner's must be, over the same one. Of every sampled
-token is recorded how many there were, and the margin: so much lower than the highest logit may a logit be to be kept.
-The margin lies halfway between the least logit that was kept and the highest that was not, where rounding rarely
-reaches it. Under the trace the learner has the sampler's logits up to rounding and finds the support again by the
-margin; in the dense view it has others, so the ids themselves are recorded.
+The sampler's log-probs are renormalised over the support, so the learner's must be renormalised over the same one. For
+every sampled token, the size of the support and a margin are recorded: a token was kept if its logit is at most the
+margin below the highest one. The margin lies halfway between the lowest logit that was kept and the highest that was
+not, where rounding rarely reaches it. Under the trace the learner has the sampler's logits up to rounding and recovers
+the support by the margin. In the dense view it has other logits, so the ids themselves are recorded.
 
 Shapes: T tokens of a trajectory, n target tokens, K tokens of the largest support.
 """
@@ -26,16 +26,16 @@ from ..errors import SparseRLError
 from ..files import replace_file
 from .trace import in_order
 
-MOST = 512  # tokens of a support: 2 KiB of ids for a sampled token at most
+MOST = 512  # tokens in a support, so at most 2 KiB of ids for a sampled token
 _FORMAT = "sparse_rl.support.1"
 _DTYPES = {"counts": torch.int32, "margins": torch.float32, "ids": torch.int32}
 
 
 @dataclass(frozen=True)
 class Support:
-    counts: Tensor  # int32 [T]: tokens that could be drawn in a token's place; 0 where nothing was sampled
-    margins: Tensor  # fp32 [T]: highest logit - threshold, before temperature; infinite where all were kept
-    ids: Tensor | None = None  # int32 [sum of counts]: those tokens, ascending for each place; None: not recorded
+    counts: Tensor  # int32 [T]: tokens that could be drawn at each place; 0 if nothing was sampled there
+    margins: Tensor  # fp32 [T]: highest logit - threshold, before temperature; infinite if all were kept
+    ids: Tensor | None = None  # int32 [sum of counts]: these tokens, ascending at each place; None: not recorded
 
     def save(self, path: str | os.PathLike) -> None:
         """Write it atomically: the file is whole or absent."""
@@ -45,7 +45,7 @@ class Support:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Support:
-        """A support as it was saved; a file with any other content is refused."""
+        """Read a file that `save` wrote; any other content is refused."""
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
@@ -86,7 +86,7 @@ def _wrong_in(tensors: dict[str, Tensor]) -> str | None:
 
 
 def ids_of(supports: Sequence[Support | None], target_mask: Tensor) -> Tensor:
-    """The supports of target tokens side by side, padded with -1. bool [B, T] -> int32 [n, K]"""
+    """The supports of target tokens as rows, padded with -1. bool [B, T] -> int32 [n, K]"""
     parts = []
     for support, mask in zip(supports, target_mask, strict=True):
         assert support is not None and support.ids is not None, "the owner of a trajectory has its ids"

@@ -7,12 +7,12 @@ is a complete record of what the sampler could see:
 
 Queries and tokens are counted by feed index, the order in which tokens entered the cache.
 
-Beside it, of a mixture of experts, `routes`: the experts that each token went through, if they were recorded
-(models/routing.py); and `slots`: how keys and values were stored, if not in the model's dtype (formats.py). With all
-three the sampler's pass can be repeated.
+A trace may also have `routes`, the experts that each token of a mixture of experts went through (models/routing.py),
+and `slots`, the format of keys and values if it is not the model's dtype (formats.py). With all three the sampler's
+pass can be repeated.
 
-A file holds `evicted_at` as it is, or a byte per (layer, KV head, token) that points to one of the few moments of
-eviction; and `routes` and `slots`, which versions before them do not look for.
+A file holds `evicted_at` itself, or a byte per (layer, KV head, token) that points to one of the few moments of
+eviction. It also holds `routes` and `slots`, which older versions ignore.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ class Trace:
         return visible(evicted_at)
 
     def slots_in_use(self) -> Tensor:
-        """Tokens the last query can see, itself included. [L, H]"""
+        """The number of tokens that the last query sees, itself included. [L, H]"""
         return torch.from_numpy((self.evicted_at.numpy() >= self.num_tokens).sum(-1))
 
     def slice(self, start: int, stop: int) -> Trace:
-        """The trace of tokens start .. stop - 1 alone, counted from `start`; what stays beyond `stop` is NEVER."""
+        """The trace of only the tokens start .. stop - 1, counted from `start`; what stays beyond `stop`
+        becomes NEVER.
+        """
         if not 0 <= start <= stop <= self.num_tokens:
             raise SparseRLError(f"cannot slice tokens {start}..{stop} out of a trace of {self.num_tokens} tokens.")
         part = self.evicted_at[..., start:stop].to(torch.int64)
@@ -100,7 +102,7 @@ class Trace:
         replace_file(Path(path), self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """What a file holds: the smaller of the two forms."""
+        """The content of a file, in the smaller of the two forms."""
         about, routes = {"crc32": str(_crc(self.evicted_at))}, {}
         if self.routes is not None:
             about |= {"routes": _ROUTES, "routes_crc32": str(_crc(self.routes))}
@@ -115,9 +117,9 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Trace:
-        """A trace as it was saved; a file with any other content is refused."""
+        """Read a file that `save` wrote; any other content is refused."""
         if not Path(path).is_file():
-            raise SparseRLError(f"there is no trace file {path}; was it moved without its trajectories?")
+            raise SparseRLError(f"there is no trace file {path}; put it back beside its trajectories.")
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
@@ -152,7 +154,7 @@ class Trace:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Trace:
-        """What `to_bytes` returned; safetensors reads metadata from files alone."""
+        """Read what `to_bytes` returned, through a file, because safetensors reads metadata only from files."""
         with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
             file.write(content)
             file.flush()
@@ -176,9 +178,9 @@ def _crc(tensor: Tensor) -> int:
 
 
 def _events(evicted_at: Tensor) -> dict[str, Tensor] | None:
-    """The moments at which something was evicted, and which moment is each token's; None where there are too many.
+    """The moments of eviction, and for each token a byte that points to its moment; None if there are too many moments.
 
-    The layers and heads of a row evict together, once in `interval` tokens: a byte per token is enough for most traces.
+    The layers and heads of a row evict together, once in `interval` tokens, so a byte is enough for most traces.
     evicted_at [L, H, T]
     """
     gone = evicted_at.numpy()
@@ -210,7 +212,7 @@ def _wrong_in(tensors: dict[str, Tensor]) -> str | None:
 
 
 def _impossible_in(evicted_at: Tensor) -> str | None:
-    """Why no rollout can have left this trace, or None. [L, H, T]"""
+    """Why no rollout can have produced this trace, or None. [L, H, T]"""
     tokens = evicted_at.shape[-1]
     if evicted_at.dtype == torch.uint16 and trace_dtype(tokens) != torch.uint16:
         return f"{tokens} tokens do not fit in uint16"
@@ -220,15 +222,15 @@ def _impossible_in(evicted_at: Tensor) -> str | None:
 
 
 def visible(evicted_at: Tensor) -> Tensor:
-    """The mask of the module docstring. [..., T] -> bool [..., T queries, T tokens]"""
+    """The mask `visible` of the module docstring. [..., T] -> bool [..., T queries, T tokens]"""
     index = torch.arange(evicted_at.shape[-1], device=evicted_at.device, dtype=torch.int32)
     causal = index[None, :] <= index[:, None]
     return causal & (index[:, None] < evicted_at.to(torch.int32)[..., None, :])
 
 
 def in_order(content: bytes) -> bytes:
-    """A safetensors file with its header in alphabetical order: safetensors shuffles metadata, and the same trace must
-    make the same file.
+    """A safetensors file with its header in alphabetical order. safetensors shuffles metadata, but equal traces must
+    make equal files.
     """
     size = int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()

@@ -1,12 +1,12 @@
-"""Conversations on an open engine: turns are sampled, tasks reply meanwhile, and rows go on with what they were given.
+"""Hold conversations on an open engine: sample turns, let the task reply, and continue with the reply.
 
-    for every conversation, in whatever order replies come:
-        turn      sampled until it stops
-        reply     asked of the task (tasks/replies.py); other rows run on
-        extend    the reply's tokens are fed, and the next turn is sampled
+for every conversation, in whatever order replies come:
+    turn      sample until it stops
+    reply     ask the task (tasks/replies.py) while other rows run
+    extend    feed the reply's tokens and sample the next turn
 
-What a conversation samples does not depend on when its replies come: rows that others need meanwhile are swapped out
-and in to the bit, and results are in the order of the prompts.
+What a conversation samples does not depend on when its replies come: rows that others need meanwhile are moved out and
+back with the same bits, and results are in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATIENCE = 0.5  # seconds that a loop without running rows waits for a reply be
 
 @dataclass(frozen=True)
 class Turns:
-    """How long a conversation may be, beside what the policy samples (`Sampling.max_new_tokens`, over all turns)."""
+    """The limits of a conversation, besides `Sampling.max_new_tokens`, which counts over all turns."""
 
     most: int = 8
     given: int = 512  # tokens of a reply
@@ -45,7 +45,7 @@ class Turns:
 
 @dataclass
 class Talk:
-    """What is known of a conversation beside its tokens."""
+    """A conversation's messages, faults and limits: all but its tokens."""
 
     messages: list[Message] = field(default_factory=list)  # the prompt's, the model's, the task's
     turns: int = 0
@@ -113,7 +113,7 @@ def converse(
 
 
 class _Hall:
-    """The conversations that are open, and those that are done."""
+    """Keeps the conversations that are open and those that are done."""
 
     def __init__(
         self, live, replies: Replies, task: Task, chats: Chats, prompts, sampling: Sampling, turns: Turns, on_end

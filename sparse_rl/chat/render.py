@@ -1,11 +1,11 @@
-"""Between messages and tokens: what the policy sampled is read, and only what it has not seen is written.
+"""Translate between messages and tokens, without ever encoding sampled tokens again.
 
-    heard      sampled tokens -> the model's message, with its calls of tools
-    given      a reply's messages -> the tokens that are fed after what was sampled
+heard      sampled tokens -> the model's message, with its tool calls
+given      a reply's messages -> the tokens that are fed after what was sampled
 
-Token in, token out: sampled tokens are never encoded again. Of a reply the template's text is taken, rendered with the
-conversation and without it; what is more is encoded. A template that writes earlier turns otherwise once a message
-follows them would let the model read other tokens than it sampled, and is refused.
+The tokens of a reply come from the template: the conversation is rendered with the reply and without it, and the
+difference is encoded. A template that rewrites earlier turns once a message follows them is refused, because the model
+would read other tokens than it sampled.
 
 Prompts of plain text need no template. A call is then the last line of a turn, `name(arguments)`; a reply is its
 content and a new line; a turn ends with the model's end token.
@@ -28,7 +28,7 @@ _NO_CALL = {"type": "function", "function": {"name": None, "arguments": None}}  
 
 
 class Chat(Protocol):
-    """How one task's conversations are written for one tokenizer."""
+    """The interface that writes one task's conversations for one tokenizer."""
 
     def start(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
@@ -48,7 +48,7 @@ class Chat(Protocol):
 
 
 class Chats:
-    """The chats of a task, or of the tasks of a mixture; each is made, and checked, when its first prompt comes."""
+    """The chats of a task, or of the tasks of a mixture; each is made and checked when its first prompt comes."""
 
     def __init__(self, tokenizer, task: Task, end: int):
         """end: the token that ends a turn"""
@@ -133,8 +133,8 @@ class TemplateChat:
         text, found, _ = after[len(before) :].rpartition(self.ending)
         if not after.startswith(before) or not found:
             raise SparseRLError(
-                "the chat template writes an assistant's turn otherwise than it asks for one, so worked solutions "
-                "cannot be taught; use another template, or prompts of plain text."
+                "the chat template writes an assistant's turn differently from the way it asks for one, so worked "
+                "solutions cannot be taught; use another template, or prompts of plain text."
             )
         return [*self._encoded(text), self.end]
 
@@ -185,9 +185,9 @@ def appended(before: str, after: str, ending: str) -> str:
     """
     if not after.startswith(before):
         raise SparseRLError(
-            "the chat template writes earlier turns otherwise once a message follows them (many drop the "
+            "the chat template rewrites earlier turns once a message follows them (many templates drop the "
             "reasoning of earlier turns), so the model would read other tokens than it sampled; use a template "
-            "that only appends, or a model without one."
+            "that only appends, or a model without a chat template."
         )
     _, found, rest = before.rpartition(ending)
     if not found:

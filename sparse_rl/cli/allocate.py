@@ -17,10 +17,11 @@ def allocate(
     context: typer.Context,
     model: ModelName,
     task: Annotated[
-        str | None, typer.Option(help="A name from `sparse-rl list tasks`, whose prompts are used.")
+        str | None, typer.Option(help="The task whose prompts are used; a name from `sparse-rl list tasks`.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Or a JSONL file; each line has `prompt` (text) or `tokens` (ids).")
+        Path | None,
+        typer.Option(help="Instead of --task, a JSONL file; each line has `prompt` (text) or `tokens` (ids)."),
     ] = None,
     compressor: Annotated[
         str | None, typer.Option(help="A name from `sparse-rl list compressors`. Default: as in training, else rkv.")
@@ -29,13 +30,17 @@ def allocate(
     interval: InheritedInterval = None,
     by: Annotated[
         str,
-        typer.Option(help="nats: the log-prob that tokens lose if one layer alone is evicted; mass: its attention."),
+        typer.Option(
+            help="What evictions in one layer cost: nats, the log-prob that tokens lose; or mass, the attention lost."
+        ),
     ] = "nats",
     least: Annotated[
-        int | None, typer.Option(help="Slots that every layer keeps. Default: half of the budget, or what it needs.")
+        int | None,
+        typer.Option(help="Slots that every layer keeps at least. Default: half of the budget, or what it needs."),
     ] = None,
     step: Annotated[
-        int, typer.Option(help="Slots given at a time; with more, more layers are alike, and evicted together.")
+        int,
+        typer.Option(help="Slots given at a time; a larger step makes more layers alike, which are evicted together."),
     ] = 1,
     count: Annotated[int, typer.Option("--trajectories", help="Dense rollouts to measure on.")] = 32,
     max_new_tokens: Annotated[
@@ -45,12 +50,12 @@ def allocate(
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Save the model here, with the budgets in its record. Default: only print them."),
+        typer.Option(help="Save the model here with the budgets in its record. Default: only print them."),
     ] = None,
     dtype: Dtype = None,
     trust: Trust = False,
 ) -> None:
-    """Measure what evictions cost each layer alone, and give slots to the layers that gain most by them."""
+    """Measure what evictions cost in each layer, and give more slots to the layers that gain most from them."""
     from ..compressors import make
     from ..models import Record, encode, load_model, record_of, set_record, stop_ids
     from ..rollout import Engine, Sampling
@@ -61,7 +66,7 @@ def allocate(
 
     require_int(trajectories=count, rows=rows, step=step)
     if (task is None) == (prompts is None):
-        raise SparseRLError("give prompts to measure on: --task NAME or --prompts FILE, one of them.")
+        raise SparseRLError("give the prompts to measure on: either --task NAME or --prompts FILE.")
     place, trained = None if out is None else place_for(model, out), Trained.of(model)
     given = {"compressor": compressor, "budget": budget, "interval": interval}
     cache, _ = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
@@ -93,4 +98,4 @@ def allocate(
     )
     set_record(lm, record)
     write(lm, tokenizer, place, whole=True)
-    typer.echo(f"written to {place}; commands that run it use these budgets")
+    typer.echo(f"written to {place}; commands that run this model use these budgets")

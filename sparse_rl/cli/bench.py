@@ -24,18 +24,18 @@ def bench_rollout(
     compressor: CompressorName = "rkv",
     budget: Budget = 512,
     interval: Interval = 128,
-    rows: Annotated[int, typer.Option(help="Sequences, all decoded at once.")] = 256,
+    rows: Annotated[int, typer.Option(help="Sequences, all decoded at the same time.")] = 256,
     prompt: Annotated[int, typer.Option(help="Tokens per prompt.")] = 256,
     new: Annotated[int, typer.Option(help="New tokens per sequence; no sequence stops early.")] = 3840,
-    repeats: Annotated[int, typer.Option(help="Timed runs; the median run is reported.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed runs, of which the median is reported.")] = 3,
     peer: Annotated[
         str | None, typer.Option(help="`transformers`: also time model.generate on the same prompts.")
     ] = None,
-    peer_new: Annotated[int, typer.Option(help="New tokens per sequence of the peer.")] = 128,
+    peer_new: Annotated[int, typer.Option(help="New tokens per sequence for the peer.")] = 128,
     slots: Annotated[str, typer.Option(help="How slots store keys and values: model, fp8 or int8.")] = "model",
     dtype: Dtype = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All numbers, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Time whole rollouts of a model with random weights: tokens/s, milliseconds per step, memory, shares of time."""
     from ..bench import Setting, measure, summary

@@ -16,19 +16,19 @@ def calibrate(
     data: Annotated[
         Path,
         typer.Option(
-            help="Text: a JSONL file whose lines have `tokens`, as `sparse-rl rollout` writes them, or the text in "
-            "--field; any other file is one text."
+            help="The text to read: a JSONL file whose lines have `tokens` (as `sparse-rl rollout` writes them) or "
+            "text in --field; any other file is read as one text."
         ),
     ],
-    field: Annotated[str, typer.Option(help="The field of a line that holds the text.")] = "text",
-    tokens: Annotated[int, typer.Option(help="Tokens to read, at most.")] = 32_768,
+    field: Annotated[str, typer.Option(help="The field of a JSONL line that holds the text.")] = "text",
+    tokens: Annotated[int, typer.Option(help="The most tokens to read.")] = 32_768,
     out: Annotated[
         Path | None,
-        typer.Option(help="Save the model here, with the file. Default: write the file beside the model."),
+        typer.Option(help="Save the model and the file here. Default: write the file beside the model."),
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Find out where a model's queries lie; write triattention.safetensors beside it."""
+    """Measure a model's queries for the compressor `triattention`, and write triattention.safetensors."""
     from ..learn.calibrate import calibrate as measure
     from ..models import encode, load_model
     from .companion import place_for, write
@@ -52,5 +52,5 @@ def read_texts(path: Path, field: str) -> list[dict]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise SparseRLError(f"{path} is not UTF-8 text ({error}).") from error
+        raise SparseRLError(f"{path} is not UTF-8 text ({error}); save it as UTF-8.") from error
     return [{"text": text}]

@@ -1,4 +1,4 @@
-"""Where commands write what a compressor has learned about a model: beside it, or with a copy of it."""
+"""Write what a compressor has learned about a model: beside the model, or with a copy of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import SparseRLError
 
 
 def place_for(model: str, out: Path | None) -> Path:
-    """The folder to write to; refused before any work where there is none."""
+    """The folder to write to; raises before any work if there is none."""
     from ..models import find_model
     from ..models.names import BUILT_IN
 
@@ -18,12 +18,12 @@ def place_for(model: str, out: Path | None) -> Path:
         return out
     folder = Path(find_model(model))
     if model in BUILT_IN or not folder.is_dir():
-        raise SparseRLError(f"{model} is not a folder to write beside; say with --out where to save it with the file.")
+        raise SparseRLError(f"{model} is not a folder, so nothing can be written beside it; save a copy with --out.")
     return folder
 
 
 def write(model, tokenizer, place: Path, whole: bool) -> None:
-    """The files of what the model carries; `whole`: and the model, in a new folder."""
+    """Write the model's companion files; `whole`: also the model, into a new folder."""
     from ..models import save_companions
     from ..train.checkpoint import save_model
 

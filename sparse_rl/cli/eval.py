@@ -25,13 +25,13 @@ def eval_(
     context: typer.Context,
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL", help="Hub id, folder, run folder or .gguf file; with --compare one or more."),
+        typer.Argument(metavar="MODEL", help="Hub id, folder, run folder or .gguf file; --compare takes several."),
     ],
     bench: Annotated[
         str | None,
         typer.Option(
-            help="Benchmarks and tasks, separated by commas: gsm8k,math500. Options of a task are --NAME.KEY VALUE. "
-            "Default: the task of training."
+            help="Benchmarks and tasks, separated by commas: gsm8k,math500. A task's options are --NAME.KEY VALUE. "
+            "Default: the task that the model was trained on."
         ),
     ] = None,
     data: Annotated[
@@ -47,57 +47,72 @@ def eval_(
             "training, else dense."
         ),
     ] = None,
-    chunk: Annotated[int | None, typer.Option(help="Tokens per beacon of the compressor `beacon`.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="For the compressor `beacon`: tokens per beacon.")] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="Nats at which a chunk of the compressor `beacon` ends early.")
+        float | None, typer.Option(help="For the compressor `beacon`: surprise in nats at which a chunk ends early.")
     ] = None,
     budget: InheritedBudget = None,
     interval: InheritedInterval = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Evaluate all models on all caches, with paired tests, a picture and a page."),
+        typer.Option(
+            "--compare", help="Evaluate every model on every cache; write paired tests, a picture and a page."
+        ),
     ] = False,
     compressors: Annotated[
         str | None,
         typer.Option(
-            help="With --compare: names, separated by commas; dense must be one. Default: dense and those of training, "
-            "else dense,rkv."
+            help="With --compare: compressors separated by commas, dense among them. Default: dense and those of "
+            "training, else dense,rkv."
         ),
     ] = None,
     budgets: Annotated[
         str | None,
-        typer.Option(help="With --compare: numbers, separated by commas. Default: those of training, else 512."),
+        typer.Option(help="With --compare: budgets separated by commas. Default: those of training, else 512."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Completions per problem. Default: as published, 1 for tasks.")
+        int | None, typer.Option(help="Completions per problem. Default: as published for benchmarks, 1 for tasks.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Problems per benchmark. Default: all, 256 of an endless task.")
+        int | None, typer.Option(help="Problems per benchmark. Default: all of them; 256 of an endless task.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="The longest response. Default: as published; tasks as in training, else 256.")
+        int | None,
+        typer.Option(
+            help="The longest response. Default: as published for benchmarks; tasks as in training, else 256."
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. Default: 0.8 for benchmarks; tasks as in training, else 1.")
+        float | None,
+        typer.Option(
+            help="Temperature of sampling; 0 is greedy. Default: 0.8 for benchmarks; tasks as in training, else 1."
+        ),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 is off. Default: 0.95 for benchmarks, 1 for tasks.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw only from the likeliest tokens of this mass; 1 is off. Default: 0.95 for benchmarks, 1 for "
+            "tasks."
+        ),
+    ] = None,
     max_turns: Annotated[
-        int | None, typer.Option(help="Of tasks that reply: turns of a conversation. Default: as in training, else 8.")
+        int | None,
+        typer.Option(help="For tasks that reply: turns of a conversation. Default: as in training, else 8."),
     ] = None,
     max_given_tokens: Annotated[
-        int | None, typer.Option(help="Of tasks that reply: tokens of a reply. Default: as in training, else 512.")
+        int | None, typer.Option(help="For tasks that reply: tokens of a reply. Default: as in training, else 512.")
     ] = None,
     rows: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the results, where an interrupted evaluation continues. Default: in evals/."),
+        typer.Option(help="Folder for the results; an interrupted evaluation continues there. Default: under evals/."),
     ] = None,
     dtype: Dtype = None,
     trust: Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The numbers, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Measure how good a model is on a given cache, item by item; or compare models and caches."""
+    """Measure how good a model is on a given cache, problem by problem; or compare models and caches."""
     from ..evaluation.cache import Cache
     from ..evaluation.run import Asked
     from .inherit import Trained, always, cache_of, caches_of, line_about, of_their_task, tasks_of
@@ -143,7 +158,7 @@ def eval_(
 
 
 def split_arguments(arguments: list[str], context: typer.Context) -> tuple[list[str], list[str]]:
-    """(models, keys with their values): keys may stand among the models."""
+    """(models, keys with their values); keys may stand among the models."""
     models, rest = [], []
     for i, argument in enumerate(arguments):
         value_of_key = i > 0 and arguments[i - 1].startswith("--") and "=" not in arguments[i - 1]
@@ -166,7 +181,7 @@ def parse_options(rest: list[str], context: typer.Context, benches: list[str]) -
             parameters = [p for p in context.command.params if p.param_type_name == "option"]
             known = nearest(name, [p.opts[0].removeprefix("--") for p in parameters])
             keys = ", ".join(f"--{owner}.KEY VALUE" for owner in [*benches, "compressor"])
-            raise SparseRLError(f"eval has no --{name} (options of benchmarks and compressors: {keys}); {known}")
+            raise SparseRLError(f"eval has no option --{name} (benchmarks and compressors have {keys}); {known}")
     return options, own
 
 
@@ -181,7 +196,7 @@ def compressor_options(compressor: str, own: dict, chunk: int | None, threshold:
             )
         if name in own:
             raise SparseRLError(
-                f"--{name} {value} and --compressor.{name} {own[name]} say the same thing; give it once."
+                f"--{name} {value} and --compressor.{name} {own[name]} set the same option; give one of them."
             )
     return own | found
 
@@ -191,17 +206,17 @@ OF_ONE_CACHE = {"compressor": "compressors", "budget": "budgets", "chunk": "comp
 
 
 def check_options(context: typer.Context, models: list[str], compare: bool) -> None:
-    """Refuse options of the other way to evaluate, and too few, too many or repeated models."""
+    """Refuse options of the other mode (with or without --compare), and too few, too many or repeated models."""
     given = options_given(context)
     for name, instead in (OF_ONE_CACHE if compare else OF_COMPARISONS).items():
         if name in given:
             mode = "with --compare" if compare else "without --compare"
             raise SparseRLError(f"--{name} has no meaning {mode}; use --{instead}, such as beacon:16 for beacons.")
     if not models or (len(models) > 1 and not compare):
-        raise SparseRLError(f"{len(models)} models are named; give one, or several with --compare.")
+        raise SparseRLError(f"{len(models)} models were given; give one, or add --compare to compare several.")
     if len({slug(model) for model in models}) < len(models):
         raise SparseRLError(
-            f"two of {', '.join(models)} are the same, or would have the same folder; name each model once."
+            f"two of {', '.join(models)} are the same model, or would write to the same folder; give each model once."
         )
 
 
@@ -213,7 +228,9 @@ def evaluate_all(
     folder_of: Callable[[str, Cache], Path],
     show: Callable[[Evaluated], None],
 ) -> list[Evaluated]:
-    """Evaluate every model on every cache and show each result when it is there; Ctrl-C keeps what is finished."""
+    """Evaluate every model on every cache and show each result as soon as it is ready; Ctrl-C keeps
+    finished results.
+    """
     from ..evaluation.run import evaluate
 
     found = []
@@ -225,7 +242,7 @@ def evaluate_all(
                     found.append(done)
                     show(done)
     except KeyboardInterrupt:
-        say(f"stopped; the finished part is in {root}, and the same command goes on.")
+        say(f"stopped; finished results are in {root}, and the same command continues from there.")
         raise typer.Exit(130) from None
     return found
 
@@ -262,15 +279,15 @@ def print_comparison(found: list[Evaluated], root: Path, about: str, as_json: bo
 
 
 def names(text: str, option: str) -> list[str]:
-    """The names in a value with commas."""
+    """The names in a comma-separated value."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
-        raise SparseRLError(f"{option} is {text!r}; name at least one.")
+        raise SparseRLError(f"{option} is {text!r}; give at least one name.")
     return found
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
-    """The numbers in a value with commas."""
+    """The numbers in a comma-separated value."""
     found = names(text, option)
     if not all(number.isascii() and number.isdecimal() and int(number) > 0 for number in found):
         raise SparseRLError(f"{option} is {text!r}; give whole numbers of at least 1, with commas, such as 128,256.")

@@ -1,7 +1,7 @@
-"""Settings that models bring along: what a command takes from the records of their training, and the line that says so.
+"""Take settings from the records of a model's training, and say so in one line.
 
-An option of the command line comes first, the record of the model second, the default last. A record may be a
-stranger's, so code that it names is imported only with --trust.
+An option of the command line overrides the model's record, which overrides the default. A record may be a stranger's,
+so code that it names is only imported with --trust.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..models import Record, check_folder, find_model, read_record
 if TYPE_CHECKING:
     from ..evaluation.cache import Cache
 
-BUDGET, INTERVAL = 512, 128  # where neither the command nor a record says
+BUDGET, INTERVAL = 512, 128  # if neither the command nor a record says otherwise
 
 
 @dataclass(frozen=True)
 class Trained:
     """A model and the record of its training; an empty one if it has none."""
 
-    model: str  # of a run folder its newest checkpoint
+    model: str  # for a run folder, its newest checkpoint
     record: Record
 
     @classmethod
@@ -46,12 +46,11 @@ class CacheSettings:
 def cache_of(
     trained: Trained, given: Mapping[str, Any], own: Mapping[str, Any], default: str, trust: bool
 ) -> tuple[CacheSettings, dict[str, Any]]:
-    """The cache that a model runs on, and what of it is inherited.
+    """The cache that a model runs on, and the settings that were inherited.
 
-    given: compressor, budget and interval of the command line, None where it does not say; own: the compressor's
-    options there. Another compressor than that of training inherits budget and interval, and of the options only
-    protect_prompt, how slots are stored and how many a layer keeps; a dense cache is what it is compared with, and
-    inherits nothing.
+    given: compressor, budget and interval from the command line, None if not given; own: the compressor's options from
+    there. If the compressor is another one than in training, it inherits budget and interval, but of the options only
+    protect_prompt, the slot format and the layer budgets. A dense cache, with which others are compared, inherits none.
     """
     record = trained.record
     if given["compressor"] is None and record.compressor is not None:
@@ -91,9 +90,9 @@ def caches_of(
     own: Mapping[str, Any],
     trust: bool,
 ) -> tuple[list[Cache], dict[str, Any]]:
-    """The caches of a comparison, and what of them is inherited.
+    """The caches of a comparison, and the settings that were inherited.
 
-    Compressors and budgets are those of all models; interval and options must be the same in all of them.
+    Compressors and budgets are those of all models together; interval and options must be the same in all of them.
     """
     from ..evaluation.cache import caches
 
@@ -125,12 +124,12 @@ def tasks_of(trained: Sequence[Trained], bench: str | None, trust: bool) -> list
     if bench is not None:
         names = [name.strip() for name in bench.split(",") if name.strip()]
         if not names:
-            raise SparseRLError(f"--bench is {bench!r}; name at least one.")
+            raise SparseRLError(f"--bench is {bench!r}; name at least one benchmark or task.")
         return names
     known = {t.model: t.record.task for t in trained if t.record.task is not None}
     if not known:
         raise SparseRLError(
-            f"{', '.join(t.model for t in trained)} does not say on which task it was trained; name what to ask with "
+            f"{', '.join(t.model for t in trained)} does not record the task it was trained on; choose one with "
             "--bench, such as --bench gsm8k."
         )
     for model, task in known.items():
@@ -141,9 +140,9 @@ def tasks_of(trained: Sequence[Trained], bench: str | None, trust: bool) -> list
 def of_their_task(
     trained: Sequence[Trained], bench: str, given: set[str], said: Mapping[str, Any], trust: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(task options, way to sample) that models bring along for a benchmark that is the task of their training.
+    """(task options, sampling settings) that models bring along for a benchmark that is the task of their training.
 
-    given: the task's options that the command line has; said: how to sample there, None where it does not say.
+    given: the task's options from the command line; said: sampling settings from there, None if not given
     """
     known = [t for t in trained if t.record.task is not None and same_task(t.record.task, bench)]
     keys = dict.fromkeys(key for t in known for key in t.record.task_options if key not in given)
@@ -163,25 +162,25 @@ def of_their_task(
 
 
 def same_task(first: str, second: str) -> bool:
-    """Whether two names mean one task; a file may be named by any path to it."""
+    """Whether two names stand for the same task; a file may be named by any path to it."""
     if not (names_python_file(first) and names_python_file(second)):
         return first == second
     return split_python_file(first) == split_python_file(second)
 
 
 def agreed(values: Mapping[str, Any], what: str, option: str) -> Any:
-    """The one value that all models have; they are asked the same, so a difference must be settled by an option."""
+    """The value that all models have. All are asked the same, so if they differ, an option must choose."""
     (first, value), *others = values.items()
     for model, other in others:
         if other != value:
             raise SparseRLError(
-                f"{first} was trained with {what} {value}, {model} with {other}; say which one to use with {option}."
+                f"{first} was trained with {what} {value}, but {model} with {other}; choose one of them with {option}."
             )
     return value
 
 
 def always(trained: Sequence[Trained], template: str | None) -> dict[str, Any]:
-    """What the models themselves bring along when they are loaded: template (unless one is given), ends and logits."""
+    """Settings that models always bring along when loaded: template (unless one is given), stop ids and logits."""
     found: dict[str, Any] = {}
     for record in (t.record for t in trained):
         if record.template is not None and template is None:
@@ -194,7 +193,7 @@ def always(trained: Sequence[Trained], template: str | None) -> dict[str, Any]:
 
 
 def line_about(models: Sequence[str], taken: Iterable[tuple[str, Any]]) -> str | None:
-    """One line that names what models brought along; None if they brought nothing."""
+    """One line that names the inherited settings; None if there are none."""
     parts = [f"{name.replace('_', ' ')} {_shown(value)}" for name, value in taken]
     return f"taken from {', '.join(models)}: {'; '.join(parts)}. Options override this." if parts else None
 

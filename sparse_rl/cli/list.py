@@ -37,7 +37,7 @@ def presets() -> list[tuple[str, ...]]:
     def parts(method: Method) -> str:
         values = {field: getattr(method.correction, field.name) for field in fields(method.correction)}
         found = [f"{field.name} {value}" for field, value in values.items() if value != field.default]
-        found += ["the learner replays what the sampler saw"] if method.view == "shadow" else []
+        found += ["the learner replays what the sampler's cache held"] if method.view == "shadow" else []
         found += [f"distillation {method.distill}"] if method.distill else []
         return ", ".join(found) or "old log-probs recomputed, nothing corrected"
 
@@ -58,7 +58,7 @@ def recipes() -> list[tuple[str, ...]]:
 
 
 def first_sentence(recipe: str) -> str:
-    """What a recipe's comment says first, however many lines it takes; commands in it are further indented."""
+    """The first sentence of a recipe's comment, over as many lines as it takes; commands are indented further."""
     comment = itertools.takewhile(lambda line: line.startswith("# ") and line[2] != " ", recipe.splitlines())
     return re.split(r"(?<=\.)\s", " ".join(line[2:] for line in comment))[0]
 
@@ -80,16 +80,18 @@ LISTS = {
     "keys": keys,
 }
 
-ADVICE = {  # what the tables of docs/methods.md say
-    "algorithms": "Begin with grpo: neither online-dpo nor ppo was better in our tables, and both have more settings. "
-    "online-dpo needs rewards only to compare; ppo can learn from one completion of a prompt.",
-    "methods": "For a model that will run on its compressed cache: shadow. For one that will run on a dense cache: "
-    "sparse-rl, at a budget at which it rejects little. none and naive show what corrections are for.",
+ADVICE = {  # conclusions from the tables of docs/methods.md
+    "algorithms": "Start with grpo: neither online-dpo nor ppo was better in our tables, and both have more settings. "
+    "online-dpo only needs rewards that can be compared; ppo can learn from a single completion per prompt.",
+    "methods": "Use shadow for a model that will run on its compressed cache. Use sparse-rl for a model that will run "
+    "on a dense cache, with a budget at which it rejects little. none and naive show what corrections are for.",
 }
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, methods, compressors, tasks, templates, recipes, keys")],
+    what: Annotated[
+        str, typer.Argument(help="One of algorithms, methods, compressors, tasks, templates, recipes, keys.")
+    ],
 ) -> None:
     """List the names that commands and recipes accept."""
     if what not in LISTS:
@@ -99,5 +101,5 @@ def list_(
     for *cells, last in rows:
         typer.echo("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths)), last]))
     advice = ADVICE.get("methods" if what == "presets" else what)
-    if advice is not None:  # not among the names, which scripts may read
+    if advice is not None:  # on stderr, because scripts may read the names
         typer.echo(f"sparse-rl: {advice}", err=True)

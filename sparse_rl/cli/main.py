@@ -72,7 +72,7 @@ app.command()(demo)
 
 
 def main() -> None:
-    """Run a command; a mistake of the user becomes one sentence on stderr, without a traceback."""
+    """Run a command; a user's mistake becomes one sentence on stderr, without a traceback."""
     try:
         check_arguments(sys.argv)
         code = app(standalone_mode=False)  # a number if the command asked to exit, else what it returned
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Refuse arguments that are not UTF-8: neither JSON nor YAML could repeat such a path."""
+    """Refuse arguments that are not UTF-8, because neither JSON nor YAML could hold such a path."""
     for argument in arguments:
         if not is_text(argument):
             raise SparseRLError(f"{os.fsencode(argument)!r} is not UTF-8 text; rename it, or use another.")

@@ -12,13 +12,14 @@ from ..errors import SparseRLError
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="Hub id, folder, run folder, .gguf file, or `tiny` (random weights; tiny:4x256: another size)."
+        help="Hub id, folder, run folder, .gguf file, or `tiny` (random weights; tiny:4x256 for another size)."
     ),
 ]
-Budget = Annotated[int, typer.Option(help="Slots that a row keeps at an eviction.")]
+Budget = Annotated[int, typer.Option(help="Cache slots that a sequence keeps at an eviction.")]
 Interval = Annotated[int, typer.Option(help="Tokens between evictions.")]
 InheritedBudget = Annotated[
-    int | None, typer.Option(help="Slots that a row keeps at an eviction. Default: as in training, else 512.")
+    int | None,
+    typer.Option(help="Cache slots that a sequence keeps at an eviction. Default: as in training, else 512."),
 ]
 InheritedInterval = Annotated[
     int | None, typer.Option(help="Tokens between evictions. Default: as in training, else 128.")
@@ -33,7 +34,7 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Run the files and packages that the folder names (task, compressor, estimator). Read them first.",
+        help="Run the code that the folder names: its task, compressor and estimator. Read it first.",
     ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")]
@@ -56,6 +57,6 @@ def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> li
 
 
 def options_given(context: typer.Context) -> list[str]:
-    """The options that stand on the command line, as opposed to defaults."""
+    """The options that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # options that only have a meaning with --gpus
 OF_MANY = ("steps", "price", "mean", "spread", "lengths", "link", "network", "per_node", "store", "message", "seed")
-MOST_GPUS = 8  # that are proposed: one machine
+MOST_GPUS = 8  # the most that are proposed: one machine
 
 
 def plan(
@@ -32,12 +32,13 @@ def plan(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="Plan a training run instead. Options can change any key of the recipe, as for `train`."),
+        typer.Option(help="A recipe: plan its training run. Options can change any key of it, as with `train`."),
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="Plan a training run on that many GPUs: time, memory, cost. With rollout.pool: those of the learner."
+            help="Predict time, memory and cost of a training run on this many GPUs; with rollout.pool, GPUs of the "
+            "learner."
         ),
     ] = None,
     compressor: CompressorName = "rkv",
@@ -53,47 +54,53 @@ def plan(
     gpu_memory: Annotated[
         float | None,
         typer.Option(
-            help="GiB of a GPU: says whether it fits, and what would. Default: the GPU that is there; with --gpus 139."
+            help="Memory of a GPU in GiB, to say what fits. Default: that of this machine's GPU; with --gpus, 139."
         ),
     ] = None,
     dtype: Dtype = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the run. Default: those of the recipe, or 100.")] = None,
-    price: Annotated[float | None, typer.Option(help="Price of one GPU hour; adds the cost of the run.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one GPU hour, to show the cost of the run.")] = None,
     mean: Annotated[
-        float | None, typer.Option(help="Tokens of the mean response. Default: a quarter of --new, an assumption.")
+        float | None, typer.Option(help="Mean tokens of a response. Default: a quarter of --new, an assumption.")
     ] = None,
     spread: Annotated[
         float | None,
         typer.Option(help="Standard deviation of lengths over their mean (lognormal). Default: 0.75, an assumption."),
     ] = None,
     lengths: Annotated[
-        Path | None, typer.Option(help="A run folder whose response lengths are used instead of --mean and --spread.")
+        Path | None, typer.Option(help="A run folder; use its response lengths instead of --mean and --spread.")
     ] = None,
     link: Annotated[float, typer.Option(help="GB/s between the GPUs of a node; the default is an assumption.")] = 300.0,
-    network: Annotated[float, typer.Option(help="GB/s of a GPU between nodes; the default is an assumption.")] = 40.0,
+    network: Annotated[
+        float, typer.Option(help="GB/s of each GPU between nodes; the default is an assumption.")
+    ] = 40.0,
     per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
     store: Annotated[
-        float, typer.Option(help="With rollout.pool: GB/s into Ray's object store, and out of it; an assumption.")
+        float,
+        typer.Option(help="With rollout.pool: GB/s into and out of Ray's object store; the default is an assumption."),
     ] = 1.0,
     message: Annotated[
-        float, typer.Option(help="With rollout.pool: milliseconds of the learner for a message; an assumption.")
+        float,
+        typer.Option(
+            help="With rollout.pool: milliseconds that a message costs the learner; the default is an assumption."
+        ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the response lengths.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Bytes and seconds, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes and seconds.")] = False,
     trust: Trust = False,
 ) -> None:
-    """Predict what a rollout, a training run, or a training run on many GPUs takes, from the model's config alone."""
+    """Predict the memory of a rollout or training run, and the time and cost on many GPUs, from the config alone."""
     if gpu_memory is not None and not 0 < gpu_memory < math.inf:
         raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
     memory = None if gpu_memory is None else int(gpu_memory * 2**30)
     if (model is None) == (recipe is None):
-        raise SparseRLError("give --model for a rollout or --recipe for a training run, and not both.")
+        raise SparseRLError("give either --model, to plan a rollout, or --recipe, to plan a training run.")
     given, options = options_given(context), context.params
     if gpus is not None:
         plan_many_gpus(recipe_of(context, given), options, given, memory)
         return
     if lost := [f"--{name.replace('_', '-')}" for name in OF_MANY if name in given]:
-        raise SparseRLError(f"{lost[0]} is for a run on many GPUs; give --gpus as well, or omit it.")
+        raise SparseRLError(f"{lost[0]} only has a meaning with --gpus; add --gpus, or omit {lost[0]}.")
     memory = memory or memory_here()
     own = [] if recipe is not None else overrides(context.args)
     if recipe is not None or any(not key.startswith("compressor.") for key, _ in own):
@@ -110,9 +117,9 @@ def memory_here() -> int | None:
 
 
 def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
-    """The recipe, with the options that were given.
+    """The recipe with the given options.
 
-    Without a recipe: one that trains all weights of the model, divided among the GPUs if there are several.
+    Without a recipe, one that trains all weights of the model, divided among the GPUs if there are several.
     """
     from ..config import load_recipe_to_run, make_recipe
 
@@ -197,7 +204,7 @@ def plan_training(recipe: Recipe, prompt_tokens: int, memory: int | None, as_jso
 
 
 def with_choice(recipe: Recipe, prompt_tokens: int, memory: int | None, gpus: int = 1) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe with what a run would choose for `auto` on such a GPU, and the choice; without one, the defaults."""
+    """The recipe with what a run would choose for `auto` on such a GPU (the defaults without one), and that choice."""
     from ..train.auto import auto_keys, choose
     from ..train.run import choose_for, with_values
 
@@ -218,10 +225,10 @@ def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], me
     require_int(**{"--gpus": gpus})
     require_int(0, **{"--seed": options["seed"]})
     if price is not None and not 0 <= price < math.inf:
-        raise SparseRLError(f"--price is {price}; it must be a number of at least 0, for an hour of one GPU.")
+        raise SparseRLError(f"--price is {price}; it must be the price of one GPU hour, a number of at least 0.")
     alien = [name for name in ("store", "message") if name in given and recipe.rollout.pool is None]
     if alien:
-        raise SparseRLError(f"--{alien[0]} is for a recipe with rollout.pool; omit it, or add --rollout.pool ray.")
+        raise SparseRLError(f"--{alien[0]} only has a meaning with a pool; omit it, or add --rollout.pool ray.")
     links = Links(options["link"] * 1e9, options["network"] * 1e9, options["per_node"])
     links = dataclasses.replace(links, store=options["store"] * 1e9, message=options["message"] / 1e3)
     drawn = lengths_of(options, given, recipe.rollout.max_new_tokens)
@@ -246,13 +253,13 @@ def plan_many_gpus(recipe: Recipe, options: dict[str, Any], given: list[str], me
 
 
 def lengths_of(options: dict[str, Any], given: list[str], longest: int) -> Lengths:
-    """Response lengths as the options say: those of a run, or drawn from --mean and --spread."""
+    """The response lengths that the options describe: those of a run, or drawn from --mean and --spread."""
     from ..scale.lengths import SPREAD, Lengths, lengths_of_run
 
     chosen = [name for name in ("mean", "spread") if name in given]
     if options["lengths"] is not None:
         if chosen:
-            raise SparseRLError(f"--{chosen[0]} and --lengths both say how long responses are; give one of them.")
+            raise SparseRLError(f"--{chosen[0]} and --lengths both set the response lengths; give one of them.")
         return lengths_of_run(Path(options["lengths"]))
     mean = options["mean"] if "mean" in given else longest / 4
     spread = options["spread"] if "spread" in given else SPREAD
@@ -260,7 +267,7 @@ def lengths_of(options: dict[str, Any], given: list[str], longest: int) -> Lengt
 
 
 def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPlan, memory: int) -> str:
-    """The sentence that names the largest setting that fits."""
+    """A sentence that says the run does not fit, and names the largest setting that does."""
     from ..planning.memory import size
     from ..train.run import plan_run
 
@@ -293,7 +300,7 @@ def too_large(recipe: Recipe, prompt_tokens: int, gpus: int, planned: TrainingPl
 def table(
     recipe: Recipe, found: Forecast, planned: TrainingPlan, gpus: int, memory: int, hours: float, price: float | None
 ) -> str:
-    """The forecast as a table for people."""
+    """The forecast as a table to print."""
     from ..planning.memory import aligned, size
 
     def share(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What `sparse-rl plan` says of a run with a pool of samplers (`rollout.pool`)."""
+"""The output of `sparse-rl plan` for a run with a pool of samplers (`rollout.pool`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def with_gpus_of_their_own(recipe: Recipe) -> Recipe:
-    """A pool on many GPUs is that of a cluster: no sampler shares the learner's."""
+    """The recipe with a pool on a cluster, where no sampler shares a GPU with the learner."""
     if recipe.rollout.pool != "ray":
         return recipe
     return replace(recipe, rollout=replace(recipe.rollout, pool="ray://auto"))
 
 
 def sampler_bytes(recipe: Recipe, planned: TrainingPlan) -> int:
-    """Of a sampler's device. It scores what it samples if it runs ahead."""
+    """Memory of a sampler's device; a sampler that runs ahead also scores what it samples."""
     return planned.sampler_bytes(scores=bool(recipe.rollout.ahead))
 
 
@@ -36,7 +36,7 @@ def pool_table(
     hours: float,
     price: float | None,
 ) -> str:
-    """The forecast as a table for people. hours: of the GPUs of learner and samplers"""
+    """The forecast as a table to print. hours: GPU hours of learner and samplers together"""
     from ..planning.memory import aligned, size
 
     def share(seconds: float) -> str:
@@ -51,21 +51,21 @@ def pool_table(
     lines = [
         ("a step", f"{found.step:,.1f} s" + (" (sampling and learning at the same time)" if ahead else "")),
         *hidden,
-        (f"  rollout{' and scoring' if ahead else ''}, until the last piece is there", share(found.rollout)),
+        (f"  rollout{' and scoring' if ahead else ''}, until the last result arrives", share(found.rollout)),
         *([] if ahead else [("  scoring, on the learner", share(found.sample - found.rollout))]),
         ("  results, messages and records", share(found.exchange)),
         ("  update: arithmetic", share(found.update)),
         ("  update: communication", share(found.communication)),
-        ("  weights into the object store, and out of it", share(found.publish)),
+        ("  weights into and out of the object store", share(found.publish)),
         ("  grading, diagnostics", share(found.rest)),
-        ("idle", f"{found.idle:.0%} of a step, all GPUs; {found.idle_sampling:.0%} of a rollout, samplers"),
-        ("messages", f"{found.messages:,.0f} a step at most; {size(int(found.received))} of results"),
+        ("idle", f"all GPUs {found.idle:.0%} of a step; samplers {found.idle_sampling:.0%} of a rollout"),
+        ("messages", f"at most {found.messages:,.0f} a step; {size(int(found.received))} of results"),
         ("response tokens", f"{found.tokens:,.0f} a step (mean {found.length:,.0f}, longest {found.longest:,.0f})"),
         ("tokens/s", f"{found.tokens / found.step:,.0f}; {found.tokens / found.step / (gpus + samplers):,.0f} per GPU"),
         ("memory of a GPU of the learner", f"{size(planned.total_bytes)} of {size(memory)}"),
         ("memory of a sampler's GPU", f"{size(sampler_bytes(recipe, planned))} of {size(memory)}"),
         (f"{steps} steps", f"{found.step * steps / 3600:,.1f} h, {hours:,.0f} GPU hours"),
-        ("  of the learner, of the samplers", f"{own * gpus:,.0f} and {own * samplers:,.0f} GPU hours"),
+        ("  learner and samplers", f"{own * gpus:,.0f} and {own * samplers:,.0f} GPU hours"),
         *([] if price is None else [("cost", f"{hours * price:,.0f} at {price:g} per GPU hour")]),
     ]
     head = (

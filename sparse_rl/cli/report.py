@@ -15,19 +15,20 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write. Default: report.html, .png or .md.")
     ] = None,
-    kind: Annotated[
-        str, typer.Option("--format", help="html: the page; png: its main figures; md: a summary.")
-    ] = "html",
+    kind: Annotated[str, typer.Option("--format", help="html: a page; png: its main figures; md: a summary.")] = "html",
     live: Annotated[
-        bool, typer.Option("--live", help="Serve the page on this machine while the runs go on, until Ctrl-C.")
+        bool,
+        typer.Option("--live", help="Serve the page on this machine and update it while runs go on, until Ctrl-C."),
     ] = False,
     regret: Annotated[
         bool,
-        typer.Option("--regret", help="First compute how much evicted tokens were missed, with the runs' checkpoints."),
+        typer.Option(
+            "--regret", help="First compute, with each run's checkpoint, how much evicted tokens were missed."
+        ),
     ] = False,
-    port: Annotated[int, typer.Option(help="The port of --live; 0: any free port.")] = 0,
+    port: Annotated[int, typer.Option(help="The port for --live; 0: any free port.")] = 0,
 ) -> None:
-    """Show runs: curves, warnings, completions token by token, and what every head still saw."""
+    """Show runs: curves, warnings, and completions token by token with what every head still saw."""
     from ..report import FORMATS, write
     from ..report.serve import serve
 
@@ -42,7 +43,7 @@ def report(
 
 
 def _compute_regret(runs: list[Path]) -> None:
-    """For every run. One that has none, or cannot be asked, is told and keeps the others from nothing."""
+    """Compute the regret of every run; name those that fail, and stop only if all of them fail."""
     from ..report.read import find_runs
     from ..train.hindsight import write_hindsights
 

@@ -22,7 +22,7 @@ def rollout(
     context: typer.Context,
     model: ModelName,
     prompts: Annotated[
-        Path, typer.Option(help="JSONL file; each line has a prompt as `prompt` (text) or `tokens` (ids).")
+        Path, typer.Option(help="A JSONL file; each line holds a prompt as `prompt` (text) or `tokens` (ids).")
     ],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and traces/.")] = Path("rollouts"),
     compressor: Annotated[
@@ -39,15 +39,18 @@ def rollout(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="The longest response. Default: as in training, else 256.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw only from this many likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw only from the likeliest tokens of this mass; 1 is off.")] = 1.0,
     stop_id: Annotated[
-        list[int] | None, typer.Option(help="A token id that ends a response; repeatable. Default: the model's own.")
+        list[int] | None,
+        typer.Option(help="A token id that ends a response; may be repeated. Default: the model's own."),
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(help="A name from `sparse-rl list templates`, put around each text. Default: as in training."),
+        typer.Option(
+            help="The template put around each text, from `sparse-rl list templates`. Default: as in training."
+        ),
     ] = None,
     field: Annotated[str, typer.Option(help="The field of a line that holds the prompt's text.")] = "prompt",
     chat: Annotated[
@@ -57,7 +60,7 @@ def rollout(
     dtype: Dtype = None,
     trust: Trust = False,
 ) -> None:
-    """Sample completions on a compressed cache; write text, log-probs and traces."""
+    """Sample completions on a compressed cache; write their text, log-probs and traces."""
     from ..compressors import make
     from ..models import encode, load_model, stop_ids
     from ..records import Trajectory, TrajectoryWriter, kv_tokens_saved
@@ -65,7 +68,7 @@ def rollout(
     from .inherit import Trained, always, cache_of, line_about
 
     if chat and template is not None:
-        raise SparseRLError(f"--chat and --template {template} both say what surrounds a text; give one of them.")
+        raise SparseRLError(f"--chat and --template {template} both set the text around a prompt; give one of them.")
     trained = Trained.of(model)
     given = {"compressor": compressor, "budget": budget, "interval": interval}
     cache, taken = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
@@ -118,7 +121,7 @@ def compressor_options(arguments: list[str]) -> dict:
     for name, value in overrides(arguments, "--compressor.protect_prompt true"):
         owner, _, key = name.rpartition(".")
         if owner != "compressor":
-            raise SparseRLError(f"rollout has no --{name}; its options are in `sparse-rl rollout --help`.")
+            raise SparseRLError(f"there is no option --{name}; `sparse-rl rollout --help` lists those of rollout.")
         found[key] = parse_value(value)
     return found
 
@@ -139,10 +142,10 @@ def read_prompts(path: Path, field: str) -> list[dict]:
     try:
         texts = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise SparseRLError(f"{path} is not UTF-8 text ({error}).") from error
+        raise SparseRLError(f"{path} is not UTF-8 text ({error}); save it as UTF-8.") from error
     lines = [parse_prompt(text, field, f"{path}, line {i}") for i, text in enumerate(texts, 1) if text.strip()]
     if not lines:
-        raise SparseRLError(f"{path} holds no prompts.")
+        raise SparseRLError(f"{path} holds no prompts; give a JSONL file with one prompt per line.")
     return lines
 
 
@@ -151,9 +154,9 @@ def parse_prompt(text: str, field: str, where: str) -> dict:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
-        raise SparseRLError(f"{where} is not JSON ({first_line(error)}).") from error
+        raise SparseRLError(f"{where} is not JSON ({first_line(error)}); give one JSON object per line.") from error
     if not isinstance(line, dict):
-        raise SparseRLError(f"{where} is not an object but {type(line).__name__}; give one object per line.")
+        raise SparseRLError(f"{where} holds {type(line).__name__}, not an object; give one JSON object per line.")
     tokens = line.get("tokens")
     if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
         return {"tokens": tokens}

@@ -28,32 +28,40 @@ def serve(
     budget: InheritedBudget = None,
     interval: InheritedInterval = None,
     rows: Annotated[int, typer.Option(help="Answers sampled at a time.")] = 64,
-    dense_rows: Annotated[int, typer.Option(help="Rows of a second, dense cache, served as NAME:dense; 0: none.")] = 1,
+    dense_rows: Annotated[
+        int, typer.Option(help="Answers sampled at a time on a second, dense cache, served as NAME:dense; 0: no such.")
+    ] = 1,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="The longest prompt. Default: half of --max-tokens.")
+        int | None, typer.Option(help="The longest prompt, in tokens. Default: half of --max-tokens.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="The longest prompt with its answer.")] = 8192,
-    waiting: Annotated[int, typer.Option(help="Answers that may wait for a row; more are refused (429).")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="The longest prompt together with its answer, in tokens.")] = 8192,
+    waiting: Annotated[
+        int, typer.Option(help="Requests that may wait for a free row; further ones are refused (429).")
+    ] = 256,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: the last part of MODEL.")
+        str | None, typer.Option(help="The name by which clients ask for the model. Default: the last part of MODEL.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="The address to listen on; other than loopback needs --api-key.")
+        str, typer.Option(help="The address to listen on; any but loopback needs --api-key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0: any free one.")] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that clients must send; repeatable. Also SPARSE_RL_API_KEY.")
+        list[str] | None,
+        typer.Option(help="A key that clients must send; may be repeated. Default: $SPARSE_RL_API_KEY."),
     ] = None,
     admin_key: Annotated[
-        str | None, typer.Option(help="The key for new weights, pause and resume. Also SPARSE_RL_ADMIN_KEY.")
+        str | None,
+        typer.Option(help="The key for loading weights, pausing and resuming. Default: $SPARSE_RL_ADMIN_KEY."),
     ] = None,
-    weights_root: Annotated[Path | None, typer.Option(help="The folder under which new weights may lie.")] = None,
-    drain: Annotated[float, typer.Option(help="Seconds that running answers have to end after SIGTERM.")] = 60.0,
+    weights_root: Annotated[
+        Path | None, typer.Option(help="The folder from which clients with the admin key may load weights.")
+    ] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that running answers have to finish after SIGTERM.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     dtype: Dtype = None,
     trust: Trust = False,
 ) -> None:
-    """Serve a model on its compressed cache: OpenAI's protocol, a page, and what RL clients need."""
+    """Serve a model on its compressed cache: OpenAI's protocol, a web page, and what RL clients need."""
     from ..compressors import make
     from ..models import load_model
     from ..rollout import Engine
@@ -68,17 +76,17 @@ def serve(
     admin = admin_key or os.environ.get("SPARSE_RL_ADMIN_KEY")
     for option, key in (*(("--api-key", key) for key in keys), ("--admin-key", admin)):
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() and key):
-            raise SparseRLError(f"{option} must be a word of printable ASCII characters, and not an empty one.")
+            raise SparseRLError(f"{option} must be one or more printable ASCII characters without spaces around them.")
     if admin in keys:
-        raise SparseRLError("--admin-key is also an --api-key; clients could change the model. Choose another one.")
+        raise SparseRLError("--admin-key is also an --api-key, so any client could change the model; choose another.")
     if not 0 <= drain <= 86_400:
-        raise SparseRLError(f"--drain is {drain}; it must be 0 to 86,400 seconds.")
+        raise SparseRLError(f"--drain is {drain}; it must be from 0 to 86,400 seconds.")
     if host not in _LOOPBACK and not keys:
-        raise SparseRLError(f"--host {host} lets others in; give them a key with --api-key, or listen on 127.0.0.1.")
+        raise SparseRLError(f"--host {host} lets other machines in; set --api-key, or listen on 127.0.0.1.")
     if weights_root is not None and admin is None:
-        raise SparseRLError("--weights-root lets clients change the model; it needs --admin-key.")
+        raise SparseRLError("--weights-root lets clients change the model, so it needs --admin-key; set one.")
     if weights_root is not None and not weights_root.is_dir():
-        raise SparseRLError(f"there is no folder {weights_root}; --weights-root must exist.")
+        raise SparseRLError(f"--weights-root {weights_root} is not a folder; create it, or name another.")
     try:
         from ..serve.run import Placed, run
     except ImportError as error:

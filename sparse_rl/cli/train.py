@@ -18,7 +18,7 @@ def train(
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, one per GPU.")] = 1,
     trust: Trust = False,
 ) -> None:
-    """Train by reinforcement learning. Options can change any key of the recipe: --rollout.budget 256 --lr 1e-5."""
+    """Train a model by reinforcement learning. Options change any key of the recipe: --rollout.budget 256 --lr 1e-5."""
     from ..config import load_recipe_to_run
     from ..files import names_code
 
@@ -47,7 +47,7 @@ def train(
     except KeyboardInterrupt:
         begun = (folder / "recipe.yaml").exists()
         several = f" --num-processes {world.size}" if world.size > 1 else ""
-        hint = f"go on with: {go_on}{several}" if begun else "nothing had begun"
+        hint = f"continue with: {go_on}{several}" if begun else "nothing had been started"
         if world.first:
             typer.echo(f"sparse-rl: stopped; {hint}", err=True)
         raise typer.Exit(130) from None

@@ -14,20 +14,25 @@ from .options import Dtype, InheritedBudget, InheritedInterval, ModelName
 def train_compressor(
     model: ModelName,
     task: Annotated[
-        str | None, typer.Option(help="A name from `sparse-rl list tasks`, whose prompts are used.")
+        str | None, typer.Option(help="The task whose prompts are used; a name from `sparse-rl list tasks`.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Or a JSONL file; each line has `prompt` (text) or `tokens` (ids).")
+        Path | None,
+        typer.Option(help="Instead of --task, a JSONL file; each line has `prompt` (text) or `tokens` (ids)."),
     ] = None,
     budget: InheritedBudget = None,
     interval: InheritedInterval = None,
     protect_prompt: Annotated[bool, typer.Option("--protect-prompt", help="Never evict the prompt.")] = False,
-    window: Annotated[int, typer.Option(help="Last slots that are always kept, and queries that are observed.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Rounds of sampling and of learning from it.")] = 4,
-    count: Annotated[int, typer.Option("--trajectories", help="Rollouts of a round.")] = 32,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of a round.")] = 150,
-    pairs: Annotated[int, typer.Option(help="Pairs of slots that an eviction gives, per layer and KV head.")] = 32,
-    features: Annotated[str, typer.Option(help="all, or position: age and prompt alone.")] = "all",
+    window: Annotated[
+        int, typer.Option(help="Newest slots that are always kept; the scorer reads as many last queries.")
+    ] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds, each of which samples and then learns.")] = 4,
+    count: Annotated[int, typer.Option("--trajectories", help="Rollouts per round.")] = 32,
+    steps: Annotated[int, typer.Option(help="Optimizer steps per round.")] = 150,
+    pairs: Annotated[int, typer.Option(help="Pairs of slots compared per eviction, layer and KV head.")] = 32,
+    features: Annotated[
+        str, typer.Option(help="What the scorer reads of a slot: all, or position (only its age and whether prompt).")
+    ] = "all",
     max_new_tokens: Annotated[
         int | None, typer.Option(help="The longest response. Default: as in training, else 256.")
     ] = None,
@@ -35,11 +40,11 @@ def train_compressor(
     seed: Annotated[int, typer.Option(help="Seed of prompts, sampling and the first weights.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Save the model here, with the file. Default: write the file beside the model."),
+        typer.Option(help="Save the model and the file here. Default: write the file beside the model."),
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Sample with the compressor as it is, learn which slots later queries wanted; write learned.safetensors."""
+    """Train the compressor `learned` on the model's own rollouts, and write learned.safetensors."""
     from ..compressors import make
     from ..compressors.learned import fresh
     from ..models import encode, load_model, set_companion, stop_ids
@@ -50,7 +55,7 @@ def train_compressor(
 
     require_int(rounds=rounds, trajectories=count, steps=steps, pairs=pairs, rows=rows)
     if (task is None) == (prompts is None):
-        raise SparseRLError("give prompts to learn from: --task NAME or --prompts FILE, one of them.")
+        raise SparseRLError("give the prompts to learn from: either --task NAME or --prompts FILE.")
     place, trained = place_for(model, out), Trained.of(model)
     record = trained.record
     texts = read_texts(task, prompts, rounds * count, seed)
@@ -72,7 +77,7 @@ def train_compressor(
 
 
 def read_texts(task: str | None, prompts: Path | None, count: int, seed: int) -> list:
-    """`count` prompts: texts, messages or ids; those of a file again and again."""
+    """`count` prompts (texts, messages or ids) of a task or a file; a file is repeated if it is too short."""
     if task is not None:
         from ..tasks import make as make_task
 

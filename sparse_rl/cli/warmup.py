@@ -18,11 +18,11 @@ def warmup(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the warm-up in that folder.")] = False,
     no_eval: Annotated[
-        bool, typer.Option("--no-eval", help="Evaluate nothing, neither while it runs nor at its end.")
+        bool, typer.Option("--no-eval", help="Skip all evaluations, those during the warm-up and the one at its end.")
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Train a model on a task's worked solutions, so that reinforcement learning can improve it."""
+    """Train a model on a task's worked solutions, so that reinforcement learning has something to improve."""
     from ..config import load_recipe_to_run
     from ..train.warmup import warmup as start
 

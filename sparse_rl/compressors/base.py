@@ -1,7 +1,7 @@
-"""A compressor decides which slots stay. Most methods write only `score`.
+"""Compressors decide which slots stay at an eviction. Most of them only define `score`.
 
-A new one is a class with a name and a `score`. Registering it makes it usable from Python, recipes and the command
-line, and puts it under every test that runs over the registry. See docs/add-a-compressor.md.
+A new one is a class with a name and a `score`. Once registered, it can be used from Python, recipes and the command
+line, and every test that runs over the registry covers it. See docs/add-a-compressor.md.
 
 Shapes: B rows (each layer of a row counts as a row here), H KV heads, G query heads per KV head, S slots in use,
 D head dim.
@@ -69,8 +69,8 @@ class Compressor:
             )
         if forget_given and protect_given > forget_given:
             raise SparseRLError(
-                f"{self.name}: protect_given is {protect_given}, so replies that forget_given {forget_given} lets go "
-                f"first would stay; set protect_given to at most {forget_given}."
+                f"{self.name}: protect_given {protect_given} would keep replies that forget_given {forget_given} "
+                f"evicts first; set protect_given to at most {forget_given}."
             )
         if prompt_chunk and (protect_prompt or not self.has_budget):
             raise SparseRLError(
@@ -234,7 +234,7 @@ class Compressor:
 
 
 class ScoreCompressor(Compressor):
-    """Keeps the sinks, the window and, of the rest, the slots with the highest scores."""
+    """Keeps the sinks, the window and, among the rest, the slots with the highest scores."""
 
     def score(self, view: CacheView) -> Tensor:
         """fp32 [B, H, S]; higher stays. Values at sinks and window do not matter."""
@@ -293,7 +293,7 @@ def refusal(compressor: Compressor, used: int) -> SparseRLError:
     cls = type(decider)
     if isinstance(decider, ScoreCompressor) and cls.keep is ScoreCompressor.keep:
         return SparseRLError(
-            f"{named(decider)}.score{place(cls)} returned NaN, though the keys are finite; look for 0 / 0, "
+            f"{named(decider)}.score{place(cls)} returned NaN although the keys are finite; look for 0 / 0, "
             "inf - inf, or the root or logarithm of a negative number."
         )
     return SparseRLError(
@@ -379,7 +379,7 @@ def make(
     if stored is not None:
         made.slots = stored
     if budgets and not made.has_budget:
-        raise SparseRLError(f"{made.name} has no budget, so layer_budgets mean nothing; leave them out.")
+        raise SparseRLError(f"{made.name} has no budget, so layer_budgets have no meaning; leave them out.")
     made.layer_budgets = budgets
     return made
 

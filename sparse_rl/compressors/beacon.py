@@ -1,15 +1,14 @@
 """beacon: after every chunk of the response the model reads a learned beacon, whose entry takes the chunk's place.
 
 The idea is that of arXiv 2510.13797. `beacon:16` feeds a beacon after every 16 tokens. The prompt stays. The model must
-have a beacon: it is a student that `sparse-rl train` made.
+have a beacon, such as a student that `sparse-rl train` made.
 
-`beacon:2-16` lets the policy choose: after every token of a chunk it goes on or folds, with at least 2 and at most 16
-tokens to a beacon. The choice is a part of the trajectory with a log-prob of its own, and is learned by reinforcement
-(beacon/choice.py).
+`beacon:2-16` lets the policy choose: after every token of a chunk it continues or folds, with 2 to 16 tokens per
+beacon. The choice is part of the trajectory, has its own log-prob, and is learned by reinforcement (beacon/choice.py).
 
-With a threshold surprise decides: a chunk of 2, 4, 8, 16, ... tokens ends as soon as its tokens have surprised the
-model by that many nats in all, and at `chunk` tokens at the latest. It folds many tokens into one entry
-where it is sure of itself, and few tokens where it is unsure. Budget and interval have no meaning here.
+With a threshold, surprise decides: a chunk of 2, 4, 8, 16, ... tokens ends as soon as its tokens have surprised the
+model by that many nats in total, and at `chunk` tokens at the latest. So many tokens are folded into one entry where
+the model is certain, and few where it is not. Budget and interval have no meaning here.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Beacon(Compressor):
             check_choice(least, chunk)
             if threshold is not None:
                 raise SparseRLError(
-                    f"beacon: least is {least} and threshold {threshold}, but either the policy chooses where chunks "
-                    "end or surprise decides; give one of them."
+                    f"beacon: least is {least} and threshold {threshold}, but chunks end either where the policy "
+                    "chooses or where the surprise is high; give one of them."
                 )
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 < threshold < math.inf):
             raise SparseRLError(
@@ -69,7 +68,9 @@ class Beacon(Compressor):
             )
         named = dict(zip(("least", "chunk")[-len(numbers) :], map(int, numbers)))
         for name in named.keys() & options.keys():
-            raise SparseRLError(f"{written} names its {name}, but {name}={options[name]} was given too; give it once.")
+            raise SparseRLError(
+                f"{written} sets {name} already, but {name}={options[name]} was given too; give it once."
+            )
         return cls.from_options(written, options | named)
 
     def check_model(self, model: nn.Module) -> None:
@@ -87,19 +88,19 @@ class Beacon(Compressor):
             trained = " or ".join(map(str, beacon.chunks))
             why = "" if self.threshold is None else " (a threshold ends chunks early)"
             raise SparseRLError(
-                f"a beacon after {unknown[0]} tokens was asked for{why}, but this student was trained with one after "
-                f"{trained}; use that."
+                f"a beacon after every {unknown[0]} tokens was requested{why}, but this student was trained with one "
+                f"after every {trained}; use that."
             )
 
     def _check_choice(self, beacon: BeaconEmbedding, least: int) -> None:
         if beacon.choice is None:
             raise SparseRLError(
-                f"this model has not learned to choose its folds, so {self.name}:{least}-{self.chunk} cannot be used; "
-                "`sparse-rl train` with it as rollout.compressor teaches it, or use beacon:N."
+                f"this model has not learned to choose its folds, so it cannot use {self.name}:{least}-{self.chunk}; "
+                "train it with that as rollout.compressor, or use beacon:N."
             )
         if beacon.chunks and not min(beacon.chunks) <= least < self.chunk <= max(beacon.chunks):
             raise SparseRLError(
-                f"chunks of {least} to {self.chunk} tokens were asked for, but this student was trained with "
+                f"chunks of {least} to {self.chunk} tokens were requested, but this student was trained with "
                 f"{min(beacon.chunks)} to {max(beacon.chunks)}; stay within these."
             )
 
@@ -162,6 +163,6 @@ def default_compressor(model: nn.Module) -> str:
         return f"beacon:{beacon.chunks[0]}"
     chunks = " or ".join(map(str, beacon.chunks)) or "any number of"
     raise SparseRLError(
-        f"this model's beacon was made for {chunks} tokens; "
+        f"this model's beacon was trained for chunks of {chunks} tokens, which does not name a compressor; "
         "name the compressor, such as compressor='beacon:16' or 'rkv'."
     )

@@ -1,7 +1,7 @@
-"""Budgets that differ by layer, at equal memory: their mean is the budget.
+"""Budgets that differ by layer at equal memory, with the budget as their mean.
 
-All layers of a row are evicted at the same moments, when the layer with the smallest budget is full; each keeps as many
-slots as its own budget, or all that it has.
+All layers of a row are evicted at the same moments, when the layer with the smallest budget is full. Each then keeps as
+many slots as its own budget, or all that it has.
 """
 
 from __future__ import annotations

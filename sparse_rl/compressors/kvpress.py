@@ -1,7 +1,7 @@
-"""kvpress: the scorer NAME of the kvpress package, where it needs nothing but keys and values.
+"""kvpress: the scorer NAME of the kvpress package, if it only needs keys and values.
 
-kvpress wraps every registered attention function when it is imported. Here that is undone at once, because stock
-attention must stay stock. Presses that need hidden states, attention weights or a loaded model are refused: a decoding
+kvpress wraps every registered attention function when it is imported. This is undone at once, because stock attention
+must stay as it is. Presses that need hidden states, attention weights or a loaded model are refused, because a decoding
 cache does not have them. A press that draws random numbers takes them from torch's global generator, so its choices
 depend on the rows beside it (the trace still replays them exactly); the choices of our own `random` do not.
 """
@@ -23,7 +23,8 @@ def import_kvpress() -> ModuleType:
         import kvpress
     except ImportError as error:
         raise SparseRLError(
-            f"kvpress cannot be imported ({error}); install it without its pins: `pip install --no-deps kvpress`, "
+            f"kvpress cannot be imported ({error}); install it without its pinned versions: "
+            "`pip install --no-deps kvpress`, "
             "then `pip install requests cachetools datasets fire`."
         ) from error
     finally:
@@ -51,7 +52,9 @@ class KVPress(ScoreCompressor):
         try:
             self.press = getattr(kvpress, press)()
         except TypeError as error:
-            raise SparseRLError(f"{self.name} cannot be made from its name alone ({error}).") from error
+            raise SparseRLError(
+                f"{self.name} cannot be made from its name alone ({error}); use another scorer of kvpress."
+            ) from error
 
     @classmethod
     def parse(cls, argument: str | None, /, **options) -> "KVPress":

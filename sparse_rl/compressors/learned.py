@@ -2,16 +2,16 @@
 
     score = slope * log importance + outer . silu(inner . x + bias)
 
-`importance` is SnapKV's pooled attention of the last queries (snapkv.py), and x what a slot shows when its row is full:
-key, value, range and norm of the value, norm of the key, age, whether it belongs to the prompt, attention of the last
-queries, pooled and not. It starts as snapkv (slope 1, outer 0). `sparse-rl train-compressor`, or a run whose recipe has
-`scorer.every` (train/joint.py), trains it (train/scorer.py) on the attention that each slot would have received later
-(learn/regret.py). With `--features position` x is place, age and prompt alone, and slope stays 0.
+`importance` is SnapKV's pooled attention of the last queries (snapkv.py), and x the features of a slot when its row is
+full: key, value, range and norm of the value, norm of the key, age, whether it belongs to the prompt, and attention of
+the last queries, pooled and not. Untrained it equals snapkv (slope 1, outer 0). `sparse-rl train-compressor`, or a run
+whose recipe has `scorer.every` (train/joint.py), trains it (train/scorer.py) on the attention that each slot would have
+received later (learn/regret.py). With `--features position` x is only place, age and prompt, and slope stays 0.
 
-With a `temperature` evictions are drawn: what has the highest noise - score / temperature goes, with Gumbel noise of
-the sequence's own stream, so that an eviction has a log-probability (train/actions.py).
+With a `temperature` evictions are drawn: the slots with the highest noise - score / temperature are evicted, with
+Gumbel noise from the sequence's own stream, so that an eviction has a log-probability (train/actions.py).
 
-The trace records what was evicted, so the learner never sees the network, and replay is exact whatever it becomes.
+The trace records what was evicted, so the learner never needs the network, and replay is exact however it is trained.
 
 Shapes: L layers, N hidden units, F features, C candidates (slots before the window).
 """
@@ -72,8 +72,8 @@ class Learned(ScoreCompressor):
 
 
 class Scorer:
-    """The networks of all layers and heads. Its tensors are those of the model's companion: whoever trains them changes
-    them in place, between calls of the engine.
+    """The networks of all layers and heads. Its tensors are those of the model's companion, and training changes them
+    in place, between calls of the engine.
     """
 
     def __init__(self, companion: Companion):

@@ -1,4 +1,4 @@
-"""What `sparse-rl list compressors` shows."""
+"""The content of `sparse-rl list compressors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in a user's own compressor: one sentence says which compressor, where, and what happened."""
+"""Report mistakes in a user's own compressor in one sentence: which compressor, where, and what happened."""
 
 from __future__ import annotations
 

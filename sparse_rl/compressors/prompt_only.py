@@ -2,7 +2,7 @@
 
 This is the setting of arXiv 2605.06850. `prompt-only` lets snapkv choose the slots, `prompt-only:rkv` lets rkv choose;
 options are those of the chooser. The interval has no meaning here. With `prompt_chunk: N` the prompt is evicted after
-every N tokens of it, so that no row ever holds all of it; what the question at its end needs may then be gone already.
+every N of its tokens, so that no row ever holds all of it; tokens that the question at its end needs may then be gone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """random: keep slots at random; the floor that every method must beat.
 
-It draws anew at each eviction, from the random stream of the prompt or, after the prompt, from that of the sequence.
+Every eviction draws again, from the random stream of the prompt or, after the prompt, from that of the sequence.
 """
 
 from torch import Tensor

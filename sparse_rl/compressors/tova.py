@@ -1,7 +1,7 @@
 """tova: keep what the last query attends to (arXiv 2401.06104), averaged over the query heads of a KV head.
 
 The original averages over all heads of a layer, so that a layer keeps one set of tokens, and evicts one token per step;
-ours chooses for each KV head, and evicts `interval` tokens at a time.
+ours chooses for each KV head and evicts `interval` tokens at a time.
 """
 
 from torch import Tensor

@@ -1,18 +1,18 @@
-"""triattention: keep the keys that the queries to come will attend to, as a calibration predicts (arXiv 2604.04921).
+"""triattention: keep the keys that a calibration predicts later queries will attend to (arXiv 2604.04921).
 
-Before RoPE the queries of a head lie around a centre. So the logit of a query that is `x` tokens away is, on average, a
-trigonometric polynomial in x whose coefficients come from that centre and the key. With a calibration of every query
-head (`sparse-rl calibrate`, learn/calibrate.py), mu = the mean query and rho = the mean modulus of its components, both
-before RoPE, the score of a key k at time t (tokens fed) is
+Before RoPE the queries of a head lie around a centre. So the mean logit of a query that is `x` tokens away is a
+trigonometric polynomial in x whose coefficients follow from that centre and the key. A calibration (`sparse-rl
+calibrate`, learn/calibrate.py) measures for every query head, before RoPE, mu = the mean query and rho = the mean
+modulus of its components. Then the score of a key k at time t (tokens fed) is
 
     trig  = mean over delta in 1, 2, 4, ..., 65536 of  <RoPE(mu, t + delta), k>      k as it is stored, after RoPE
     norm  = sum over components f of  (rho_f - |mu_f|) |k_f|
     score = trig + norm
 
-A component is a pair of dimensions that RoPE turns, or one dimension that it leaves alone. The scores of a query head
-are normalised over the candidates (mean 0, standard deviation 1), and the highest of a KV head's query heads counts.
-Each layer and KV head chooses alone. The authors' code adds noise of 1e-6 against ties, ours lets the newer slot win;
-it keeps the prompt unless told otherwise, ours does so with `protect_prompt`.
+A component is a pair of dimensions that RoPE rotates, or one dimension that it does not. The scores of a query head are
+normalised over the candidates (mean 0, standard deviation 1), and the highest score of a KV head's query heads counts.
+Each layer and KV head chooses independently. The authors' code adds noise of 1e-6 against ties, while ours prefers the
+newer slot; theirs keeps the prompt by default, ours with `protect_prompt`.
 
 Shapes: L layers, D head dim, Hq = H * G query heads.
 """
@@ -76,7 +76,7 @@ class TriAttention(ScoreCompressor):
 
 
 class Calibration:
-    """What `shapes_for` names, where the model is."""
+    """A calibration's tensors (see `shapes_for`), on the model's device."""
 
     def __init__(self, companion: Companion, device: torch.device):
         mean, modulus, self.frequency, self.partner = (
@@ -99,7 +99,7 @@ class Calibration:
         partner = companion.tensors["partner"]
         valid = partner.dtype == torch.int64 and bool(((partner >= 0) & (partner < shape.key_dim)).all())
         if not valid or not partner.gather(1, partner).equal(torch.arange(shape.key_dim).expand_as(partner)):
-            raise SparseRLError(f"triattention.safetensors pairs dimensions that are no pairs; {REMEDY}")
+            raise SparseRLError(f"triattention.safetensors pairs dimensions that do not belong together; {REMEDY}")
         return cls(companion, first.device)
 
     def predict(self, keys: Tensor, layer: Tensor, time: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
     drawn       the rest, without replacement, with probability proportional to w, the attention of the last queries
                 over the candidates, averaged over queries, over 5 neighbours and over the query heads of a KV head
 
-Drawing without replacement in proportion to w is taking the highest log w + Gumbel noise, so it is a score. The noise
-is a hash of the sequence's stream, so a sequence and its prefix always keep the same slots. With `protect_prompt` the
-quarter is one of what the prompt leaves.
+Drawing without replacement in proportion to w is the same as taking the highest log w + Gumbel noise, so it is a score.
+The noise is a hash of the sequence's stream, so a sequence and its prefix always keep the same slots. With
+`protect_prompt` it is a quarter of what the prompt leaves.
 """
 
 from __future__ import annotations

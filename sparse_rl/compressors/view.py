@@ -1,4 +1,4 @@
-"""What a compressor may look at when it chooses slots.
+"""The view of a full row that a compressor gets to choose slots.
 
 Shapes: B rows (each layer of a row counts as a row here), H KV heads, G query heads per KV head, S slots in use,
 D head dim.
@@ -15,7 +15,7 @@ from ..kernels import twins
 
 @dataclass(frozen=True)
 class CacheView:
-    """What a compressor may look at: the slots of rows that are full. Slot S - 1 is the token fed last."""
+    """The slots of full rows, as a compressor sees them. Slot S - 1 is the token fed last."""
 
     keys: Tensor  # [B, H, S, D] after RoPE
     values: Tensor | None  # [B, H, S, Dv]; None if the compressor said that it does not look at them

@@ -1,7 +1,7 @@
 """window: keep the first few tokens and the most recent ones (StreamingLLM, arXiv 2309.17453).
 
-The original numbers positions inside the cache, and evicts one token per step; ours keeps the positions that tokens
-had in the text, and evicts `interval` tokens at a time.
+The original numbers positions inside the cache and evicts one token per step; ours keeps the positions that tokens had
+in the text and evicts `interval` tokens at a time.
 """
 
 import torch

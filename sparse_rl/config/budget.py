@@ -1,4 +1,4 @@
-"""The settings of an adaptive budget, which moves between steps to hold a measured value at a target.
+"""The settings of an adaptive budget, which is adjusted between steps to hold a measured value at a target.
 
     rollout: {budget: {min: 32, max: 64, target: {alpha_5: 0.9}}}          # any method and view
     rollout: {budget: {min: 32, max: 64, target: {rejection: 0.1}}}        # a method that rejects, in the dense view
@@ -18,7 +18,7 @@ METRICS = {"alpha_5": "gap/alpha/p05", "rejection": "reject/trajectories/frac"} 
 
 @dataclass(frozen=True)
 class Target:
-    """The value to hold; exactly one of the two is given."""
+    """The target to hold; exactly one of the two fields is given."""
 
     alpha_5: float | None = key(
         "5th percentile of the overlap of the dense and the sampler's distribution; kept at or above this", None
@@ -47,7 +47,7 @@ class Target:
         return value
 
     def harm(self, measured: float) -> float:
-        """The harm that compression does, as a share; more harm asks for more slots."""
+        """The harm that compression does, as a share; more harm calls for more slots."""
         return measured if self.statistic == "rejection" else 1 - measured
 
 
@@ -86,7 +86,7 @@ class Adaptive:
 
 
 def check_layer_budgets(budgets: list[int], budget: int | Adaptive) -> None:
-    """Refuse budgets by layer that take other memory than the budget says, or whose sum would move."""
+    """Refuse budgets by layer whose mean is not the budget, or that come with an adaptive budget."""
     if not budgets:
         return
     require_int(**{f"rollout.layer_budgets[{i}]": number for i, number in enumerate(budgets)})

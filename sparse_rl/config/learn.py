@@ -17,57 +17,64 @@ from ..learn.objective import ALGORITHMS, RELATIVES, settings_of
 from ..learn.packing import PACKING
 from .values import convert, types_of
 
-DEFAULT_TOKENS = 16384  # of a micro-batch
+DEFAULT_TOKENS = 16384  # tokens of a micro-batch
 
 
 @dataclass(frozen=True)
 class LearnSettings:
-    algorithm: str = key("what is learned from rewards: a name from `sparse-rl list algorithms`", "grpo")
+    algorithm: str = key("how rewards become a loss: a name from `sparse-rl list algorithms`", "grpo")
     method: str = key(
-        "naive, none, tis, mis, icepop, geo, sparse-rl, sparse-rl-released: corrections; shadow, smd: replay",
+        "how the mismatch between sampler and learner is handled: corrected (naive, none, tis, mis, icepop, geo, "
+        "sparse-rl, sparse-rl-released) or replayed (shadow, smd)",
         "sparse-rl",
     )
     view: str | None = key(
-        "how the learner sees a trajectory: dense, or shadow (what the sampler's cache held); null: the method's", None
+        "what the learner sees of a trajectory: dense (everything), or shadow (what the sampler's cache held); null: "
+        "the method's choice",
+        None,
     )
     distill: str | None = key(
-        "with the shadow view, pull one view to the other: dense-to-shadow, shadow-to-dense-forward or "
-        "shadow-to-dense-reverse (forward or reverse KL); null: the method's (smd: dense-to-shadow)",
+        "with the shadow view, pull one view towards the other: dense-to-shadow, shadow-to-dense-forward or "
+        "shadow-to-dense-reverse (forward or reverse KL); null: the method's choice (smd: dense-to-shadow)",
         None,
     )
     distill_weight: float | None = key(
-        f"the factor (lambda) of the distillation loss; null: the method's ({DISTILL_WEIGHT})", None
+        f"factor (lambda) of the distillation loss; null: the method's choice ({DISTILL_WEIGHT})", None
     )
-    correction: dict = key("parts of the preset to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {})
-    advantage: str = key("grpo, dr-grpo, rloo, or your own: `file.py` or `file.py:function`", "grpo")
-    advantage_eps: float = key("what is added to the group's standard deviation", 1e-6)
+    correction: dict = key(
+        "parts of the method's correction to change, such as {cap: 3.0, mask_outside: [0.5, 2.0]}", {}
+    )
+    advantage: str = key(
+        "advantage estimator: grpo, dr-grpo, rloo, or your own: `file.py` or `file.py:function`", "grpo"
+    )
+    advantage_eps: float = key("added to the group's standard deviation before dividing by it", 1e-6)
     rebaseline: bool = key("leave rejected trajectories out of the group's mean and standard deviation", False)
     refill: int = key("rounds of sampling replacements for rejected trajectories; 0: none", 0)
     dynamic: int = key(
-        "rounds of sampling other prompts in place of those whose completions all have the same reward (DAPO's dynamic "
+        "rounds of sampling other prompts to replace those whose completions all have the same reward (DAPO's dynamic "
         "sampling); 0: none",
         0,
     )
     minibatches: int = key("optimizer steps per rollout", 4)
     rescore: str = key(
-        "whether a pass of its own finds the old log-probs: always, or auto: not in the shadow view, where they are "
-        "the sampler's up to rounding and the update checks them, except with ppo, rollout.ahead, rollout.top_k, "
-        "rollout.top_p, students or learn.dynamic",
+        "whether a separate forward pass computes the old log-probs: always; or auto, which skips it in the shadow "
+        "view, where the sampler's log-probs are the same up to rounding and the update checks them (it is not skipped "
+        "with ppo, rollout.ahead, rollout.top_k, rollout.top_p, students or learn.dynamic)",
         "auto",
     )
     micro_batch_tokens: int | str = key(
-        "tokens of a forward-backward pass, padding included; auto: as many as the memory plan has room for, at most "
-        "65536 (without a GPU 16384)",
+        "tokens in a forward-backward pass, padding included; auto: as many as the memory plan has room for, at most "
+        "65536 (16384 without a GPU)",
         DEFAULT_TOKENS,
     )
     packing: str = key(
-        "feed trajectories as one row without padding, and what the completions of a prompt begin with only once: "
-        "`auto` (on a GPU, where the architecture is known), `always` or `never`",
+        "whether trajectories are fed as one row without padding, in which completions of a prompt share their common "
+        "beginning: `auto` (on a GPU, if the architecture allows it), `always` or `never`",
         "auto",
     )
     replay_routing: bool | str = key(
-        "of a mixture of experts: send each token to the experts that the sampler chose (in the dense view: those of "
-        "the old log-probs' pass) instead of choosing anew; auto: where its routers let it",
+        "for a mixture of experts: send each token to the experts that the sampler chose (in the dense view: that the "
+        "pass for the old log-probs chose) instead of choosing again; auto: if the model's routers allow it",
         "auto",
     )
 
@@ -80,8 +87,8 @@ class LearnSettings:
         require_int(at_least=0, **{"learn.refill": self.refill, "learn.dynamic": self.dynamic})
         if self.refill and self.dynamic:
             raise SparseRLError(
-                f"learn.refill is {self.refill} and learn.dynamic is {self.dynamic}: one samples a prompt again, the "
-                "other replaces it; set one of them to 0."
+                f"learn.refill is {self.refill} and learn.dynamic is {self.dynamic}, but the first samples a prompt "
+                "again and the second replaces it; set one of them to 0."
             )
         if self.rescore not in ("auto", "always"):
             raise SparseRLError(f"learn.rescore is {self.rescore!r}; it must be auto or always.")
@@ -99,11 +106,14 @@ class LearnSettings:
             raise SparseRLError(f"learn.replay_routing is {given!r}; it must be true, false or auto.")
         if self.packing not in PACKING:
             raise SparseRLError(f"learn.packing is {self.packing!r}; {nearest(self.packing, PACKING)}")
-        if self.advantage not in ESTIMATORS and not names_python_file(self.advantage):  # which runs only in a run
+        if self.advantage not in ESTIMATORS and not names_python_file(
+            self.advantage
+        ):  # a user's file is only loaded by a run
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
             raise SparseRLError(
-                f"learn.distill_weight is {self.distill_weight}; it must be above 0 (learn.method: shadow has none)."
+                f"learn.distill_weight is {self.distill_weight}; it must be above 0 (to distill nothing, use "
+                "learn.method: shadow)."
             )
         if self.distill_weight is not None and self.resolve_method().distill is None:
             raise SparseRLError(

@@ -1,4 +1,4 @@
-"""Recipes of earlier versions: a run that they started can be resumed, and a mistake gets a sentence with the new name.
+"""Translate recipes of earlier versions, so that their runs can be resumed; elsewhere an old name gets a sentence.
 
 RENAMED_KEYS      old key -> new key
 RENAMED_VALUES    key -> {old value: new value}
@@ -35,8 +35,8 @@ ADDED_KEYS = {
 def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The recipe of a run folder as this version writes it, and a sentence for every key that was changed.
 
-    Renamed keys and values are translated; a removed key is dropped if it has its default, and refused otherwise.
-    Whatever else is in the recipe stays as it is, mistakes included.
+    Renamed keys and values are translated; a removed key is dropped if it has its default, and refused otherwise. All
+    else in the recipe stays as it is, mistakes included.
     """
     new = {name: dict(section) if isinstance(section, Mapping) else section for name, section in data.items()}
     notes = []
@@ -57,8 +57,8 @@ def migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             value = _pop(new, key)
             if value != default:
                 raise SparseRLError(
-                    f"the recipe says {key}: {_yaml(value)}, but this version has no such key ({instead}); go on with "
-                    "the version that wrote it, or remove the key."
+                    f"the recipe says {key}: {_yaml(value)}, but this version has no such key ({instead}); continue "
+                    "with the version that wrote it, or remove the key."
                 )
             notes.append(f"{key} was dropped: there is no such key any more, and {_yaml(value)} was its default.")
     return new, notes
@@ -70,7 +70,7 @@ def missing_keys(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def refuse_old_names(sections: Mapping[str, Any]) -> None:
-    """Say what a key or value of an earlier version is called now."""
+    """Refuse a key or value of an earlier version, and say what it is called now."""
     for old_key, new_key in RENAMED_KEYS.items():
         if _has(sections, old_key):
             raise SparseRLError(
@@ -81,7 +81,7 @@ def refuse_old_names(sections: Mapping[str, Any]) -> None:
             raise SparseRLError(f"{key} is {value!r}, which is now called {names[value]}; write {key}: {names[value]}.")
     for key, (_, instead) in REMOVED_KEYS.items():
         if _has(sections, key):
-            raise SparseRLError(f"there is no key {key} any more: {instead}; remove it from the recipe.")
+            raise SparseRLError(f"the key {key} does not exist any more ({instead}); remove it from the recipe.")
 
 
 def _has(data: Mapping[str, Any], key: str) -> bool:

@@ -14,24 +14,29 @@ from ..models.quantize import check_quantize
 @dataclass(frozen=True)
 class ModelSettings:
     name: str = key(
-        "hub id, folder, .gguf file, `tiny-sums` (built in), or with random weights tiny:4x256, random:qwen2.5-1.5b"
+        "a hub id, a folder, a .gguf file, `tiny-sums` (built in), or a model with random weights: tiny:4x256, "
+        "random:qwen2.5-1.5b"
     )
     dtype: str | None = key("float32, bfloat16, or float16 (the loss is scaled); null: the model's own", None)
     logits: str = key(
-        "float32, whatever the weights' dtype; model: round logits to that dtype, which adds noise", "float32"
+        "float32: logits in fp32 whatever the weights' dtype; model: logits rounded to that dtype, which adds noise",
+        "float32",
     )
     gradient_checkpointing: bool | str = key(
-        "keep one activation per layer and recompute the rest: less memory, a third more time; offload: keep it in "
-        "host memory, and compute MLPs by chunks of tokens, for long responses; auto: what the memory plan needs",
+        "true: keep one activation per layer and recompute the rest, which takes less memory and a third more time; "
+        "offload: keep that activation in host memory and compute MLPs by chunks of tokens, for long responses; auto: "
+        "whichever the memory plan needs",
         False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
-    lora_alpha: int = key("LoRA's scale", 32)
+    lora_alpha: int = key("the adapters are scaled by alpha / rank", 32)
     lora_targets: list[str] = key(
         "linear layers that get adapters, by the ends of their names, such as [q_proj, v_proj]; []: all but the head",
         [],
     )
-    quantize: str | None = key("4bit: the weights under the adapters take 4 bits each (needs bitsandbytes)", None)
+    quantize: str | None = key(
+        "4bit: the weights under the adapters take 4 bits each (needs bitsandbytes); null: not quantized", None
+    )
     shard: bool = key(
         "with several processes, divide the learner's weights, gradients and moments among them (FSDP2)", False
     )
@@ -48,8 +53,8 @@ class ModelSettings:
         if self.quantize and (not self.lora_rank or self.shard):
             why = "model.shard divides the weights" if self.lora_rank else "model.lora_rank is 0"
             raise SparseRLError(
-                f"model.quantize is {self.quantize}, so only adapters can be trained, in one piece, but {why}; set "
-                "model.lora_rank above 0 and model.shard to false."
+                f"model.quantize is {self.quantize}, which can only train adapters that are not divided, but {why}; "
+                "set model.lora_rank above 0 and model.shard to false."
             )
         if self.gradient_checkpointing not in (True, False, "auto", "offload"):
             given = self.gradient_checkpointing

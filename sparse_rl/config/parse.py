@@ -1,8 +1,8 @@
-"""Reading recipes: YAML files, run folders and recipes by name, with overrides from the command line.
+"""Read recipes: YAML files, run folders and recipes by name, with overrides from the command line.
 
     sparse-rl train recipe.yaml --rollout.budget 44 --lr 1e-4
 
-The last part of a key is enough where only one section has it. An unknown key is refused with the nearest known one.
+The last part of a key is enough if only one section has it. An unknown key is refused, with the nearest known one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .values import names_of, plain, settings_of, types_of
 
 
 def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
-    """A recipe from a YAML file, from a run folder, or by the name of one that is shipped.
+    """A recipe from a YAML file or a run folder, or one of the package's recipes by name.
 
     `overrides` are pairs of a dotted key and its value as text.
     """
@@ -33,10 +33,10 @@ def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> 
 
 
 def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], trust: bool) -> Recipe:
-    """`load_recipe` for a command that runs what the recipe names.
+    """`load_recipe`, for a command that runs the code that a recipe names.
 
-    A recipe is its user's own words, but a run folder may come from someone else: a file or package that it names
-    runs only with `trust` (--trust), or if an override names it.
+    A recipe is the user's own, but a run folder may come from someone else: a file or package that it names only runs
+    with `trust` (--trust), or if an override names it.
     """
     recipe = load_recipe(path, overrides)
     own_words = [_find(dotted) for dotted, _ in overrides]
@@ -47,13 +47,13 @@ def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], t
 
 
 def _is_in(key: str, own_words: Sequence[tuple[str, list[str]]]) -> bool:
-    """Whether an override gave a key, or keys of which it is a part: --task.tasks gives task.tasks.0.name."""
+    """Whether an override set a key, or a part of which the key is: --task.tasks sets task.tasks.0.name, too."""
     section, path = _find(key)
     return any(section == name and path[: len(given)] == given for name, given in own_words)
 
 
 def recipe_file(path: str | Path) -> Path:
-    """The YAML file behind a path, a run folder or the name of a recipe that is shipped."""
+    """The YAML file behind a path, a run folder or the name of one of the package's recipes."""
     path = Path(path)
     shipped = {file.stem: file for file in RECIPES.glob("*.yaml")}
     if str(path) in shipped and not path.is_file() and not (path / "recipe.yaml").exists():
@@ -96,7 +96,8 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
             holds_keys = section == "task" or inner or types_of(SECTIONS[section]).get(part) is dict
             if not (isinstance(inner, Mapping) and holds_keys):
                 raise SparseRLError(
-                    f"--{dotted} looks inside {section}.{part}, which holds no keys; write --{section}.{part} VALUE."
+                    f"--{dotted} names a key inside {section}.{part}, which has no keys; write --{section}.{part} "
+                    "VALUE."
                 )
             target[part] = dict(inner)
             target = target[part]
@@ -104,12 +105,12 @@ def make_recipe(data: Mapping, overrides: Sequence[tuple[str, str]] = (), where:
     refuse_old_names(sections)
     missing = [name for name in ("model", "task") if name not in sections]
     if missing:
-        raise SparseRLError(f"{where} lacks the section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
+        raise SparseRLError(f"{where} has no section {missing[0]!r}; add `{missing[0]}: {{name: ...}}`.")
     return Recipe(**{name: _section(name, content) for name, content in sections.items()})
 
 
 def _section(name: str, content: dict):
-    if name == "task":  # every key that is not ours is an option of the task
+    if name == "task":  # every other key is an option of the task
         ours = [key for key in names_of(SECTIONS[name]) if key != "options"]
         own = {key: value for key, value in content.items() if key not in ours}
         content = {"name": None} | {key: content[key] for key in ours if key in content} | {"options": own}
@@ -123,7 +124,7 @@ def _find(dotted: str) -> tuple[str, list[str]]:
     """
     first, *rest = dotted.replace("-", "_").split(".")
     if rest:
-        if first == "compressor":  # as eval and rollout spell the options of a compressor
+        if first == "compressor":  # as eval and rollout write the options of a compressor
             if rest in (["slots"], ["slots_kept"], ["layer_budgets"]):
                 return "rollout", rest
             return "rollout", ["compressor_options", *rest]
@@ -135,7 +136,7 @@ def _find(dotted: str) -> tuple[str, list[str]]:
     if len(holders) != 1:
         if holders:
             full_names = " or ".join(f"--{section}.{first}" for section in holders)
-            raise SparseRLError(f"--{dotted} names several keys; write {full_names}.")
+            raise SparseRLError(f"--{dotted} could be any of several keys; write {full_names}.")
         old = [key for key in (*RENAMED_KEYS, *REMOVED_KEYS) if key.rpartition(".")[2] == first]
         if old:
             refuse_old_names({old[0].partition(".")[0]: {first: "VALUE"}})

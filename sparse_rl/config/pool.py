@@ -1,4 +1,4 @@
-"""What a recipe may say of samplers in processes of their own."""
+"""Check a recipe's settings for a pool of samplers in separate processes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 
 from ..errors import SparseRLError, require_int, shown
 
-MOST_AHEAD = 8  # steps that a pool's samplers may be ahead of the learner
+MOST_AHEAD = 8  # steps by which a pool's samplers may be ahead of the learner
 MOST_SAMPLERS = 4096
 
 
 def check_pool(pool: str | None, ahead: int, samplers: int, over_ask: float, patience: float) -> None:
     most = MOST_AHEAD if pool else 1
     if isinstance(ahead, bool) or ahead not in range(most + 1):
-        further = "" if pool else f" (with rollout.pool up to {MOST_AHEAD})"
+        further = "" if pool else f" (to {MOST_AHEAD} with rollout.pool)"
         raise SparseRLError(
-            f"rollout.ahead is {ahead!r}; rollouts run 0 steps ahead of the learner, or up to {most}{further}."
+            f"rollout.ahead is {ahead!r}; it must be a whole number of steps from 0 to {most}{further}."
         )
     if pool is not None and not _is_pool(pool):
         raise SparseRLError(f"rollout.pool is {shown(pool)}; it must be ray, ray://HOST:PORT, ray://auto or null.")
@@ -34,6 +34,8 @@ def check_pool(pool: str | None, ahead: int, samplers: int, over_ask: float, pat
 
 
 def _is_pool(pool: str) -> bool:
-    """ray://local and the like are Ray's own words, and start clusters that listen to the network."""
+    """Whether this is the address of a pool. Others that Ray knows, such as ray://local, would listen
+    to the network.
+    """
     found = re.fullmatch(r"ray(://(auto|([\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})))?", pool)
     return found is not None and int(found[4] or 1) in range(1, 65536)

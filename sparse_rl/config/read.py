@@ -1,4 +1,4 @@
-"""YAML that anyone may have written, read within bounds: a few lines of aliases can stand for gigabytes.
+"""Read YAML from anyone within bounds, because a few lines with aliases can stand for gigabytes.
 
 Recipes hold text, numbers, lists and keys. Dates stay text; other tags are refused.
 """
@@ -12,8 +12,8 @@ from ..errors import SparseRLError, shown
 
 LONGEST = 200_000  # characters of a file or an option
 DEEPEST = 20  # lists and keys inside one another
-LARGEST = 20_000  # values, with every alias counted as what it stands for; a long text counts for several
-_LETTERS = 64  # of a text that count as one value
+LARGEST = 20_000  # values, where an alias counts as what it stands for and a long text counts several times
+_LETTERS = 64  # characters of a text that count as one value
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -21,7 +21,7 @@ def read_yaml(text: str, where: str) -> Any:
     import yaml
 
     if len(text) > LONGEST:
-        raise SparseRLError(f"{where} has {len(text):,} characters; at most {LONGEST:,} are read.")
+        raise SparseRLError(f"{where} has {len(text):,} characters, but a recipe may have at most {LONGEST:,}.")
     try:
         _check_size(text, where)
         return yaml.load(text, Loader=_loader())
@@ -45,13 +45,13 @@ def _check_size(text: str, where: str) -> None:
     """Refuse what would be large or deep once it is built, from the parser's events alone."""
     import yaml
 
-    sizes: dict[str, int] = {}  # of what each anchor stands for
+    sizes: dict[str, int] = {}  # size of what each anchor stands for
     opened: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, size so far) of the lists and keys we are in
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, 1))
             if len(opened) > DEEPEST + 1:
-                raise SparseRLError(f"{where} nests values more than {DEEPEST} deep; a recipe needs 4.")
+                raise SparseRLError(f"{where} nests values more than {DEEPEST} levels deep; a recipe needs only 4.")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = opened.pop()
@@ -68,7 +68,7 @@ def _check_size(text: str, where: str) -> None:
         outer, before = opened[-1]
         opened[-1] = outer, before + size
         if before + size > LARGEST:
-            raise SparseRLError(f"{where} stands for more than {LARGEST:,} values; a recipe needs some hundred.")
+            raise SparseRLError(f"{where} expands to more than {LARGEST:,} values; a recipe needs a few hundred.")
 
 
 def _loader() -> type:

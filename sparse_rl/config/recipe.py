@@ -1,4 +1,4 @@
-"""The recipe, which defines a result: one frozen dataclass per section, with typed keys, their defaults and their help.
+"""The recipe, which defines a run: one frozen dataclass per section, with typed keys, their defaults and their help.
 
     model: {name: tiny-sums}
     task: {name: sums, count: 8}                    # keys beside `name` are the task's own options
@@ -37,7 +37,7 @@ from .sections import EvalSettings, RunSettings, ScorerSettings, WarmupSettings
 from .task import TaskSettings
 from .values import plain
 
-RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes that are shipped with the package
+RECIPES = Path(__file__).parent.parent / "recipes"  # the recipes in the package
 
 
 @dataclass(frozen=True)
@@ -46,47 +46,56 @@ class RolloutSettings:
         "a name from `sparse-rl list compressors`, prompt-only:NAME, `file.py` or `file.py:Class`", "rkv"
     )
     budget: int | Adaptive = key(
-        "slots that a row keeps at an eviction; {min: 32, max: 64, target: {alpha_5: 0.9}}: moves between steps", 512
+        "slots that a row keeps at an eviction; {min: 32, max: 64, target: {alpha_5: 0.9}}: adjusted between steps",
+        512,
     )
     layer_budgets: list[int] = key(
-        "slots that each layer keeps, if not all keep the budget, which is their mean; `sparse-rl allocate` finds some",
+        "slots that each layer keeps, with rollout.budget as their mean; `sparse-rl allocate` proposes some; []: every "
+        "layer keeps the budget",
         [],
     )
     interval: int = key("tokens between evictions; prompt-only ignores it", 128)
     compressor_options: dict = key("the compressor's own parameters, such as {sinks: 2, window: 8}", {})
     slots: str = key(
-        "how slots store keys and values: model (in its dtype), fp8 or int8; the learner replays the rounding", PLAIN
+        "how slots store keys and values: model (in the model's dtype), fp8 or int8; the learner replays the rounding",
+        PLAIN,
     )
-    slots_kept: list[int] = key("under fp8 and int8, layers that store the model's dtype, such as [0, -1]", [])
+    slots_kept: list[int] = key("with slots fp8 or int8, layers that stay in the model's dtype, such as [0, -1]", [])
     start_chunk: float = key(
-        "under beacon:LEAST-MOST, the mean tokens of a chunk at first, where the model has not learned to choose yet; "
-        "0: halfway between the two",
+        "with beacon:LEAST-MOST, the mean length of a chunk in tokens before the model has learned to choose it; 0: "
+        "halfway between the two",
         0.0,
     )
-    rows: int = key("sequences decoded at a time, by each process", 64)
+    rows: int = key("sequences that each process decodes at a time", 64)
     ahead: int = key(
-        "steps that sampling is ahead of learning: 0; 1 (asynchronous; copies the weights); with a pool up to 8", 0
+        "steps by which sampling is ahead of learning: 0; 1 (asynchronous; copies the weights); up to 8 with a pool", 0
     )
     pool: str | None = key(
-        "ray: sample in processes of their own, on this machine; ray://HOST:PORT, ray://auto: on the machines of a "
-        "cluster; null: in the processes that learn",
+        "ray: sample in separate processes on this machine; ray://HOST:PORT or ray://auto: in processes on the "
+        "machines of a Ray cluster; null: in the processes that learn",
         None,
     )
-    samplers: int = key("processes of the pool; 0: one for every GPU, or CPU, that the cluster has", 0)
-    over_ask: float = key("share of a step's work, its last, that idle samplers of a pool may do a second time", 0.0)
-    patience: float = key("seconds after which a sampler of a pool that does not get on is replaced", 600.0)
+    samplers: int = key("sampler processes in the pool; 0: one for every GPU (or CPU) of the cluster", 0)
+    over_ask: float = key(
+        "share of a step's work, its last part, that idle samplers of a pool may do a second time; the first result "
+        "counts",
+        0.0,
+    )
+    patience: float = key("seconds without progress after which a sampler of a pool is replaced", 600.0)
     prompts: int = key("prompts per step, over all processes", 128)
     group_size: int = key("completions per prompt", 8)
-    max_new_tokens: int = key("tokens of the longest response; of a conversation, in all of its turns", 4096)
-    max_turns: int = key("of a task that replies: turns of the model in a conversation at most", 8)
-    max_given_tokens: int = key("of a task that replies: tokens of a reply at most; longer ones are cut", 512)
+    max_new_tokens: int = key("tokens that a response may have; in a conversation, over all of its turns", 4096)
+    max_turns: int = key("turns that the model may take in a conversation, for tasks that reply", 8)
+    max_given_tokens: int = key("tokens that a task's reply may have; longer replies are cut", 512)
     temperature: float = key("the sampler's temperature, which every log-prob uses", 1.0)
     top_k: int = key(
-        f"draw from the likeliest tokens alone, at most {MOST}; all log-probs are then renormalised over them; 0: off",
+        f"draw only from this many likeliest tokens, at most {MOST}; all log-probs are renormalised over them; 0: off",
         0,
     )
     top_p: float = key(
-        f"draw from the likeliest tokens that have this probability together, at most {MOST}, likewise; 1: off", 1.0
+        f"draw only from the likeliest tokens that together have this probability, at most {MOST} of them; all "
+        "log-probs are renormalised over them; 1: off",
+        1.0,
     )
     stop: list[str] = key("tokens that end a response besides the model's own, such as <|im_end|>", [])
 
@@ -98,7 +107,7 @@ class RolloutSettings:
         slot_format(self.slots, self.slots_kept)
         check_layer_budgets(self.layer_budgets, self.budget)
         if lost := [name for name in ("slots", "slots_kept", "layer_budgets") if name in self.compressor_options]:
-            raise SparseRLError(f"{lost[0]} is among rollout.compressor_options; write rollout.{lost[0]} instead.")
+            raise SparseRLError(f"rollout.compressor_options sets {lost[0]}; write rollout.{lost[0]} instead.")
         check_pool(self.pool, self.ahead, self.samplers, self.over_ask, self.patience)
         if not (self.start_chunk == 0 or 2 < self.start_chunk < math.inf):
             given = self.start_chunk
@@ -118,7 +127,7 @@ class RolloutSettings:
 
     @property
     def cache_options(self) -> dict:
-        """The compressor's own parameters, and how slots are stored, by how many, where it is not as usual."""
+        """The compressor's parameters, plus slot format and layer budgets if they are not the default."""
         more = {"layer_budgets": self.layer_budgets} if self.layer_budgets else {}
         if self.slots == PLAIN:
             return {**self.compressor_options, **more}
@@ -159,22 +168,22 @@ class Recipe:
         if self.rollout.ahead and (self.student.chunks or isinstance(self.rollout.budget, Adaptive)):
             why = "students learn from it" if self.student.chunks else "its budget follows what each step measures"
             raise SparseRLError(
-                f"rollout.ahead is {self.rollout.ahead}, so sampling is ahead of learning, but {why}; set it to 0."
+                f"rollout.ahead is {self.rollout.ahead}, so sampling runs ahead of learning, but {why}; set it to 0."
             )
         if self.offloads_activations and self.model.shard:
             raise SparseRLError(
-                "model.gradient_checkpointing is offload, which is not done for a learner that model.shard divides; "
-                "use true, or set model.shard to false."
+                "model.gradient_checkpointing is offload, which does not work with model.shard; use true, or set "
+                "model.shard to false."
             )
         if self.optimizer.offload and self.model.shard:
             raise SparseRLError(
-                "optimizer.offload keeps masters and moments in host memory, but model.shard divides them among GPUs; "
-                "set one of them to false."
+                "optimizer.offload and model.shard are both true, but only one of them can place the masters and "
+                "moments; set one of them to false."
             )
         if self.loss.renormalise and self.loss.mean == "token-mean":
             raise SparseRLError(
-                "loss.renormalise divides by trajectories, but loss.mean is token-mean, "
-                "which counts only accepted tokens; set loss.renormalise to false."
+                "loss.renormalise is true, but loss.mean is token-mean, which divides by accepted tokens already; "
+                "set loss.renormalise to false."
             )
 
     def _check_groups(self) -> None:
@@ -187,12 +196,12 @@ class Recipe:
             )
         if group_size < 2 and self.learn.algorithm != "ppo":
             raise SparseRLError(
-                "rollout.group_size is 1: advantages compare completions of a prompt, so a group needs at least 2; ppo "
-                "compares with a critic instead."
+                "rollout.group_size is 1, but advantages compare completions of a prompt; use at least 2, or "
+                "learn.algorithm: ppo, which compares with a critic instead."
             )
         if self.learn.dynamic and self.learn.algorithm == "ppo":
             raise SparseRLError(
-                f"learn.dynamic is {self.learn.dynamic}: it replaces prompts whose completions all have the same "
+                f"learn.dynamic is {self.learn.dynamic}, which replaces prompts whose completions all have the same "
                 "reward, but ppo learns from those, too; set it to 0."
             )
 
@@ -203,7 +212,7 @@ class Recipe:
             return
         if self.loss.beta:
             raise SparseRLError(
-                f"loss.beta is {self.loss.beta}, but online DPO holds to its reference by dpo.beta (now "
+                f"loss.beta is {self.loss.beta}, but online DPO stays close to its reference through dpo.beta (now "
                 f"{self.dpo.beta}); set loss.beta to 0."
             )
         for name, usual in (("level", "token"), ("clip", "ratio")):
@@ -228,7 +237,7 @@ class Recipe:
             )
         if self.has_separate_critic and self.model.shard:
             raise SparseRLError(
-                "model.shard divides the learner, but a separate critic would stay whole on every process; use "
+                "model.shard divides the learner, but a separate critic would stay whole in every process; use "
                 "ppo.critic: trunk, or set model.shard to false."
             )
 
@@ -263,9 +272,9 @@ class Recipe:
     def _check_students(self) -> None:
         if self.student.chunks and (self.folds or self.model.lora_rank):
             raise SparseRLError(
-                "a run with students has an ordinary model for their teacher: set rollout.compressor to one other than "
-                f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0; student.lora_rank gives the students "
-                "adapters."
+                "the teacher of students must be an ordinary model: set rollout.compressor to another one than "
+                f"beacon, and model.lora_rank (now {self.model.lora_rank}) to 0 (student.lora_rank gives the students "
+                "adapters)."
             )
 
     def scheduled_optimizer(self) -> OptimizerSettings:
@@ -283,39 +292,43 @@ class Recipe:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """With the default for auto; a run has put its choice in place of auto (train/auto.py)."""
+        """`learn.micro_batch_tokens`, with the default for auto; a run has replaced auto by its choice
+        (train/auto.py).
+        """
         return self.learn.tokens
 
     @property
     def checkpoints_gradients(self) -> bool:
-        """With the default for auto, likewise."""
+        """Whether activations are recomputed in backward, with the default for auto."""
         return self.model.gradient_checkpointing in (True, "offload")
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether what checkpointing keeps is in host memory."""
+        """Whether gradient checkpointing keeps its activations in host memory."""
         return self.model.gradient_checkpointing == "offload"
 
     @property
     def scores_all(self) -> bool:
         """Whether every trajectory is scored before the update.
 
-        In the shadow view its old log-probs are the sampler's, unless something depends on what is left of the gap, or
-        the update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), or
-        because students learn from the trajectories first, or because it does not see all (learn.dynamic). An
-        algorithm may ask for more than log-probs. With top-k or top-p the pass also finds the supports, before any
-        update moves the logits.
+        In the shadow view the old log-probs are the sampler's, unless something depends on the rest of the gap, or the
+        update cannot check them: because the learner's weights are newer than the sampler's (rollout.ahead), because
+        students learn from the trajectories first, or because it does not see all of them (learn.dynamic). An algorithm
+        may need more than log-probs. With top-k or top-p the pass also finds the supports, before any update changes
+        the logits.
         """
         chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
         later = self.rollout.ahead or self.student.chunks or self.learn.dynamic
         checked = chosen.view == "shadow" and known and not later
-        depends = chosen.correction.looks_at_gap or self.loss.level == "sequence"  # whose clips are within rounding
+        depends = (
+            chosen.correction.looks_at_gap or self.loss.level == "sequence"
+        )  # its clip range is as small as rounding
         return self.learn.rescore == "always" or not checked or depends or self.rollout.truncates
 
     @property
     def records_support(self) -> str | None:
-        """What the sampler records of the tokens that top-k and top-p leave: the shadow view finds them again by
-        margins; the logits of the dense view are others, so it needs ids.
+        """What the sampler records about the tokens that top-k and top-p leave. The shadow view recovers them from
+        margins; the dense view has other logits, so it needs ids.
         """
         if not self.rollout.truncates:
             return None
@@ -323,7 +336,7 @@ class Recipe:
 
     @property
     def rows_together(self) -> int:
-        """Neighbouring positions that stay in one optimizer step."""
+        """How many neighbouring positions must stay in one optimizer step."""
         return self.rollout.group_size if self.learn.algorithm == "online-dpo" else 1
 
     @property
@@ -337,7 +350,7 @@ class Recipe:
         return self.learn.algorithm == "online-dpo" and self.dpo.reference == "dense"
 
     def objective(self, loss: Loss) -> Objective:
-        """What the learner follows: `loss`, or the section of another algorithm."""
+        """The learner's objective: `loss`, or the section of another algorithm."""
         return {"grpo": loss, "online-dpo": self.dpo, "ppo": ActorCritic(self.ppo, loss)}[self.learn.algorithm]
 
     @property
@@ -351,7 +364,7 @@ class Recipe:
         return self.rollout.compressor.partition(":")[0] == "beacon"
 
     def may_name_code(self) -> dict[str, str]:
-        """The keys that may name a Python file or a package, which a run executes, or a cluster, with their values."""
+        """The keys, with values, that may name a Python file or package that a run would execute, or a cluster."""
         return {
             "task.name": self.task.name,
             **{f"task.{key}": name for key, name in code_in(self.task.options).items()},

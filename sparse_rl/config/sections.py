@@ -1,6 +1,4 @@
-"""The sections of a recipe that depend on nothing else: evaluations, the run itself, the training of a
-compressor, and the warm-up.
-"""
+"""The sections `eval`, `run`, `scorer` and `warmup` of a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class EvalSettings:
     prompts: int = key("held-out prompts", 64)
     samples: int = key("completions per held-out prompt", 1)
     temperature: float = key("the temperature of evaluations; 0 is greedy", 1.0)
-    options: dict = key("task options that differ for held-out prompts, such as {files: test.jsonl}", {})
+    options: dict = key("task options that replace those of training, such as {files: test.jsonl}", {})
 
     def __post_init__(self):
         require_int(at_least=0, **{"eval.every": self.every})
@@ -35,16 +33,16 @@ class EvalSettings:
 class RunSettings:
     steps: int = key("steps of the run; each learns from one rollout", 100)
     seed: int = key("seed of sampling and of random weights; the task's prompts follow task.seed", 0)
-    checkpoint_every: int = key("steps between checkpoints; the last step always has one", 10)
-    keep: int = key("number of checkpoints that are kept", 2)
+    checkpoint_every: int = key("steps between checkpoints; the last step always writes one", 10)
+    keep: int = key("newest checkpoints that are kept", 2)
     samples: int = key("completions written to samples/ at every evaluation and every 10 steps", 8)
     diagnose: int = key(
-        "trajectories whose dense and sampler distributions are compared exactly every step (alpha); 0: none", 4
+        "trajectories per step whose dense and sampler distributions are compared exactly (alpha); 0: none", 4
     )
     max_skipped: int = key(
-        "optimizer steps in a row that may be skipped for non-finite numbers before the run stops", 5
+        "optimizer steps in a row that may be skipped because of non-finite numbers before the run stops", 5
     )
-    trackers: list[str] = key("tensorboard, trackio or wandb, through accelerate", [])
+    trackers: list[str] = key("experiment trackers, used through accelerate: tensorboard, trackio or wandb", [])
     project: str = key("the project under which trackers file the run", "sparse-rl")
 
     def __post_init__(self):
@@ -56,19 +54,19 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """Of the compressor `learned`, trained jointly with the model (train/joint.py)."""
+    """Joint training of the compressor `learned` with the model (train/joint.py)."""
 
     every: int = key("steps between trainings of the compressor `learned` on what its evictions cost; 0: never", 0)
-    trajectories: int = key("trajectories of such a step that it learns from", 8)
-    pairs: int = key("pairs of slots that an eviction of these gives, per layer and KV head", 8)
-    steps: int = key("optimizer steps on them", 20)
-    lr: float = key("their learning rate, constant", 1e-3)
+    trajectories: int = key("trajectories that each training of the compressor learns from", 8)
+    pairs: int = key("pairs of slots compared for each eviction of these trajectories, per layer and KV head", 8)
+    steps: int = key("optimizer steps of each training of the compressor", 20)
+    lr: float = key("constant learning rate of the compressor", 1e-3)
     advantage: float = key(
-        "weight of evictions as actions: the group's advantage makes those of a trajectory likelier, or less likely; "
-        "needs the compressor's option temperature; 0: off",
+        "weight of a policy-gradient loss that treats evictions as actions: the trajectory's advantage makes them "
+        "likelier or less likely; needs the compressor's option `temperature`; 0: off",
         0.0,
     )
-    evictions: int = key("evictions of a trajectory that are such actions", 4)
+    evictions: int = key("evictions per trajectory that scorer.advantage treats as actions", 4)
 
     def __post_init__(self):
         require_int(at_least=0, **{"scorer.every": self.every})
@@ -81,7 +79,9 @@ class ScorerSettings:
             raise SparseRLError(f"scorer.advantage is {self.advantage}; it must be 0 (off) or above.")
 
     def check(self, rollout: RolloutSettings, shard: bool, algorithm: str) -> None:
-        """Refuse a run that has no such compressor, or whose whole weights are at work elsewhere while it learns."""
+        """Refuse a run without such a compressor, or one whose whole weights are busy when the
+        compressor is trained.
+        """
         if not self.every:
             if self.advantage:
                 raise SparseRLError(
@@ -95,32 +95,32 @@ class ScorerSettings:
             )
         if shard and rollout.ahead:
             raise SparseRLError(
-                f"scorer.every is {self.every}, so trajectories go through whole weights between steps, but with "
-                f"model.shard and rollout.ahead {rollout.ahead} only the sampler has them, and it is at work; set one "
-                "of the three to 0 or false."
+                f"scorer.every is {self.every}, which needs whole weights between steps, but with model.shard and "
+                f"rollout.ahead {rollout.ahead} only the sampler has them, and it is busy; set one of the three to 0 "
+                "or false."
             )
         if self.advantage:
             self._check_actions(rollout, algorithm)
 
     def _check_actions(self, rollout: RolloutSettings, algorithm: str) -> None:
-        """Refuse evictions as actions where they are not drawn, or cannot be drawn again."""
+        """Refuse evictions as actions if they are not drawn at random, or cannot be drawn again."""
         options = rollout.compressor_options
         given = [name for name in ("protect_given", "forget_given") if options.get(name)]
         if not options.get("temperature"):
-            why = "nothing is drawn without a temperature; set rollout.compressor_options to {temperature: 1.0}"
+            why = "without a temperature they are not drawn; set rollout.compressor_options to {temperature: 1.0}"
         elif rollout.compressor != "learned":
-            why = f"{rollout.compressor} evicts prompts alone, alike in a group; use learned"
+            why = f"{rollout.compressor} only evicts prompts, in the same way for a whole group; use learned"
         elif rollout.ahead:
-            why = f"with rollout.ahead {rollout.ahead} the scorer is not the one that drew them; set it to 0"
+            why = f"with rollout.ahead {rollout.ahead} another scorer drew them; set rollout.ahead to 0"
         elif algorithm != "grpo":
-            why = f"{algorithm} has no advantage of a trajectory; use learn.algorithm: grpo"
+            why = f"{algorithm} has no advantage per trajectory; use learn.algorithm: grpo"
         elif given:
             why = f"{given[0]} orders slots in another way; set it to 0"
         elif rollout.layer_budgets:
-            why = "with rollout.layer_budgets evictions of a layer differ in size; omit them"
+            why = "rollout.layer_budgets make the layers evict different numbers of slots; omit them"
         else:
             return
-        raise SparseRLError(f"scorer.advantage is {self.advantage}, so evictions are actions, but {why}.")
+        raise SparseRLError(f"scorer.advantage is {self.advantage}, which makes evictions actions, but {why}.")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class WarmupSettings:
     lr: float = key("learning rate, constant after 20 steps", 2e-3)
     workers: int = key("processes that prepare batches; 0: batches are prepared between steps", 0)
     eval_every: int = key("steps between evaluations on held-out problems: loss and accuracy; 0: only at the end", 100)
-    checkpoint_every: int = key("steps between checkpoints; 0: only when it is stopped", 100)
+    checkpoint_every: int = key("steps between checkpoints; 0: only when the warm-up is stopped", 100)
 
     def __post_init__(self):
         require_int(**{"warmup.steps": self.steps, "warmup.batch": self.batch})

@@ -1,4 +1,4 @@
-"""Values between YAML and the types of keys: `convert` and `settings_of` check and convert, `plain` converts back."""
+"""Convert values between YAML and the types of keys: `convert` and `settings_of` check them, `plain` converts back."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
 def _float(value: float | str) -> float:
     try:
         return float(value)
-    except (ValueError, OverflowError):  # of whole numbers beyond all floats
+    except (ValueError, OverflowError):  # whole numbers beyond all floats
         return math.nan
 
 

@@ -1,12 +1,12 @@
-"""Tensors from one process to others that started by themselves: a trainer, and the servers that sample for it.
+"""Send tensors from one process to others that were started separately: from a trainer to the servers that sample.
 
     sender = Broadcast.sender("127.0.0.1", 3, 60.0)       receiver = Broadcast.receiver("127.0.0.1", port, 1, 3, 60.0)
     sender.join()                                         receiver.join()
     sender.send(weight)                                   receiver.receive_into(weight)
 
-A process group of gloo, apart from torch's default group, so a process can be in several. What travels is bytes of
-tensors, through host memory; what they are is agreed on elsewhere. Nothing is unpickled. Whoever reaches the sender's
-port can join the group, as with every process group: keep it in a network of your own.
+This is a process group of gloo, apart from torch's default group, so a process can be in several. Only the bytes of
+tensors travel, through host memory; names and shapes are agreed on elsewhere, and nothing is unpickled. As with every
+process group, anyone who reaches the sender's port can join, so keep it in a private network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from ..errors import SparseRLError
 
 
 class Broadcast:
-    """Rank 0 sends, the others receive. Who stops to take part closes it, and the others are told at once."""
+    """A group in which rank 0 sends and the others receive. A process that leaves must close it; the others notice at
+    once.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, local: bool, seconds: float):
         self.store, self.rank, self.size, self.local = store, rank, size, local
@@ -38,7 +40,7 @@ class Broadcast:
 
     @classmethod
     def sender(cls, host: str, size: int, seconds: float, port: int = 0) -> Broadcast:
-        """host: the address of this machine at which the others find it; port: 0: any free one"""
+        """The sender's end. host: the address at which the others find this machine; port: 0: any free one"""
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         patience = datetime.timedelta(seconds=seconds)
@@ -59,7 +61,7 @@ class Broadcast:
         return self.store.port
 
     def join(self) -> None:
-        """Wait until all are there."""
+        """Wait until all processes have joined."""
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = self.patience
         here = {"hostname": "127.0.0.1"} if self.local else {}
@@ -69,13 +71,13 @@ class Broadcast:
             self._group = ProcessGroupGloo(PrefixStore("weights", self.store), self.rank, self.size, options)
         except RuntimeError as error:
             why = _first_line(error)
-            raise SparseRLError(f"not all {self.size} processes of the group have come ({why}).") from error
+            raise SparseRLError(f"not all {self.size} processes of the group have joined ({why}).") from error
 
     def send(self, tensor: Tensor) -> None:
         self._move(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
 
     def receive_into(self, tensor: Tensor) -> None:
-        """tensor: contiguous, on the CPU"""
+        """Receive into a contiguous tensor on the CPU."""
         self._move(tensor.view(-1).view(torch.uint8))
 
     def _move(self, content: Tensor) -> None:

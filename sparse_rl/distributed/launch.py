@@ -1,7 +1,7 @@
-"""Several processes of one command on this machine.
+"""Run a command in several processes on this machine.
 
-They meet through a file that only this user can read, and talk over the loopback interface: nothing of a run can be
-reached from the network. For several machines use accelerate launch, or torchrun.
+They find each other through a file that only this user can read, and talk over the loopback interface, so nothing of a
+run can be reached from the network. For several machines use accelerate launch or torchrun.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from pathlib import Path
 from ..errors import SparseRLError, require_int
 from .world import MEETING_FILE
 
-_PATIENCE = {True: 3600.0, False: 30.0}  # seconds in which processes that were stopped, or whose peer failed, may save
+_PATIENCE = {
+    True: 3600.0,
+    False: 30.0,
+}  # seconds to save, for processes that were stopped (True) or whose peer failed (False)
 
 
 def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> int:
-    """Run `sparse-rl ARGUMENTS` in that many processes; if one fails, the others are ended. Returns the exit status.
+    """Run `sparse-rl ARGUMENTS` in this many processes; if one fails, end the others. Returns the exit status.
 
-    folder: of the run; go_on: the command that continues it
+    folder: that of the run; go_on: the command that continues it
     """
     import torch
 
     require_int(**{"--num-processes": processes})
     if (others := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise SparseRLError(
-            f"--num-processes is {processes}, but this process is one of {others} that another launcher started; omit "
-            "it."
+            f"--num-processes is {processes}, but another launcher has already started this as one of {others} "
+            "processes; omit the option."
         )
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise SparseRLError(
-            f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most as "
-            "many."
+            f"--num-processes is {processes}, but this machine has {torch.cuda.device_count()} GPUs; use at most one "
+            "process per GPU."
         )
     children: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory(prefix="sparse-rl-") as private, passing_signals_on(children) as stops:
@@ -46,10 +49,10 @@ def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> in
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             meeting = {MEETING_FILE: f"{private}/meeting"}
             environment = {**os.environ, **{name: str(value) for name, value in place.items()}, **meeting}
-            # -P: modules are not taken from the current folder, which may be someone else's
+            # -P: do not import modules from the current folder, which may be someone else's
             command = [sys.executable, "-P", "-m", "sparse_rl", *arguments]
             children.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            for number in stops:  # came while this process began
+            for number in stops:  # signals that came while this process was being started
                 children[-1].send_signal(number)
         statuses = wait_for_all(children, stops)
     failed = {rank: status for rank, status in statuses.items() if status}
@@ -59,7 +62,7 @@ def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> in
         return 0
     rank = first_failure(failed)
     code = failed[rank]
-    if code == 130:  # it was stopped, and has said so
+    if code == 130:  # it was stopped and has said so
         return 130
     end = f"was ended by signal {-code}" if code < 0 else f"failed with exit status {code}"
     begun = (folder / "recipe.yaml").exists()
@@ -71,7 +74,7 @@ def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> in
 
 @contextmanager
 def passing_signals_on(children: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM and SIGHUP go to all processes; gives a list of those that came."""
+    """Pass Ctrl-C, SIGTERM and SIGHUP on to all processes; gives a list of the signals that came."""
     came: list[int] = []
 
     def pass_on(number: int, _) -> None:
@@ -90,7 +93,7 @@ def passing_signals_on(children: Sequence[subprocess.Popen]) -> Iterator[list[in
 def wait_for_all(children: Sequence[subprocess.Popen], stops: Sequence[int]) -> dict[int, int]:
     """The exit status of every process, by rank, in the order in which they ended.
 
-    When one fails, the others are told to stop; those that do not are killed.
+    If one fails, the others are told to stop, and killed if they do not.
     """
     statuses: dict[int, int] = {}
     deadline: float | None = None
@@ -113,9 +116,9 @@ def wait_for_all(children: Sequence[subprocess.Popen], stops: Sequence[int]) -> 
 
 
 def first_failure(failed: Mapping[int, int]) -> int:
-    """The rank of the process whose failure made the others fail: rank -> exit status, in the order of their ends.
+    """The rank of the process whose failure made the others fail. failed: rank -> exit status, in order of their ends
 
-    All failed at about the same time. A process that was killed makes the others fail with a status; SIGTERM is what
-    the launcher itself sends.
+    All fail at about the same time. If one was killed by a signal, the others fail with a status, and it is the first
+    failure; but SIGTERM comes from the launcher itself.
     """
     return min(failed, key=lambda rank: (failed[rank] == -signal.SIGTERM, failed[rank] > 0))

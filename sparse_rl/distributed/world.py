@@ -1,14 +1,14 @@
-"""The processes of a run. One process is the usual case, in which everything here does nothing.
+"""The processes of a run and how they exchange results. With one process, the usual case, all of this does nothing.
 
     sparse-rl train RECIPE --num-processes 8
     accelerate launch --num_processes 8 -m sparse_rl train RECIPE        (or torchrun)
 
-Every process does its share, then all meet: `run_on_all` hands every process's result to all processes, and an error or
-a stop of one reaches all. So between two meetings all processes are at the same place in the program, and none waits
+Every process does its share, then all meet: `run_on_all` gives every process's result to all processes, and an error or
+a stop in one of them reaches all. So after a meeting all processes are at the same place in the program, and none waits
 for a process that has given up.
 
-What is exchanged is tensors, plain data and the records that `exchanged` names. Nothing else is unpickled, so that who
-can write into a connection between processes cannot run code in them.
+Only tensors, plain data and records named by `exchanged` are sent. Nothing else is unpickled, so that someone who can
+write into a connection between processes cannot run code in them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..signals import stoppable
 T = TypeVar("T")
 BUCKET = 2**26  # numbers that are summed over processes at once
 PEER_LOST = "another process of this run is gone; see its own message, and go on with --resume."
-MEETING_FILE = "SPARSE_RL_MEETING_FILE"  # environment variable: where the processes that launch.py started meet
+MEETING_FILE = "SPARSE_RL_MEETING_FILE"  # environment variable: the file through which processes of launch.py meet
 _PATIENCE = datetime.timedelta(days=1)  # a process may sample much longer than another; a dead one is noticed at once
 
 
@@ -44,7 +44,7 @@ class PeerFailed(SparseRLError):
 
 @dataclass
 class _Outcome:
-    """What a process brings to a meeting."""
+    """The result of a process's work, or its error, for a meeting."""
 
     value: Any = None
     error: str | None = None
@@ -52,11 +52,11 @@ class _Outcome:
     seconds: float = 0.0  # the time that its work took
 
 
-_RECORDS: list[type] = []  # what `exchanged` named
+_RECORDS: list[type] = []  # records that `exchanged` named
 
 
 def exchanged(*records: type) -> None:
-    """Name dataclasses whose instances processes may send each other."""
+    """Register dataclasses whose instances processes may send each other."""
     _RECORDS.extend(records)
 
 
@@ -64,18 +64,18 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1, group=None):
         self.rank, self.size = rank, size
         self.group = group  # for records on the CPU; gradients go by torch's default group
-        self.idle = 0.0  # share of the processes' time before the last meeting that was spent waiting for the slowest
+        self.idle = 0.0  # share of the processes' time before the last meeting that they spent waiting for the slowest
         self.waited = 0.0  # seconds this process waited at the last meeting
         self.stop = False  # Ctrl-C or SIGTERM came; all processes stop at the next meeting
-        self.working = False  # a signal may interrupt what this process does
+        self.working = False  # whether a signal may interrupt this process
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and speaks for all."""
+        """Whether this process is the one that writes files and messages."""
         return self.rank == 0
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Every process does its work; returns all results, by rank.
+        """Do the work in every process and return all results, by rank.
 
         If one process raises an error, all raise; if one is told to stop, all raise KeyboardInterrupt.
         """
@@ -97,7 +97,7 @@ class World:
         self.waited = time.perf_counter() - start - outcome.seconds
         seconds = [o.seconds for o in outcomes]
         self.idle = 1 - sum(seconds) / (self.size * max(seconds)) if max(seconds) > 0 else 0.0
-        # The first process says the same error for all.
+        # If all have the same error, only the first process shows it.
         said_by_first = outcome.error is not None and outcomes[0].error == outcome.error and not self.first
         if failure is not None and not said_by_first:
             raise failure
@@ -105,21 +105,21 @@ class World:
             if other.error is not None:
                 raise PeerFailed(f"process {rank} of {self.size} failed: {other.error}") from failure
         if any(o.stopped for o in outcomes):
-            self.stop = False  # all know it; they may meet again to save
+            self.stop = False  # all know now, and may meet again to save
             raise KeyboardInterrupt
         return [o.value for o in outcomes]
 
     def gather(self, value: T) -> list[T]:
-        """The value of every process, by rank. A stop waits for the next meeting."""
+        """The value of every process, by rank. A stop is handled at the next meeting."""
         return [value] if self.size == 1 else self._gather(value)
 
     def run_on_first(self, work: Callable[[], T]) -> T:
-        """The first process does the work; all get its result."""
+        """Do the work in the first process only; all get its result."""
         first: list[T | None] = self.run_on_all(lambda: work() if self.first else None)
         return cast(T, first[0])
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over processes, in place: every process gets the same bits."""
+        """Sum tensors over processes in place; every process gets the same bits."""
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -130,7 +130,7 @@ class World:
                 bucket = []
 
     def add_numbers(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Sums over processes, in double precision."""
+        """Sum numbers over processes, in double precision."""
         if self.size == 1:
             return numbers
         found = torch.tensor(list(numbers.values()), dtype=torch.float64)
@@ -158,7 +158,7 @@ class World:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM: a single process stops at once; several stop together at their next exchange."""
+        """Handle Ctrl-C and SIGTERM: a single process stops at once; several stop together at their next meeting."""
         if self.size == 1 or threading.current_thread() is not threading.main_thread():
             with stoppable():
                 yield
@@ -177,7 +177,7 @@ class World:
                 signal.signal(number, handler)
 
 
-_unpacking = threading.Lock()  # torch's list of classes that may be loaded is one for all threads
+_unpacking = threading.Lock()  # all threads share torch's list of classes that may be loaded
 
 
 def packed(value: Any) -> bytes:
@@ -187,29 +187,29 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(content: bytes) -> Any:
-    """What `packed` was given: tensors, plain data and records. Anything else is refused, and no code is run."""
+    """The inverse of `packed`, for tensors, plain data and records. Anything else is refused, and no code is run."""
     with _unpacking, torch.serialization.safe_globals([_Outcome, *_RECORDS]):
         return torch.load(io.BytesIO(content), weights_only=True)
 
 
 @contextmanager
 def lost_process() -> Iterator[None]:
-    """Raise a sentence when other processes are gone in the middle of an exchange."""
+    """Raise one sentence if other processes disappear in the middle of an exchange."""
     try:
         yield
-    except RuntimeError as error:  # torch.distributed raises nothing more particular
+    except RuntimeError as error:  # torch.distributed raises nothing more specific
         raise PeerFailed(PEER_LOST) from error
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error says that another process is gone. It can arise anywhere: models exchange shards inside."""
+    """Whether an error says that another process is gone. It can come from anywhere, because models exchange shards."""
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
 
 
 def join_world() -> World:
-    """The processes that a launcher started; one process where none did."""
+    """Join the processes that a launcher started; a world of one process if there was no launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return World()
     from accelerate import PartialState
@@ -218,7 +218,7 @@ def join_world() -> World:
     if file := os.environ.get(MEETING_FILE):
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         meeting = {"init_method": f"file://{file}", **place}
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:  # one machine: nothing for the network
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:  # one machine, so nothing should use the network
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback())
     state = PartialState(cpu=not torch.cuda.is_available(), **meeting)
@@ -228,12 +228,12 @@ def join_world() -> World:
 
 
 def loopback() -> str:
-    """The name of the interface that only this machine can reach."""
+    """The name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 def leave_world(world: World, failed: bool = False) -> None:
-    """Close the process group: threads of an open group would abort the process when Python ends.
+    """Close the process group, because threads of an open group would abort the process when Python ends.
 
     failed: do not wait for the other processes, as NCCL would
     """

@@ -1,4 +1,4 @@
-"""Evaluation: ask benchmarks on any cache, write the results item by item, and compare them."""
+"""Evaluation: run benchmarks on any cache, write the results item by item, and compare them."""
 
 from .ask import Exam, ask
 from .cache import Cache

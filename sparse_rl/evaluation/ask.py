@@ -1,9 +1,9 @@
-"""Ask a model the problems of benchmarks: sample what is missing, then grade it.
+"""Ask a model the problems of benchmarks: sample the completions that are missing, then grade them.
 
     results = Results(folder, question)
     summaries = ask(engine, tokenizer, exams, seed, results)
 
-Benchmarks that sample alike share one engine run. A task that replies has one of its own.
+Benchmarks with the same sampling settings share an engine run. A task that replies has a separate one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ GRADED_TOGETHER = 512  # completions between two updates of the progress bar
 
 @dataclass(frozen=True)
 class Exam:
-    """A benchmark with its prompts and the way to sample."""
+    """A benchmark with its prompts and its sampling settings."""
 
     name: str
     task: Task
     prompts: list[Prompt]
     samples: int
     sampling: Sampling
-    options: Mapping[str, Any] = field(default_factory=dict)  # the task's
-    turns: Turns | None = None  # of conversations; None: the task never replies
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the task
+    turns: Turns | None = None  # limits of conversations; None: the task never replies
 
     @property
     def keys(self) -> list[Key]:
         return [(self.name, i, sample) for i in range(len(self.prompts)) for sample in range(self.samples)]
 
     def settings(self) -> dict[str, Any]:
-        """What the items of this benchmark must have in common."""
+        """The settings that all items of this benchmark must share."""
         return {
             "max_new_tokens": self.sampling.max_new_tokens,
             "temperature": self.sampling.temperature,
@@ -61,7 +61,7 @@ class Exam:
 def ask(
     engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results: Results, progress: bool = False
 ) -> list[Summary]:
-    """Sample and grade what `results` lacks, and summarize every benchmark."""
+    """Sample and grade what is missing in `results`, and summarize every benchmark."""
     asked_once = [exam for exam in exams if exam.turns is None]
     for sampling in dict.fromkeys(exam.sampling for exam in asked_once):
         alike = [exam for exam in asked_once if exam.sampling == sampling]
@@ -109,7 +109,7 @@ def sample(engine: Engine, tokenizer, exams: Sequence[Exam], seed: int, results:
 
 
 def hold(engine: Engine, tokenizer, exam: Exam, turns: Turns, seed: int, results: Results) -> None:
-    """Hold the missing conversations. All prompts are passed, for the same reason."""
+    """Hold the missing conversations. All prompts are passed, for the same reason as in `sample`."""
     chats = Chats(tokenizer, exam.task, end_token(engine.model, tokenizer))
     ids = [chats.of(prompt).start(prompt) for prompt in exam.prompts]
     texts = [tokenizer.decode(prompt) for prompt in ids]
@@ -155,7 +155,7 @@ def completion(bench: str, index: int, prompt: str, text: str, trajectory: Traje
 
 
 def grade(exam: Exam, results: Results, progress: bool) -> None:
-    """Grade completions without a verdict, also those of earlier calls, and those whose reference answer changed."""
+    """Grade completions that have no verdict, also of earlier calls, and those whose reference answer has changed."""
     for key, item in list(results.items.items()):
         if (
             item.bench == exam.name
@@ -177,7 +177,7 @@ def grade(exam: Exam, results: Results, progress: bool) -> None:
 
 
 def plain(answer: Any) -> Any:
-    """A reference answer as it would be read from a file."""
+    """A reference answer in the form in which it would be read from a file."""
     return json.loads(json.dumps(answer, default=str))
 
 
@@ -191,7 +191,7 @@ def shown(parts: list, what: str, progress: bool) -> Iterator:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short hash of the beginning and the end of every parameter, to recognise the weights."""
+    """A short hash of the beginning and the end of every parameter, by which the weights can be recognised."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()

@@ -1,4 +1,4 @@
-"""The cache that an evaluation runs on, and its name in folders, tables and pictures."""
+"""The cache on which an evaluation runs, and its name in folders, tables and pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cache:
 
     @classmethod
     def of(cls, compressor: str, budget: int, interval: int, options: Mapping[str, Any] | None = None) -> Cache:
-        """A cache without the numbers that this compressor does not use."""
+        """A cache with only those numbers that its compressor uses."""
         made = make(compressor, **(options or {}))
         return cls(
             compressor,
@@ -35,7 +35,7 @@ class Cache:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """(budget, interval) for an engine; any will do for a compressor that uses none"""
+        """(budget, interval) for an engine; arbitrary for a compressor that uses none"""
         return 512 if self.budget is None else self.budget, 128 if self.interval is None else self.interval
 
     @property
@@ -73,8 +73,8 @@ def caches(
 ) -> list[Cache]:
     """Every compressor at every budget, or once if it has no budget; dense comes first, as others are compared with it.
 
-    An option goes to the compressors that have it; if none has it, it is a mistake. inherited: options by compressor,
-    which `options` override.
+    An option goes to the compressors that have it; an option that none has is refused. inherited: options by
+    compressor, which `options` override
     """
     if "dense" not in compressors:
         raise SparseRLError(f"--compressors {','.join(compressors)} has no dense cache to compare with; add dense.")
@@ -83,7 +83,7 @@ def caches(
     for key in options:
         if not any(key in names for names in taken.values()):
             raise SparseRLError(
-                f"none of {', '.join(ordered)} has a parameter {key!r}; `sparse-rl list compressors` names them."
+                f"none of the compressors {', '.join(ordered)} has a parameter {key!r}; correct or omit it."
             )
     known = {
         name: dict((inherited or {}).get(name, {})) | {k: v for k, v in options.items() if k in taken[name]}
@@ -92,6 +92,6 @@ def caches(
     chosen = [(name, budget, dict(known[name])) for name, budget in itertools.product(ordered, budgets)]
     for _, budget, own in chosen:
         if "layer_budgets" not in options and sum(layers := own.get("layer_budgets", [])) != budget * len(layers):
-            del own["layer_budgets"]  # inherited, and of another budget
+            del own["layer_budgets"]  # inherited ones, which belong to another budget
     found = [Cache.of(name, budget, interval, own) for name, budget, own in chosen]
     return [cache for i, cache in enumerate(found) if cache not in found[:i]]

@@ -1,8 +1,8 @@
-"""The cross table: models x caches on the same problems, with paired tests. Pure functions of what was evaluated.
+"""The cross table of a comparison: models x caches on the same problems, with paired tests, as pure functions.
 
-Every number answers two questions: what does the small cache cost this model (against its own dense cache), and which
-of two models is better on this cache (the second against the first)? Both compare problem by problem, on the problems
-that both were asked.
+It answers two questions: what does the small cache cost a model, against its own dense cache, and which of two models
+is better on a cache, the second against the first? Both are answered problem by problem, on the problems that both
+were asked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cell:
     cost: Difference | None  # against the model's dense cache; None on the dense cache
     same_verdict: float | None  # share of completions with the verdict of the dense cache
     same_answer: float | None  # share with the dense cache's answer, of completions that have an answer there
-    in_common: float | None  # mean share of the dense cache's text that is repeated before the two differ
+    in_common: float | None  # mean share of the dense cache's text that comes before the two differ
     better: Difference | None  # against the first model on this cache; None for the first model
     length: float
     tokens_saved: float
@@ -42,8 +42,8 @@ class Cell:
     reward: float  # mean
     reward_low: float  # 95 %
     reward_high: float
-    reward_cost: Difference | None  # as `cost`; None also where rewards say no more than accuracy
-    reward_better: Difference | None  # as `better`; None likewise
+    reward_cost: Difference | None  # as `cost`; also None if rewards say no more than accuracy
+    reward_better: Difference | None  # as `better`; also None if rewards say no more than accuracy
     graded_rewards: bool  # in this benchmark, rewards are not just 1 for what is right and 0 for the rest
 
 
@@ -63,7 +63,7 @@ def cross(found: Sequence[Evaluated]) -> list[Cell]:
 
 
 def cell(bench: str, e: Evaluated, dense: Evaluated | None, first: Evaluated | None, graded: bool) -> Cell:
-    """`graded`: rewards are tested, too."""
+    """The cell of an evaluation. `graded`: rewards are tested, too"""
     items = items_on(bench, e)
     by_problem = list(shares(items).values())
     low, high = interval(by_problem, round(len(items) / len(by_problem)))
@@ -99,7 +99,7 @@ def items_on(bench: str, e: Evaluated) -> list[Item]:
 
 
 def difference(first: Sequence[Item], second: Sequence[Item], of: Callable = shares) -> Difference:
-    """Second - first, on the problems that both have. of: what is compared, shares of right ones or mean rewards"""
+    """Second - first, on the problems that both have. of: what is compared, shares of right answers or mean rewards"""
     a, b = of(first), of(second)
     both = [problem for problem in a if problem in b]
     return paired([a[problem] for problem in both], [b[problem] for problem in both])
@@ -116,7 +116,7 @@ def agreement(items: Sequence[Item], dense: Sequence[Item]) -> tuple[float, floa
 
 
 def repeated(text: str, other: str) -> float:
-    """The share of the other text with which this one begins."""
+    """The share of the other text that this one has in common with it at the beginning."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other))
     return sum(1 for _ in alike) / len(other) if other else 1.0
 

@@ -1,4 +1,4 @@
-"""The cross table as one picture and one self-contained page."""
+"""Show the cross table as a picture and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ saved: 1 - entries in use at the end / tokens. Tokens per second: the engine's s
 
 
 def draw(cells: Sequence[Cell]) -> bytes:
-    """Accuracy against budget, one panel per benchmark; below, mean rewards if they say more, and the text in common
-    with the dense cache. -> PNG
+    """Draw accuracy against budget, one panel per benchmark; below it mean rewards, if they say more than accuracy, and
+    the text in common with the dense cache. -> PNG
     """
     import matplotlib
 
@@ -85,7 +85,7 @@ def of_reward(axis, line: Sequence[Cell], x: Sequence[float] | None, style: dict
 
 
 def with_interval(axis, points: list[tuple[float, float, float]], x: Sequence[float] | None, style: dict) -> None:
-    """(mean, low, high) of caches with a budget at x; a cache without one as a line across the panel."""
+    """Draw (mean, low, high): of caches with a budget at x, of a cache without one as a line across the panel."""
     if x is None:
         ((mean, low, high),) = points
         axis.axhline(mean, linewidth=1, **style)
@@ -137,7 +137,7 @@ def panel(axis, bench: str, cells: Sequence[Cell], quantity: Callable) -> None:
 
 
 def shortest(model: str, models: Sequence[str]) -> str:
-    """The last part of a model's name, or all of it if another model has the same."""
+    """The last part of a model's name, or all of it if another model has the same last part."""
     name = Path(model).name
     return model if [Path(other).name for other in models].count(name) > 1 else name
 
@@ -148,7 +148,7 @@ def legible(text: str) -> str:
 
 
 def with_code(text: str) -> str:
-    """Text as HTML, with what stands between backticks as code."""
+    """Text as HTML, with text between backticks as code."""
     return re.sub("`(.*)`", r"<code>\1</code>", html.escape(text), flags=re.DOTALL)
 
 

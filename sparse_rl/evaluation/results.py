@@ -1,13 +1,13 @@
-"""The folder that an evaluation writes. One that was killed continues there.
+"""The folder that an evaluation writes, in which an interrupted one continues.
 
     evaluation.json      what was evaluated: model, cache, sampling, seed
     completions.jsonl    finished completions that are not graded yet
-    items.jsonl          graded completions: prompt, text, extracted answer, verdict, tokens, KV entries; of
-                         conversations also their messages, and the text is what was graded
+    items.jsonl          graded completions: prompt, text, extracted answer, verdict, tokens, KV entries; for
+                         conversations also their messages, and the graded text as text
     calls.jsonl          tokens, seconds and bytes of every engine run
 
 A finished completion is in one of the two files and is never sampled again. More samples, more problems and other
-benchmarks may be added later; another model, cache, way of sampling or seed needs another folder. Only one evaluation
+benchmarks may be added later; another model, cache, sampling setting or seed needs another folder. Only one evaluation
 at a time may use a folder.
 """
 
@@ -31,24 +31,24 @@ Key = tuple[str, int, int]  # benchmark, problem, sample
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled. Entries are those of the KV cache; see `records.entries`."""
+    """A sampled completion. Entries are those of the KV cache; see `records.entries`."""
 
     bench: str
-    index: int  # the problem's place in the benchmark
+    index: int  # of the problem in the benchmark
     sample: int
     prompt: str
     text: str
     finish: str  # stop or length
     prompt_tokens: int
     tokens: int  # sampled
-    loop: bool  # it ends by repeating itself
+    loop: bool  # whether it ends by repeating itself
     entries: float  # mean
     peak_entries: float
     last_entries: float
-    turns: int = field(default=1, kw_only=True)  # of the model; the rest is of conversations alone
+    turns: int = field(default=1, kw_only=True)  # of the model; the following fields are only for conversations
     given: int = field(default=0, kw_only=True)  # tokens of replies
     fault: str | None = field(default=None, kw_only=True)  # why a reply is missing: `timeout` or `error`
-    messages: list[dict[str, Any]] = field(default_factory=list, kw_only=True)  # all that was said
+    messages: list[dict[str, Any]] = field(default_factory=list, kw_only=True)  # all messages
 
     @property
     def key(self) -> Key:
@@ -63,7 +63,7 @@ class Item(Completion):
     answer: str | None  # extracted from the text
     verdict: str
     reward: float
-    rewards: dict[str, float] = field(default_factory=dict)  # the named rewards that it is made of
+    rewards: dict[str, float] = field(default_factory=dict)  # its parts, by name
 
     @property
     def right(self) -> bool:
@@ -71,7 +71,7 @@ class Item(Completion):
 
 
 class Results:
-    """A folder of results. All of them share the `question`; only its `benches` may grow."""
+    """A folder of results for one `question`, of which only the `benches` may grow."""
 
     def __init__(self, folder: Path, question: Mapping[str, Any]):
         self.folder = folder
@@ -153,7 +153,7 @@ class Results:
         """Use the folder for this question, or refuse a folder that holds another one."""
         path, known = self.folder / "evaluation.json", {**question, "benches": {}}
         try:
-            if path.exists() and self.prompts:  # a folder without a completion may be used for anything
+            if path.exists() and self.prompts:  # a folder without completions may be used for any question
                 known = json.loads(path.read_text())
             if not isinstance(known["benches"], dict):
                 raise TypeError("its benches are not an object")
@@ -178,7 +178,7 @@ class Results:
 
 
 def written(found: Completion) -> dict[str, Any]:
-    """A completion or an item as a line of its file, without what it does not have: named rewards, a conversation."""
+    """A completion or an item as a line of its file, without fields that it does not use: rewards, conversation."""
     usual = {"turns": 1, "given": 0, "fault": None, "messages": [], "rewards": {}}
     return {name: value for name, value in asdict(found).items() if name not in usual or value != usual[name]}
 
@@ -193,7 +193,7 @@ def read(kind: type[Completion], path: Path) -> list:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Remove a last line that a kill cut off; the next line would be appended to it, and lost."""
+    """Remove a last line that a kill cut off; otherwise the next line would be appended to it and lost."""
     if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(text.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""Run evaluations as the command line asks for them: models x caches, on the same problems, each in a folder."""
+"""Run the evaluations that the command line asks for: models x caches on the same problems, each in its folder."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .cache import Cache
 from .results import Item, Results
 from .summary import Summary
 
-ENDLESS = 256  # problems that are asked of an endless task
+ENDLESS = 256  # problems of an endless task that are asked
 DEFAULTS = {  # for tasks without a protocol
     "samples": 1, "max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0, "max_turns": 8, "max_given_tokens": 512,
 }  # fmt: skip
-PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # for the seven benchmarks; samples and new tokens are their own
+PUBLISHED = {"temperature": 0.8, "top_p": 0.95}  # for the seven benchmarks; each has its own samples and new tokens
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What every model is asked on every cache. None: as published, or else the default."""
+    """What every model is asked on every cache. None: as published, otherwise the default."""
 
     benches: Sequence[str]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # benchmark -> options of its task
@@ -62,18 +62,18 @@ class Asked:
             find(self.template)
             if not any(issubclass(tasks.TASKS.get(bench, tasks.Task), Math) for bench in self.benches):
                 raise SparseRLError(
-                    f"--template {self.template} is for questions, but {', '.join(self.benches)} makes its own "
+                    f"--template {self.template} is for questions, but {', '.join(self.benches)} writes its own "
                     "prompts; omit it."
                 )
         if not self.benches or len(set(self.benches)) < len(self.benches):
             raise SparseRLError(
-                f"--bench is {','.join(self.benches)}; name benchmarks or tasks, each once, separated by commas."
+                f"--bench is {','.join(self.benches)}; name each benchmark or task once, separated by commas."
             )
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model on a cache."""
+    """The evaluation of a model on a cache."""
 
     model: str
     cache: Cache
@@ -91,7 +91,7 @@ class Evaluated:
 
     @property
     def reward(self) -> float:
-        """The mean over benchmarks."""
+        """The mean reward over benchmarks."""
         return statistics.fmean(summary.reward for summary in self.summaries)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,17 +114,17 @@ def evaluate(
     say: Callable[[str], None],
     progress: bool = False,
 ) -> Iterator[Evaluated]:
-    """Evaluate one model on one cache after the other. What their folders already hold is not sampled again."""
+    """Evaluate a model on one cache after the other. Completions that are in their folders are not sampled again."""
     with ExitStack() as stack:
-        found = problems_of(asked)  # finds mistakes before a model is loaded
+        found = problems_of(asked)  # finds mistakes before the model is loaded
         limits = [name for name in ("max_turns", "max_given_tokens") if getattr(asked, name) is not None]
         if limits and not any(task.converses for _, task, _ in found.values()):
             raise SparseRLError(
-                f"--{limits[0].replace('_', '-')} is for tasks that reply, which {', '.join(asked.benches)} does not; "
-                "omit it."
+                f"--{limits[0].replace('_', '-')} is for tasks that reply, but {', '.join(asked.benches)} does not "
+                "reply; omit it."
             )
         for cache in caches:
-            cache.make().bind(*cache.slots)  # likewise
+            cache.make().bind(*cache.slots)  # as well
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
         trained = (record_of(model) or Record()).template
         exams = []
@@ -143,7 +143,7 @@ def evaluate(
             exams.append(make_exam(label, task, options, asked, way, model, tokenizer, say))
         about = {"model": name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
         settings = {"seed": asked.seed, "benches": {exam.name: exam.settings() for exam in exams}}
-        told: set[tuple[str, str]] = set()  # benchmarks, and what their completions lack
+        told: set[tuple[str, str]] = set()  # (benchmark, what its completions lack) that was said already
         for cache in caches:
             engine = Engine(model, cache.make(), *cache.slots, asked.rows)
             results = stack.enter_context(Results(folder(cache), {**about, "cache": cache.to_dict(), **settings}))
@@ -180,7 +180,7 @@ def _evaluated(
 
 
 def answers(exam: Exam, summary: Summary) -> Answers:
-    """What the completions of a benchmark were like."""
+    """The completions of a benchmark summed up for hints about what is wrong (tasks/answering.py)."""
     count = summary.problems * summary.samples
     ungraded = {"timeout": summary.timeouts, "error": summary.errors, "bad gold": summary.bad_golds}
     longest, turns = exam.sampling.max_new_tokens, 0.0 if exam.turns is None else summary.turns
@@ -189,8 +189,8 @@ def answers(exam: Exam, summary: Summary) -> Answers:
 
 
 def problems_of(asked: Asked) -> dict[str, tuple[str, tasks.Task, dict[str, Any]]]:
-    """(benchmark, held-out problems, options of their task) of every table: one for each benchmark, and one for each
-    task of a mixture, by its label.
+    """(benchmark, held-out problems, options of their task) by the name of a table: one for each benchmark, and one for
+    each task of a mixture.
     """
     found: dict[str, tuple[str, tasks.Task, dict[str, Any]]] = {}
     for bench in asked.benches:
@@ -203,7 +203,7 @@ def problems_of(asked: Asked) -> dict[str, tuple[str, tasks.Task, dict[str, Any]
             if label in found:
                 raise SparseRLError(
                     f"--bench {','.join(asked.benches)} has two tasks called {label}; give those of the mixture other "
-                    "labels, or ask them apart."
+                    "labels, or evaluate them separately."
                 )
             found[label] = bench, part, own
     return found
@@ -230,7 +230,7 @@ def make_exam(
     tokenizer,
     say: Callable[[str], None],
 ) -> Exam:
-    """A benchmark with its prompts, sampled as asked, as published, as in training, or by default."""
+    """A benchmark with its prompts and sampling settings: as asked, as published, as in training, or the default."""
     protocol = DEFAULTS | dict(trained)
     if isinstance(task, Benchmark):
         protocol |= PUBLISHED | {"samples": task.source.samples, "max_new_tokens": task.source.new_tokens}
@@ -239,7 +239,7 @@ def make_exam(
     limit = min(asked.limit or count or ENDLESS, count or asked.limit or ENDLESS)
     prompts = task.sample(0, limit)
     if asked.max_new_tokens is None:
-        every = task.sample(0, count) if count else prompts  # so that the length does not depend on the limit
+        every = task.sample(0, count) if count else prompts  # all, so that the length does not depend on the limit
         protocol["max_new_tokens"] = fitting(bench, protocol["max_new_tokens"], every, model, tokenizer, say)
     for line in tasks.notices(task):
         say(f"{bench}: {line}")
@@ -266,7 +266,7 @@ def make_exam(
 def fitting(
     bench: str, new_tokens: int, prompts: Sequence[tasks.Prompt], model, tokenizer, say: Callable[[str], None]
 ) -> int:
-    """This many new tokens, or as many as the model has positions for after the longest prompt."""
+    """`new_tokens`, or fewer if the model lacks the positions for them after the longest prompt."""
     longest = max(len(encode(tokenizer, prompt.text)) for prompt in prompts)
     context = model.config.max_position_embeddings
     if longest >= context:

@@ -63,7 +63,8 @@ class Difference:
 def paired(first: Sequence[float], second: Sequence[float], draws: int = 10_000, seed: int = 0) -> Difference:
     """Whether two models differ, from each problem's share of right completions, or from its mean reward. [N]
 
-    If all are 0 or 1, as with one completion per problem, McNemar's exact test; else a test that flips signs at random.
+    McNemar's exact test if all are 0 or 1, as with one completion per problem; otherwise a test that flips signs at
+    random.
     """
     gaps = [b - a for a, b in zip(first, second, strict=True)]
     draw = random.Random(seed)
@@ -89,7 +90,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def _flipped(gaps: list[float], draws: int, draw: random.Random) -> float:
-    """Two-sided test with random signs. The gaps as they are count as one draw, so p is never 0."""
+    """Two-sided test with random signs. The actual gaps count as one draw, so p is never 0."""
     moved, found = [abs(gap) for gap in gaps if gap], abs(sum(gaps))
     rounding = 1e-12 * max(1.0, sum(moved))
     as_large = sum(

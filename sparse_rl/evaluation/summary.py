@@ -24,8 +24,8 @@ class Summary:
     reward: float  # mean
     reward_low: float  # of its 95 % interval
     reward_high: float
-    rewards: dict[str, float]  # the means of the named rewards that it is made of
-    graded_rewards: bool  # they say more than accuracy
+    rewards: dict[str, float]  # means of its named parts
+    graded_rewards: bool  # whether rewards say more than accuracy
     length: float  # tokens sampled
     turns: float  # of the model in a conversation
     given: float  # tokens of replies
@@ -38,7 +38,7 @@ class Summary:
     entries: float  # mean KV entries that a query saw, over all completions
     peak_entries: float  # of the completion with the most
     tokens_saved: float  # 1 - entries in use at the end / tokens
-    kv_bytes: float  # of `entries`
+    kv_bytes: float  # bytes of `entries`
     peak_kv_bytes: float
 
     @property
@@ -126,7 +126,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {  # heading -> its cell
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """One line per benchmark, and their mean if there are several. Rewards are there if they say more than accuracy."""
+    """One line per benchmark, and their mean if there are several; with rewards if they say more than accuracy."""
     hidden = set() if any(s.graded_rewards for s in summaries) else {"reward (95 %)"}
     hidden |= set() if any(s.rewards for s in summaries) else {"rewards"}
     hidden |= set() if any(s.turns > 1 for s in summaries) else {"turns", "given"}

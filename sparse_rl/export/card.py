@@ -1,4 +1,4 @@
-"""The model card of an exported checkpoint: what it was trained for, how good it is, and how to run it."""
+"""Write the model card of an exported checkpoint: what it was trained for, how good it is, and how to run it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Card:
     name: str
     record: Record
     recipe: str | None  # YAML, if the run is known
-    evaluation: Mapping[str, Any] | None  # the line of metrics.jsonl of this step, if there is one
-    base: str | None = None  # of adapters that were not merged
+    evaluation: Mapping[str, Any] | None  # the evaluation in metrics.jsonl at this step, if there is one
+    base: str | None = None  # the base of adapters that were not merged
 
     def text(self) -> str:
         parts = [self._head(), self._about(), self._cache(), self._numbers(), self._use(), self._recipe()]
@@ -89,7 +89,9 @@ class Card:
         return "\n\n".join(parts)
 
     def _sparse(self) -> str:
-        """Python that answers on the cache of training. A compressor that is a Python file must be named to run."""
+        """Python code that runs the model on the cache of training. A compressor that is a Python file
+        must be named.
+        """
         record = self.record
         prompt = '[{"role": "user", "content": "..."}]' if record.template in ("chat", "abel") else '"..."'
         lines = ["import sparse_rl", "", f'model, tokenizer = sparse_rl.load_model("{self.name}")']

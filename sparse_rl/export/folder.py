@@ -1,9 +1,9 @@
-"""A checkpoint as a plain Hugging Face folder: what training alone needs is left out, what others need is added.
+"""Export a checkpoint as a plain Hugging Face folder, without the state of training and with what others need.
 
 config.json, weights, tokenizer, chat template    as in the checkpoint; with `merge` adapters are in the weights
 generation_config.json                            stops where training stopped
 README.md                                         the model card
-FILE.py                                           of a task or a compressor of one's own
+FILE.py                                           a task or compressor of the user's own
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .portable import check_foreign, portable, python_files, text_without_folder
 
 
 def export(source: str, to: Path, merge: bool = False, name: str | None = None, trust: bool = False) -> Path:
-    """Write the checkpoint `source` (of a run folder the newest) to the folder `to`.
+    """Write the checkpoint `source` (for a run folder, the newest) to the folder `to`.
 
-    `name`: what the card calls it; `trust`: also export Python files from elsewhere that the checkpoint names.
+    `name`: its name in the card; `trust`: also export Python files that the checkpoint names in other folders
     """
     folder = find_model(source)
     if not Path(folder).is_dir():
@@ -48,7 +48,7 @@ def export(source: str, to: Path, merge: bool = False, name: str | None = None, 
         named = ("recipe.yaml", "metrics.jsonl", f"checkpoints/{Path(folder).name}")
         refuse_links_out(Path(folder).parent.parent, named)
     if name and adapters and not merge and Path(base := base_of(folder)[0]).exists():
-        raise SparseRLError(f"{folder} holds adapters of {base}, which others do not have; push it with --merge.")
+        raise SparseRLError(f"{folder} holds adapters of {base}, which nobody else has; push it with --merge.")
     record = read_record(folder) or Record()
     files = python_files(record)
     check_foreign(Path(folder), files, trust)
@@ -73,7 +73,7 @@ def export(source: str, to: Path, merge: bool = False, name: str | None = None, 
 
 
 def _copy(folder: str, to: Path) -> None:
-    """All files but the state of training. Adapters get a base that transformers alone can find, or are refused."""
+    """Copy all files but the state of training. Adapters must have a base that transformers can find without us."""
     base = base_of(folder)[0] if is_adapter(folder) else None
     if base is not None and not (Path(base).is_dir() or ("/" in base and not Path(base).exists())):
         raise SparseRLError(
@@ -88,7 +88,7 @@ def _copy(folder: str, to: Path) -> None:
 
 
 def _merge(folder: str, to: Path) -> None:
-    """The base with the adapters in its weights."""
+    """Write the base model with the adapters merged into its weights."""
     merged, tokenizer = load_merged(folder)
     with no_progress_bar():
         merged.save_pretrained(to)
@@ -97,7 +97,7 @@ def _merge(folder: str, to: Path) -> None:
 
 
 def _write_generation_config(folder: Path, record: Record, source: str) -> None:
-    """Let `model.generate` of transformers, and servers, stop where training stopped. `source`: for messages."""
+    """Let transformers' `model.generate` and servers stop where training stopped. `source`: for messages"""
     from transformers import GenerationConfig
 
     there = (folder / "generation_config.json").is_file()
@@ -112,7 +112,7 @@ def _write_generation_config(folder: Path, record: Record, source: str) -> None:
 
 
 def card_of(folder: Path, record: Record, name: str, base: str | None) -> Card:
-    """The card of a checkpoint, with the recipe and the evaluation of its run if it lies in one."""
+    """The card of a checkpoint; if it lies in a run's folder, with the run's recipe and evaluation."""
     run = folder.parent.parent
     recipe = run / "recipe.yaml"
     in_run = folder.parent.name == "checkpoints" and recipe.is_file()
@@ -132,7 +132,7 @@ def push(folder: Path, hub_id: str) -> str:
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
     except Exception as error:  # httpx, hub and validation errors have no common class
         raise SparseRLError(
-            f"{folder} is written, but could not be pushed to {hub_id!r} ({first_line(error)}); log in with `hf auth "
-            f"login`, see that the hub can be reached, and push it with: hf upload {hub_id} {folder}"
+            f"{folder} was written, but could not be pushed to {hub_id!r} ({first_line(error)}); log in with `hf auth "
+            f"login`, check that the hub can be reached, and push it with: hf upload {hub_id} {folder}"
         ) from error
     return str(repository)

@@ -1,4 +1,4 @@
-"""What of a checkpoint travels: Python files go along, and of files on the author's machine only names are told."""
+"""Make a checkpoint's record portable: Python files are exported with it, and paths of this machine become names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..files import with_file
 from ..models import Record
 from ..models.record import FILE
 
-_FOLDERS = re.compile(r"""(?<![\w.<>/-])~?(?:/[^\s/'",:()\[\]{}]+)+/""")  # of a full path, as text has it
+_FOLDERS = re.compile(r"""(?<![\w.<>/-])~?(?:/[^\s/'",:()\[\]{}]+)+/""")  # the folders of a full path in a text
 _PATH = re.compile(r"(?:~|/[^\s/]+)/[^\n]*")  # a value that is a full path and nothing else; `/no_think` is none
 
 
 def text_without_folders(text: str) -> str:
-    """A text for reading, in which full paths are file names."""
+    """A text in which full paths have become file names."""
     return _FOLDERS.sub("", text)
 
 
 def without_folders(value: Any) -> Any:
-    """A value, or values in lists and keys, of which those that are full paths become file names."""
+    """A value, or values in lists and mappings, in which full paths have become file names."""
     if isinstance(value, Mapping):
         return {key: without_folders(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -34,7 +34,7 @@ def without_folders(value: Any) -> Any:
 
 
 def portable(record: Record) -> Record:
-    """The record without folders of this machine; a Python file is looked for beside the model (models/record.py)."""
+    """The record without folders of this machine; Python files are later found beside the model (models/record.py)."""
     return replace(
         record,
         start=without_folders(record.start),
@@ -50,13 +50,13 @@ def _file_name(name: str | None) -> str | None:
 
 
 def python_files(record: Record) -> list[Path]:
-    """The Python files of its task and its compressor that are here."""
+    """The Python files of the record's task and compressor that exist here."""
     found: dict[str, Path] = {}
 
     def note(path: Path) -> Path:
         if path.suffix == ".py" and path.is_file() and found.setdefault(path.name, path) != path:
             raise SparseRLError(
-                f"{found[path.name]} and {path} are both exported into one folder; give them different file names."
+                f"{found[path.name]} and {path} would be exported to the same file; give them different names."
             )
         return path
 
@@ -66,17 +66,17 @@ def python_files(record: Record) -> list[Path]:
 
 
 def check_foreign(folder: Path, files: list[Path], trust: bool) -> None:
-    """Refuse to publish a file from elsewhere that a checkpoint, which may be a stranger's, merely names."""
+    """Refuse to publish a file of another folder only because a checkpoint, which may be a stranger's, names it."""
     for path in files:
         if path.resolve().parent != folder.resolve() and not trust:
             raise SparseRLError(
-                f"{folder} names the Python file {str(path)!r:.300}, which is exported with it; read that file, then "
-                "repeat the command with --trust."
+                f"{folder} names the Python file {str(path)!r:.300}, which would be exported with it; read that file, "
+                "then repeat the command with --trust."
             )
 
 
 def write_portable(folder: Path, record: Record, files: list[Path]) -> None:
-    """Put the Python files into an exported folder, and the portable record into its own files."""
+    """Copy the Python files into an exported folder, and write the portable record into its files."""
     for path in files:
         shutil.copyfile(path, folder / path.name)
     for name in (FILE, "config.json"):

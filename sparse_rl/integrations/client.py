@@ -101,8 +101,8 @@ class RolloutClient:
         trace = Trace.from_bytes(self._server.ask("GET", f"/v1/traces/{choice['trace_id']}").content)
         if trace.num_tokens != len(tokens):
             raise SparseRLError(
-                f"the server sent {len(tokens)} tokens with a trace of {trace.num_tokens}; a model with beacons cannot "
-                "be replayed from a server."
+                f"the server sent {len(tokens)} tokens but a trace of {trace.num_tokens}, as models with beacons do, "
+                "and such trajectories cannot be replayed here; serve a model without beacons."
             )
         logprobs = torch.zeros(len(tokens))
         logprobs[len(prompt) :] = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
@@ -130,7 +130,7 @@ class WeightSender:
     def __init__(self, addresses: Sequence[str], key: str, host: str = "127.0.0.1", port: int = 0, timeout=300.0):
         """host, port: where the servers find this process (0: any free port); timeout: seconds that a part may take"""
         if not addresses:
-            raise SparseRLError("there is no server to send weights to; give their addresses.")
+            raise SparseRLError("there is no server to send weights to; give the address of at least one.")
         self._servers = [_Server(address, key, timeout + 30) for address in addresses]
         self._pool = ThreadPoolExecutor(len(addresses))
         try:

@@ -12,7 +12,7 @@ from ..learn.correct import Correction
 def make_correction(host: str, preset: str, parts: Mapping | None) -> Correction:
     """The preset with its parts changed, checked as in a recipe."""
     if not isinstance(preset, str):
-        raise SparseRLError(f"the preset for {host} is {preset!r}; it must be a name, such as 'sparse-rl'.")
+        raise SparseRLError(f"the preset for {host} is {preset!r}; it must be the name of one, such as 'sparse-rl'.")
     if not isinstance(parts, Mapping | None):
         raise SparseRLError(
             f"the correction for {host} is {parts!r}; it must be parts and their values, such as {{cap: 3.0}}."
@@ -21,7 +21,8 @@ def make_correction(host: str, preset: str, parts: Mapping | None) -> Correction
     method = LearnSettings(method=preset, correction=parts).resolve_method()
     if method.view != "dense":
         raise SparseRLError(
-            f"{preset} replays a sampler's evictions, which {host} does not record; use a correction like sparse-rl."
+            f"{preset} replays a sampler's evictions, which {host} does not record; use a correction, such as "
+            "sparse-rl."
         )
     if parts.get("clip_kl") is not None:
         raise SparseRLError(

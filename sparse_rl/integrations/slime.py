@@ -40,7 +40,8 @@ def corrected(
     refuse_normalised("slime", f"a micro-batch of {len(loss_masks)} sequences at a time", correction)
     if correction.old == "sampler" or args.use_rollout_logprobs:
         raise SparseRLError(
-            "to use the sampler's log-probs as old ones (naive), set slime's --use-rollout-logprobs and omit --use-tis."
+            "to use the sampler's log-probs as the old ones (naive), set slime's --use-rollout-logprobs and omit "
+            "--use-tis."
         )
 
     lengths = list(zip(total_lengths, response_lengths))

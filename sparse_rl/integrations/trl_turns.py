@@ -55,8 +55,8 @@ class OpenBatch:
             conversation = max(begun, key=lambda c: len(c.tokens), default=None)
             if conversation is None:
                 raise SparseRLError(
-                    f"TRL asks for a turn after {len(tokens)} tokens that are no continuation of what was sampled; "
-                    "sparse rollouts never encode sampled tokens again."
+                    f"TRL asks for a turn after {len(tokens)} tokens that do not continue what was sampled, so it "
+                    "encoded sampled text again; use a chat template that only appends."
                 )
             free.remove(conversation)
             left = self.sampling.max_new_tokens - (len(tokens) - len(conversation.prompt))
@@ -79,8 +79,8 @@ class OpenBatch:
             trajectory = min(same, key=lambda t: len(t.tokens), default=None)
             if trajectory is None or len(trajectory.tokens) > len(tokens) + 1:
                 raise SparseRLError(
-                    f"TRL has a conversation of {len(tokens)} tokens that was not sampled so; sparse rollouts cannot "
-                    "replay completions that were changed."
+                    f"TRL has a conversation of {len(tokens)} tokens that differs from what was sampled; leave "
+                    "completions as they were sampled, because sparse rollouts cannot replay changed ones."
                 )
             free = [t for t in free if t is not trajectory]
             found.append(replace(cut(trajectory, len(tokens)), prompt_index=i))

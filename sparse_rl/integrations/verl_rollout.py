@@ -38,7 +38,7 @@ class Replica(RolloutReplica):
                 "tensor_model_parallel_size, data_parallel_size and pipeline_model_parallel_size to 1."
             )
         if self.is_reward_model or self.is_teacher_model:
-            raise SparseRLError("sparse rollouts sample from the actor alone; choose vllm or sglang for other models.")
+            raise SparseRLError("sparse rollouts only sample from the actor; use vllm or sglang for other models.")
         path, shm = _get(self.model_config, "path"), bool(_get(self.model_config, "use_shm"))
         node, devices, model = await self.workers[0].__ray_call__.remote(place_of, path, shm)
         never_set = {name: "1" for name in get_platform().ray_noset_envvars()}
@@ -110,7 +110,7 @@ class ServerAdapter(BaseRollout):
                 "another checkpoint_engine.backend, such as naive or nccl."
             )
         if peft_config is not None:
-            raise SparseRLError("verl sends adapters alone; set actor_rollout_ref.model.lora.merge=True.")
+            raise SparseRLError("verl sends only the adapters; set actor_rollout_ref.model.lora.merge=True.")
         most = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         async for part, last in parts_of(ensure_async_iterator(weights), most):
             await self.server.update_weights.remote(part, last)

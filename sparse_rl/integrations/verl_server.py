@@ -69,10 +69,12 @@ def check_config(config: Any) -> None:
     """Refuse settings of verl's RolloutConfig that its other servers follow and ours would ignore."""
     for name, only in ONLY.items():
         if (value := getattr(config, name, only)) != only:
-            raise SparseRLError(f"{KEY}.{name} is {value}, which sparse rollouts do not have; leave it at {only}.")
+            raise SparseRLError(f"{KEY}.{name} is {value}, which sparse rollouts do not support; leave it at {only}.")
     mtp = getattr(config, "mtp", None)
     if mtp is not None and mtp.enable and mtp.enable_rollout:
-        raise SparseRLError(f"{KEY}.mtp.enable_rollout is True, but sparse rollouts draft nothing; set it to False.")
+        raise SparseRLError(
+            f"{KEY}.mtp.enable_rollout is True, but sparse rollouts do not draft tokens; set it to False."
+        )
 
 
 @contextmanager
@@ -104,8 +106,8 @@ class RolloutServer:
         shape: Any = self.model.config
         if (context := context_of(shape.get_text_config())) is not None and self.max_tokens > context:
             raise SparseRLError(
-                f"{KEY} asks for {self.max_tokens} tokens, a prompt with its answer, but the model reads {context}; "
-                "lower max_model_len, or prompt_length and response_length."
+                f"{KEY} allows {self.max_tokens} tokens for a prompt with its answer, but the model has {context} "
+                "positions; lower max_model_len, or prompt_length and response_length."
             )
         self.global_steps: int | None = None
         self.frees = bool(config.free_cache_engine) and shares
@@ -170,7 +172,7 @@ class RolloutServer:
         room = self.max_tokens - prompt_tokens
         if room < 1:
             raise SparseRLError(
-                f"the prompt has {prompt_tokens} tokens, and a prompt with its answer at most {self.max_tokens}; "
+                f"the prompt has {prompt_tokens} tokens, but a prompt with its answer may have {self.max_tokens}; "
                 f"raise {KEY}.max_model_len, or shorten prompts."
             )
         config = self.config
@@ -186,7 +188,7 @@ class RolloutServer:
         asked.setdefault("repetition_penalty", getattr(config, "repetition_penalty", 1.0))
         for name, neutral in NEUTRAL.items():
             if (value := asked.pop(name, neutral)) != neutral:
-                raise SparseRLError(f"{name} is {value}, which sparse rollouts do not have; leave it at {neutral}.")
+                raise SparseRLError(f"{name} is {value}, which sparse rollouts do not support; leave it at {neutral}.")
         if asked:
             raise SparseRLError(f"a request brings {sorted(asked)[0]!r}, which sparse rollouts do not know; omit it.")
         if not self._warned and chosen > 0 and (top_k > 0 or top_p < 1):
@@ -308,7 +310,9 @@ class RolloutServer:
             if not last:
                 return
             if lacking := missing(self.model, self._arrived):
-                raise SparseRLError(f"{len(lacking)} weights did not come, such as {lacking[0]}; check verl's model.")
+                raise SparseRLError(
+                    f"verl did not send {len(lacking)} weights, such as {lacking[0]}; check verl's model."
+                )
         except BaseException:
             self._arrived.clear()
             raise

@@ -22,10 +22,14 @@ def copy_weights(model: nn.Module, part: bytes, arrived: Arrived) -> None:
     for name, tensor in tensors.items():
         place = place_of(name, own)
         if place is None:
-            raise SparseRLError(f"verl sends {name!r:.100}, which the model does not have.")
+            raise SparseRLError(
+                f"verl sends {name!r:.100}, which the sampler's model does not have; give both one model."
+            )
         if tensor.shape != place.part.shape:
             shape = list(place.part.shape)
-            raise SparseRLError(f"{name:.100} has shape {list(tensor.shape)} in verl, but {shape} here.")
+            raise SparseRLError(
+                f"{name:.100} has shape {list(tensor.shape)} in verl, but {shape} in the sampler; give both one model."
+            )
         places[name] = place
     for name, tensor in tensors.items():
         places[name].part.copy_(tensor)

@@ -1,8 +1,8 @@
 """Triton kernels of the decode step: norm, rotate and store, attend over slots, gate. Shapes: see twins.py.
 
-They round where the Hugging Face modules round, so that in bf16 the sampler differs from the learner by summation order
-alone. A kernel reads all it must know about a row (how many slots it uses, whether it runs) from device memory:
-nothing here depends on the host.
+They round where the Hugging Face modules round, so in bf16 the sampler differs from the learner only by the order of
+sums. A kernel reads everything about a row (how many slots it uses, whether it runs) from device memory; nothing here
+depends on the host.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def _read(codes, CODES: tl.constexpr, TYPE: tl.constexpr):
 
 @jit
 def _write(x, CODES: tl.constexpr):
-    """The codes of a vector [1, D], int32, its exponent [1], and what will be read of it. As cache/formats.py says.
+    """The codes of a vector [1, D], int32, its exponent [1], and the vector that they stand for (cache/formats.py).
 
-    Numbers are rounded in integers: every GPU, and the interpreter, rounds alike.
+    Numbers are rounded with integers, so that every GPU and the interpreter round the same way.
     """
     wide = x.to(tl.float32)
     largest: tl.tensor = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [1] # pyright: ignore
@@ -154,9 +154,10 @@ def _store_and_attend(
 ):  # fmt: skip
     """The query heads of one KV head over one part of a row's slots. Softmax to base 2, with a running maximum.
 
-    One part also sees the new token, from registers, and writes it down. CODES: 0, or keys and values are codes; then
-    their scales, which are powers of two, are multiplied with logits and probabilities, which is exact. e4m3 becomes
-    fp16 in one instruction, and bf16 in three; so queries of bf16 are scaled and become fp16, too, which loses nothing.
+    One part also sees the new token, from registers, and stores it. CODES: 0, or the kind of codes of keys and values;
+    then logits and probabilities are multiplied by their scales, which is exact, because these are powers of two. e4m3
+    becomes fp16 in one instruction and bf16 in three, so queries in bf16 are scaled and become fp16 as well, without
+    loss.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
@@ -292,14 +293,14 @@ def _combine(partial, out, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, DIM:
 
 
 def splits_for(programs: int, capacity: int, processors: int) -> int:
-    """How many parts to cut a row's slots into, of at least 128 slots each, so that few rows still fill the chip."""
+    """Into how many parts of at least 128 slots to cut a row, so that few rows still fill the chip."""
     return max(1, min(triton.cdiv(2 * processors, programs), capacity // 128, 32))
 
 
 def stages_for(block: int, queries: int, width: int, shared: int) -> int:
-    """How many tiles of keys and values are read ahead, so that they fit into shared memory beside the queries.
+    """How many tiles of keys and values to read ahead, so that they fit into shared memory beside the queries.
 
-    width: bytes of a key; wide ones are not read ahead at all, which was measured.
+    width: bytes of a key; measurements showed that wide ones should not be read ahead
     """
     if width > 1024:
         return 1

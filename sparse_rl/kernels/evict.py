@@ -1,12 +1,12 @@
-"""Triton kernels of an eviction: how redundant keys are, what the last queries see in them, and compaction in place.
+"""Triton kernels of an eviction: redundancy of keys, logits of the last queries, and compaction in place.
 
-redundancy: only one thing about the S x S similarities is not linear, each slot's newest copy. Finding it streams
-over key tiles in tensor cores and keeps one number per slot; the column sums follow from the sum U of all unit keys,
+redundancy: the S x S similarities are linear except for each slot's newest copy. To find it, a kernel streams over key
+tiles in tensor cores and keeps one number per slot. The column sums follow from the sum U of all unit keys,
 u_s . (U - u_s), less the exempted cosines. observed_logits: every key tile is read once for all query heads of its
-group. compact: a program owns all slots of one layer, row and head, and moves them in ascending blocks; as a slot
-only ever moves down, no block overwrites what a later one reads.
+group. compact: a program owns all slots of one layer, row and head, and moves them in ascending blocks; since a slot
+only moves down, no block overwrites what a later one reads.
 
-Nothing here depends on values that the host would have to read. There are no atomics: the same input gives the same
+Nothing here depends on values that the host would have to read. There are no atomics, so the same input gives the same
 bits. Shapes: B rows, H KV heads, G query heads per KV head, S slots in use, D head dim, W queries; L layers, R rows
 and C slots of the cache, N rows that are compacted, K slots kept, T tokens of the trace.
 """
@@ -161,8 +161,8 @@ def observed_logits(
 
 
 def observed_tiles(count: int, dim: int, dtype: torch.dtype, shared: int) -> dict[str, int]:
-    """Slots at a time, and stages: as many slots as shared memory holds beside two tiles of queries, of which one is
-    read while the other is multiplied; if not even few slots fit, beside one tile.
+    """Slots at a time, and stages: as many slots as shared memory holds beside two tiles of queries, one being read
+    while the other is multiplied; if not even the smallest number fits, beside one tile.
     """
     blocks = (32, 16) if dtype == torch.float32 else (128, 64, 32, 16)  # fp32: the operands live in registers
     width = _padded(dim) * dtype.itemsize
@@ -185,7 +185,7 @@ def _move(x, kept, count, stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BL
         tl.store(x + k[:, None] * stride + d[None, :], moved, mask=inside)
 
 
-@jit(do_not_specialize=["used", "n"])  # how many rows are full differs from time to time
+@jit(do_not_specialize=["used", "n"])  # the number of full rows varies
 def _compact(
     keys, values, feed, mass, exponents, trace, rows, kept, fed, live, never, used, count, n, heads,
     key_layer, key_row, key_head, key_slot, value_layer, value_row, value_head, value_slot,

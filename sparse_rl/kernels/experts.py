@@ -1,9 +1,8 @@
-"""A Triton kernel for a mixture of experts: each token's products with the weights of the experts that it goes to.
-Meaning: see twins.py.
+"""A Triton kernel for a mixture of experts: multiplies each token with the weights of its experts (see twins.py).
 
 The pairs (token, expert) of an expert lie side by side in `order`, and its tiles behind those of the expert before it.
-How many tiles each expert has only the device knows. So as many programs start as there can be tiles at most, each
-finds out whose tile is its own, and those beyond the last tile end. The host is not asked.
+Only the device knows how many tiles each expert has. To avoid a sync with the host, as many programs start as there
+can be tiles; each finds out which expert's tile is its own, and those beyond the last tile end.
 """
 
 from __future__ import annotations
@@ -76,6 +75,6 @@ def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor
 
 
 def _tile(pairs: int, experts: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows of a tile: about those of an expert. 16 at least, as tl.dot takes."""
+    """The size of a tile: about as many rows as an expert has pairs, and at least the 16 that tl.dot needs."""
     rows = max(16, min(64, triton.next_power_of_2(triton.cdiv(pairs, experts))))
     return dict(ROWS=rows, COLUMNS=64, INNER=32 if dtype == torch.float32 else 64, num_warps=4, num_stages=3)

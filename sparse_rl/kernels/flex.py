@@ -1,8 +1,7 @@
-"""Attention under a trace by FlexAttention: for traces with too many segments to list what each keeps.
+"""Attention under a trace with FlexAttention, for traces with too many segments to list what each keeps.
 
-Which blocks of [queries, tokens] hold anything visible follows from the least and the greatest `evicted_at` of a
-block of tokens, so the block mask takes (T / 128)^2 and no [T, T] exists. Blocks that are wholly visible are not
-masked.
+Which blocks of [queries, tokens] contain anything visible follows from the least and the greatest `evicted_at` of a
+block of tokens, so the block mask has (T / 128)^2 entries and no [T, T] exists. Wholly visible blocks are not masked.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _VARIANTS = 64  # of the compiled kernel: with and without a window, a gradient,
 
 @functools.cache
 def _compiled() -> Any:
-    # fullgraph: beyond _VARIANTS compilation fails, where it would otherwise build [T, T]
+    # fullgraph: beyond _VARIANTS compilation fails; without it [T, T] would be built
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels between the learner's logits and its log-probs, one pass each way. Meaning: see twins_learner.py."""
+"""Triton kernels that turn the learner's logits into log-probs and back, in one pass each (see twins_learner.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
-    # each at an address of its own: where one lay behind the other, alignment would ask for another variant
+    # separate tensors: at addresses inside one tensor, alignment would require another variant
     logprobs, entropies, ranks, lse = (torch.empty(tokens, dtype=torch.float32, device=logits.device) for _ in range(4))
     if tokens:
         _token_statistics[(tokens,)](

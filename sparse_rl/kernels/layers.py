@@ -1,9 +1,9 @@
-"""Triton kernels of the learner's layers, forward and backward: norm with residual, gate, rotation. Meaning: see
-twins_learner.py.
+"""Triton kernels of the learner's layers, forward and backward: norm with residual, gate, rotation (see
+twins_learner.py).
 
-Results are rounded where the Hugging Face modules round, so that in bf16 they differ by summation order alone.
-Gradients are computed in fp32 and rounded once. Backward passes read inputs, never results, and overwrite nothing: a
-graph can be walked twice.
+Results are rounded where the Hugging Face modules round, so in bf16 they differ only by the order of sums. Gradients
+are computed in fp32 and rounded once. Backward passes read inputs, never results, and overwrite nothing, so backward
+can run twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .jit import jit, product
 # ---------------------------------------------------------------------------------------------------- add, then norm
 
 
-@jit(do_not_specialize=["rows"])  # it differs from micro-batch to micro-batch
+@jit(do_not_specialize=["rows"])  # it varies between micro-batches
 def _add_norm_forward(
     new, residual, weight, total, normed, rows, size, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -74,7 +74,7 @@ def _add_norm_backward(
 
 
 def _norm_tile(size: int) -> dict[str, int]:
-    """Rows of a tile, its padded width, and warps: narrow rows (the heads of a query) go together."""
+    """Rows in a tile, its padded width, and its warps; narrow rows (the heads of a query) go together."""
     block = triton.next_power_of_2(size)
     rows = max(1, min(16, 2048 // block))
     return dict(ROWS=rows, BLOCK=block, num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16)

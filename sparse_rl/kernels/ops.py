@@ -1,10 +1,9 @@
-"""GPU or CPU: the one table that says which function computes an operation, and how a rollout runs on a device.
+"""Choose between GPU kernels and plain torch: which function computes an operation, and how rollouts run on a device.
 
-Every operation has one function of its name in each module that can compute it, all with the same arguments: the
-modules of Triton kernels that `KERNELS` lists, and `twins`, which computes everything in plain torch. A kernel is
-taken on a CUDA device with Triton, where the arguments fit; the twin is taken everywhere else. Callers call the
-functions below, and need not ask for the device. What else depends on the device, such as how often the host looks at
-it, is in `RULES`.
+Every operation has a function of the same name and arguments in each module that can compute it: the modules of Triton
+kernels that `KERNELS` lists, and `twins`, which computes everything in plain torch. A kernel is used on a CUDA device
+with Triton if it supports the arguments; otherwise the twin is used. Callers call the functions below and need not know
+the device. `RULES` has everything else that depends on the device, such as how often the host syncs with it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def has_triton() -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    module: str  # of this room
+    module: str  # in this folder
     fits: Callable[..., bool] = lambda *_: True  # whether it can compute an operation for its arguments
 
 
@@ -71,7 +70,7 @@ def fits_segments(
     dropout: float,
     sinks: Tensor | None,
 ) -> bool:
-    """Memory then follows the tokens."""
+    """Whether attention under a trace can go by segments, so that memory follows the tokens."""
     return fits_tiles(query, key, value, dropout) and replay.segments.are_few
 
 
@@ -84,12 +83,14 @@ def fits_flex(
     dropout: float,
     sinks: Tensor | None,
 ) -> bool:
-    """FlexAttention cannot differentiate a soft-cap of dynamic shapes; sinks and packed rows it is not given."""
+    """Whether FlexAttention can be used. It cannot differentiate a soft-cap with dynamic shapes; for sinks and packed
+    rows we do not use it.
+    """
     return fits_tiles(query, key, value, dropout) and softcap is None and sinks is None and replay.packing is None
 
 
 def fits_vectors(*tensors: Tensor) -> bool:
-    """Whether the learner's kernels for norms, gates and rotations know the dtype, and a whole row fits a program."""
+    """Whether the learner's kernels for norms, gates and rotations support the dtype, and a row fits into a program."""
     dtypes = {tensor.dtype for tensor in tensors}
     return len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16, torch.float32}
 
@@ -115,7 +116,7 @@ def is_fp32(logits: Tensor) -> bool:
     return logits.dtype == torch.float32
 
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and the twin where none does
+KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is used; the twin if none does
     "add_rms_norm": (Kernel("decode"),),
     "silu_mul": (Kernel("decode"),),
     "expert_product": (Kernel("experts", fits_experts),),
@@ -135,7 +136,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {  # the first that fits is taken, and 
 
 
 def module_for(operation: str, place: Place, *arguments) -> str:
-    """The module whose function computes an operation; `arguments`: those that its kernels' `fits` look at."""
+    """The module whose function computes an operation; `arguments`: those that its kernels' `fits` need"""
     if place.runs_kernels:
         for kernel in KERNELS[operation]:
             if kernel.fits(*arguments):
@@ -287,15 +288,17 @@ def logit_gradients(
 class Rules:
     """How rollouts and the learner run on a kind of device."""
 
-    on_gpu: bool  # which copies the plan counts, and which clock times the phases
+    on_gpu: bool  # decides which copies the plan counts and which clock times the phases
     fuses: bool  # models of the Llama family are decoded by fused kernels (rollout/fused.py)
-    captures: bool  # decode steps are CUDA graphs, so what rows write down stays at its address between calls
+    captures: bool  # decode steps are CUDA graphs, so the row state keeps its addresses between calls
     attends_while_storing: bool  # a decode step stores a token and attends in one operation
-    own_experts: tuple[torch.dtype, ...]  # in which decode steps compute experts by our product (rollout/experts.py)
+    own_experts: tuple[
+        torch.dtype, ...
+    ]  # dtypes in which decode steps compute experts by our kernel (rollout/experts.py)
     splits_products: bool  # a matrix product with few tiles is computed as a sum of parts
-    defers_checks: bool  # what a compressor keeps is checked at the next sync, not at once
+    defers_checks: bool  # a compressor's slots are checked at the next sync, not at once
     poll: tuple[int, int]  # the least and the most decode steps between two syncs
-    row_multiple: int  # decode batches are padded to it, so that rows round alike however many there are
+    row_multiple: int  # decode batches are padded to multiples of it, so that rounding does not depend on their size
     fuses_learning: bool  # norms, rotations, gates and heads that are known are computed by kernels (learn/fused.py)
 
 

@@ -1,15 +1,16 @@
-"""Sampling in two kernels that read the logits once, and one chunk of them a second time.
+"""Triton kernels that sample: two kernels read the logits once, and one chunk of them a second time.
 
-Inverting the cumulative distribution needs no order but the vocabulary's: the first kernel leaves every chunk's
-maximum and sum, the second finds the chunk in which the drawn number falls, then the token in it, writes the token
-down and moves the row's counters.
+Inverting the cumulative distribution needs no sorting: the first kernel writes every chunk's maximum and sum. The
+second one finds the chunk in which the drawn number falls, then the token in it, records the token and advances the
+row's counters.
 
-Top-k and top-p need no order either, only the least logit they keep, which a kernel before the two finds: floats in
-their order are integers, and it takes 4 of their bits at a time, the highest first, from the mass above 15
-candidates. Where it is recorded which tokens could be drawn, at most MOST may be; one more kernel writes them down.
+Top-k and top-p need no sorting either, only the lowest logit that they keep, which another kernel finds first. It maps
+floats to integers of the same order and determines 4 bits of the bound at a time, the highest first, from the mass
+above 15 candidates. If the tokens that could be drawn are recorded, at most MOST may be, and one more kernel writes
+them.
 
-Settings are those of all rows, numbers known when a step is captured; or BY_ROW, tensors that a captured step reads.
-Then kernels decide for every row what they else decide when they are compiled.
+Settings are either the same for all rows, as numbers known when a step is captured, or BY_ROW, as tensors that a
+captured step reads. In the second case kernels decide for every row what they otherwise decide at compile time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BLOCK = 1024  # logits that the search for the least kept one reads at a time
 
 @jit
 def _place(x, BITS: tl.constexpr):
-    """Integers in the order of floats, equal where the floats are. fp32 -> int32, or the 16 bits that bfloat16 has"""
+    """Map floats to integers of the same order. fp32 -> int32, or the 16 bits that bfloat16 has"""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - BITS)
 
@@ -39,9 +40,9 @@ def _least(
     logits, size, floor, bound, highest, inverse_temperature,
     COUNT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least place from `floor` on with less than `bound` above it: tokens (COUNT), or probability mass.
+    """The lowest place from `floor` on that has less than `bound` above it, in tokens (COUNT) or in probability mass.
 
-    logits: those of a row. Tokens below `floor` do not count.
+    logits: of one row. Tokens below `floor` do not count. A place is the integer of a logit (`_place`).
     """
     # Above `low` there is too much; above low + 16 * step there is not.
     low = tl.full((), -(1 << (BITS - 1)) - 1, tl.int64)  # pyright: ignore[reportOperatorIssue]
@@ -79,7 +80,7 @@ def _limit_by_row(
     logits, least, size, temperature, top_k, top_p, records,
     MOST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`_limit`, where every row has settings of its own. MOST > 0: the cap of those rows whose tokens are recorded"""
+    """`_limit` with settings for every row. MOST > 0: the cap for those rows whose tokens are recorded"""
     row = tl.program_id(0).to(tl.int64)
     own, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     inverse = _inverse(temperature, row, True)
@@ -129,7 +130,7 @@ def _limit(
     logits, least, size, inverse_temperature, top_k, top_p,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MOST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of the least logit that each row keeps. MOST > 0: of at most so many, as `truncate` caps them"""
+    """The place of the lowest logit that each row keeps. MOST > 0: keep at most this many, as `truncate` does"""
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
     kept = tl.full((), -(1 << (BITS - 1)), tl.int32)  # pyright: ignore[reportOperatorIssue]
@@ -161,7 +162,7 @@ def _note(
     logits, least, size, count, used, done, capacity, counts, margins, ids, room,
     IDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write down which tokens the rows that run can draw: how many, the margin, and with IDS > 0 which."""
+    """Record the tokens that running rows can draw: how many, the margin, and with IDS > 0 which."""
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(done + row) == 0) & (tl.load(used + row) < tl.load(capacity)):
         logits += row * size
@@ -193,10 +194,12 @@ def _note(
 
 @jit
 def _scaled(logits, i, size, least, inverse_temperature, LIMITED: tl.constexpr, BITS: tl.constexpr):
-    """Logits over the temperature; -inf where they are not kept, and beyond the last. logits, least: those of a row"""
+    """Logits over the temperature; -inf if they are not kept, and beyond the last. logits, least: of one row"""
     x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
     if LIMITED:
-        x = tl.where((_place(x, BITS) < tl.load(least)) & (x == x), -float("inf"), x)  # NaN stays, to be seen
+        x = tl.where(
+            (_place(x, BITS) < tl.load(least)) & (x == x), -float("inf"), x
+        )  # NaN stays, so that it is noticed
     return x * inverse_temperature
 
 
@@ -331,7 +334,7 @@ def _bits(logits: Tensor) -> int:
 
 
 def _most(room: int | None, size: int) -> int:
-    """How many tokens can be drawn at most; 0: all."""
+    """The most tokens that can be drawn; 0: all."""
     return MOST if room is not None and size > MOST else 0
 
 
@@ -345,7 +348,9 @@ def _draw(
     stops: int,
     options: dict,
 ) -> None:
-    """Draw from what is left, and write it down. least int32 [B]; temperature: see `_inverse`; stops: ids of a row"""
+    """Draw from the tokens that are kept, and record. least int32 [B]; temperature: see `_inverse`;
+    stops: ids per row
+    """
     rows, size = logits.shape
     assert logits.is_contiguous()
     chunks = triton.cdiv(size, _CHUNK)

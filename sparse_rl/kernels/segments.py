@@ -1,9 +1,9 @@
 """Triton kernels of attention under a trace, forward and backward, by segments (cache/segments.py).
 
-A segment's keys are one list: the tokens kept at its begin, read in place through their indices, then its own tokens.
-Programs of the forward pass and of dQ own a tile of queries and walk the list. Programs of dK and dV own a tile of
-the list, walk the segment's queries of all query heads of the group, and add to fp32 gradients (a kept token belongs
-to many segments, so the order of a sum is not fixed). Scores exist a tile at a time.
+The keys of a segment are one list: the tokens kept at its beginning, read in place through their indices, then its own
+tokens. Programs of the forward pass and of dQ own a tile of queries and go through the list. Programs of dK and dV own
+a tile of the list, go through the segment's queries of all query heads of the group, and add to fp32 gradients (a kept
+token belongs to many segments, so the order of a sum is not fixed). Scores exist one tile at a time.
 
 Shapes: B rows, H KV heads, G query heads per KV head, T tokens, S segments, K kept.
 """
@@ -22,7 +22,7 @@ from ..cache.segments import Packing, Replay, Segments, key_tiles, pack_segments
 from .jit import jit
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-# These differ from micro-batch to micro-batch; a kernel compiled for each value would be one too many.
+# These vary between micro-batches, and must not compile a kernel for each value.
 _SIZES = ["num_tiles", "most", "tokens", "kept_b", "kept_h", "count_b", "count_h"]
 
 
@@ -45,20 +45,20 @@ def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most,
 
 @jit
 def _tile_of(tiles, b, num_tiles):
-    """This program's line of the table: first query or place (-1: none), end and begin of its segment, the segment."""
+    """This program's entry in the table: first query or place (-1: none), end and begin of its segment, segment."""
     tiles += (b * num_tiles + tl.program_id(0)) * 4
     return tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
 
 
 @jit
 def _list_of(kept, counts, b, head, segment, most, kept_b, kept_h, count_b, count_h):
-    """How many tokens a segment keeps, and where they are listed. Where heads share their lists, the strides are 0."""
+    """How many tokens a segment keeps, and where they are listed. If heads share lists, the strides are 0."""
     return tl.load(counts + b * count_b + head * count_h + segment), kept + b * kept_b + head * kept_h + segment * most
 
 
 @jit
 def _listed(n, count, begin, total, kept):
-    """Tokens at places n of a segment's list; beyond its end a token that no query sees. [N]"""
+    """The tokens at places n of a segment's list; beyond its end, a token that no query sees. [N]"""
     token = tl.load(kept + n, mask=n < count, other=0)
     token = tl.where(n < count, token, begin + n - count)
     return tl.where(n < total, token, 2147483647)
@@ -113,7 +113,7 @@ def _forward(
     query_tile = _rows_of(query + b * query_b + head * query_h, q, q < end, d, query_t, DIM)  # [M, D]
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    if SINKS:  # as a token that everyone has seen, and whose value is zero
+    if SINKS:  # as a token that every query sees and whose value is zero
         top = total + tl.load(sinks + head).to(tl.float32) * _LOG2E
         total += 1.0
     result = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
@@ -243,7 +243,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Layout:
-    """A micro-batch's segments as the kernels walk them, made once for all layers."""
+    """A micro-batch's segments in the form that the kernels need, made once for all layers."""
 
     kept: Tensor  # int32 [B, L, H, S, K]; L = H = 1 where all layers and heads share them
     counts: Tensor  # int32 [B, L, H, S]
@@ -259,7 +259,7 @@ class Layout:
 
 
 def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles, Tiles]:
-    """The tiles of forward, of dQ, and of dK and dV; `queries`: how many a typical segment has."""
+    """The tile sizes of forward, dQ, and dK and dV; `queries`: how many a typical segment has"""
     if dtype == torch.float32 or dim > 128:  # the operands of a dot live in registers, or are twice as wide
         small = Tiles(16, 32, 4, 2)
         return small, small, small

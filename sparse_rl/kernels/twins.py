@@ -1,5 +1,5 @@
-"""What every kernel of this room computes, in plain torch; those of sampling and of the learner are in twins_sample.py
-and twins_learner.py.
+"""The kernels of this folder in plain torch; those for sampling and for the learner are in twins_sample.py and
+twins_learner.py.
 
 B rows, Hq = H * G query heads, H KV heads, G query heads per KV head, C slots of a row, S slots in use, D head dim,
 T tokens, V vocabulary.
@@ -45,8 +45,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, starts: Tensor) -> Tensor:
-    """Each token's products with the weights of the experts that it goes to, rounded, and their biases; 0 for pairs
-    that go to none. -> [S, O], pair by pair
+    """Multiply each token with the weights of its experts, round, and add their biases; 0 for pairs without an expert.
+    -> [S, O], pair by pair
 
     x [n, I]; S pairs of a token and an expert, S / n of each row of x, one behind the other; weight [E, I, O], any
     strides; bias [E, O]; order [S]: the pairs, expert by expert; starts [E + 1]: where an expert's begin in `order`
@@ -112,7 +112,7 @@ def store_and_attend(
 ) -> Tensor:
     """`store`, then the attention of the new queries over what every live row holds. -> [B, Hq * D]
 
-    The result for other rows is meaningless.
+    The result for other rows has no meaning.
     """
     query = store(query, key, value, slots, used, index, live, rope, norms)
     keys, values, feed, _, exponents = slots
@@ -180,7 +180,7 @@ def observed_logits(
 def grouped_logits(
     queries: Tensor, keys: Tensor, scaling: float, softcap: float | None, unreachable: Tensor | None
 ) -> Tensor:
-    """The same of every query head. -> fp32 [B, H, G, W, S]"""
+    """The logits of every query head. -> fp32 [B, H, G, W, S]"""
     heads, count = keys.shape[1], queries.shape[2]
     grouped = group_heads(queries.float(), heads)  # keys are not repeated
     logits = (grouped @ keys.float().transpose(-1, -2) * scaling).unflatten(2, (-1, count))
@@ -254,7 +254,7 @@ def trace_attention(
 
 
 def trace_mask(replay: Replay, layer: int, sliding_window: int | None) -> Tensor:
-    """What the queries of one layer see. -> bool [B, H, T, T]; of a packed row [1, H, S, S]"""
+    """The mask of one layer: what its queries see. -> bool [B, H, T, T]; for a packed row [1, H, S, S]"""
     mask = layer_mask(replay.of_layer(layer), sliding_window)
     return mask if replay.packing is None else packed_mask(mask, replay.lengths, replay.packing)
 
@@ -269,7 +269,7 @@ def layer_mask(evicted_at: Tensor, sliding_window: int | None) -> Tensor:
 
 
 def packed_mask(mask: Tensor, lengths: Tensor, packing: Packing) -> Tensor:
-    """What the queries of a packed row see: each as in the trajectory that brings it. [B, H, T, T] -> [1, H, S, S]"""
+    """The mask of a packed row, in which each query sees what its trajectory says. [B, H, T, T] -> [1, H, S, S]"""
     packed = torch.zeros(1, mask.shape[1], packing.size, packing.size, dtype=torch.bool, device=mask.device)
     for own, place, first, length in zip(mask, packing.place, packing.first.tolist(), lengths.tolist(), strict=True):
         packed[0][:, place[first:length, None], place[None, :length]] = own[:, first:length, :length]

@@ -1,4 +1,4 @@
-"""What the learner's kernels compute, in plain torch (the others: twins.py).
+"""The learner's kernels in plain torch (the others are in twins.py).
 
 B sequences, T tokens, N hidden size, H heads, D head dim, n target tokens, V vocabulary. The first three are
 differentiable; the last two are the halves of a differentiable function that never keeps its logits (learn/head.py).
@@ -42,7 +42,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 def token_statistics(
     logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the targets: log-prob; of their distributions: entropy; rank of the target (1: likeliest); log-sum-exp.
+    """For each target: its log-prob, the entropy of its distribution, its rank (1: likeliest), and the log-sum-exp.
 
     logits [n, V], fp32 or wider, before soft-cap and temperature; targets int64 [n] -> 4 x [n]
     """
@@ -65,7 +65,7 @@ def logit_gradients(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient by some of the logits of all tokens: those of vocabulary entries start, ..., start + v - 1.
+    """The gradients by the logits of vocabulary entries start, ..., start + v - 1, for all tokens.
 
     logits [n, v]; targets, and what `token_statistics` found of whole rows, [n]; upstream [n] -> [n, v], rounded to
     `dtype`

@@ -1,4 +1,4 @@
-"""What the sampling kernels (sample.py) compute, in plain torch. B rows, V vocabulary, K room for ids."""
+"""The sampling kernels (sample.py) in plain torch. B rows, V vocabulary, K room for ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ..streams import uniform
 
 @dataclass
 class Kept:
-    """Which tokens could be drawn (cache/support.py), of a step [B] or of rows and their tokens [R, N]."""
+    """A record of the tokens that could be drawn (cache/support.py), in a step [B] or for rows and their
+    tokens [R, N].
+    """
 
     count: Tensor  # int32 [...]
     margin: Tensor  # fp32 [...]
@@ -35,7 +37,7 @@ class Kept:
 
 @dataclass
 class RowSettings:
-    """How each of R rows samples, where rows differ. fp64, so that no setting is rounded on the way."""
+    """How each of R rows samples, if rows differ. fp64, so that no setting is rounded."""
 
     temperature: Tensor  # fp64 [R]; 0: greedy
     top_k: Tensor  # int64 [R]; 0: off
@@ -59,7 +61,7 @@ class RowSettings:
 
 
 class Rows(Protocol):
-    """What sampling reads and writes of rows, as rollout/decode.RowState has it."""
+    """The fields of rows that sampling reads and writes (rollout/decode.RowState)."""
 
     token: Tensor
     index: Tensor
@@ -96,9 +98,9 @@ def sample_and_record(
     top_p: float = 1.0,
     records: bool = False,
 ) -> None:
-    """Sample a token for each of the first B rows that runs, and write it down. logits [B, V]; temperature 0: greedy
+    """Sample a token for each running row of the first B, and record it. logits [B, V]; temperature 0: greedy
 
-    records: also write down which tokens could be drawn, at most MOST of them (`truncate`).
+    records: also record which tokens could be drawn, at most MOST of them (`truncate`)
     """
     width = len(logits)
     live = state.live(width)
@@ -110,7 +112,7 @@ def sample_and_record(
 
 
 def sample_by_row(logits: Tensor, state: Rows) -> None:
-    """The same, where every row has settings of its own: rows that have the same are sampled together. logits [B, V]"""
+    """`sample_and_record` with settings for every row; rows with the same ones are sampled together. logits [B, V]"""
     width, settings = len(logits), state.settings
     assert settings is not None
     live = state.live(width)
@@ -128,7 +130,7 @@ def sample_by_row(logits: Tensor, state: Rows) -> None:
 
 
 def room_of(state: Rows, records: bool) -> int | None:
-    """How many ids of a token are recorded; None: nothing is."""
+    """How many ids are recorded for a token; None: nothing is recorded."""
     assert not records or state.kept is not None, "there is no room to record which tokens could be drawn"
     return state.kept.ids.shape[-1] if records and state.kept is not None else None
 
@@ -160,8 +162,8 @@ def log_distribution(logits: Tensor, temperature: float, top_k: int, top_p: floa
 def truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, capped: bool) -> Tensor:
     """fp32 logits [B, V], -inf where a token cannot be drawn. Temperature 0 keeps all.
 
-    What is as likely as the last kept token stays too. capped: at most MOST tokens stay; if more are tied at that
-    border, none of those do, unless they are the likeliest.
+    Tokens as likely as the last kept one stay, too. capped: at most MOST tokens stay; if more are tied at that border,
+    none of the tied ones stays, unless they are the likeliest.
     """
     logits = logits.float()
     if temperature == 0:
@@ -186,7 +188,7 @@ def truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, cappe
 
 
 def kept_of(logits: Tensor, left: Tensor, room: int) -> Kept:
-    """What `truncate` kept of logits [B, V]."""
+    """A record of what `truncate` kept of logits [B, V]."""
     kept = left > -torch.inf
     highest, least = logits.amax(-1), torch.where(kept, logits, torch.inf).amin(-1)
     beyond = torch.where(kept, -torch.inf, logits).amax(-1)  # -inf: nothing was dropped

@@ -1,6 +1,6 @@
-"""Advantages: how much better a completion was than the other completions of its group.
+"""Compute advantages: how much better a completion was than the other completions of its group.
 
-Every function here is pure: from the rewards [N] of a step and the group of each trajectory to fp64 advantages [N].
+Every function here is pure: it maps the rewards [N] of a step and the group of each trajectory to fp64 advantages [N].
 
     grpo      (r - mean) / (std + eps)      unbiased std over the whole group; 0 for a group of one
     dr-grpo   r - mean
@@ -30,7 +30,7 @@ from ..files import names_python_file, python_module, split_python_file
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What an estimator is given: every trajectory's reward and the statistics of its group. All fp64 [N]."""
+    """The input of an estimator: every trajectory's reward and the statistics of its group. All fp64 [N]."""
 
     rewards: Tensor
     centred: Tensor  # reward - mean of the group's members
@@ -44,15 +44,15 @@ Estimated = tuple[Tensor, dict[str, float]]  # advantages [N] and metrics
 
 @dataclass(frozen=True)
 class Credit:
-    """What an objective (objective.py) makes of a step's rewards."""
+    """The advantages of a step, and what else an objective (objective.py) derives from its rewards."""
 
-    advantages: Tensor  # [N], or [N, T] where every token has its own
+    advantages: Tensor  # [N], or [N, T] if every token has its own
     metrics: dict[str, float]
-    returns: Tensor | None = None  # [N, T]: what a critic learns
+    returns: Tensor | None = None  # [N, T]: the targets of a critic
 
 
 ESTIMATORS: dict[str, Estimator] = {}
-_EQUAL = 1e-12  # rewards whose mean distance to their mean is no more are equal
+_EQUAL = 1e-12  # rewards count as equal if their mean distance to their mean is not larger
 
 
 def estimator(name: str) -> Callable[[Estimator], Estimator]:
@@ -107,8 +107,8 @@ def advantage(
     """fp64 advantages [N] and metrics.
 
     rewards [N]; group int64 [N]: the group's id; members bool [N]: the trajectories that set the baseline (None: all).
-    With `learn.rebaseline` the members are the accepted trajectories, and the advantage of every other one is 0. A
-    group whose members all have the same reward teaches nothing: its advantages are 0.
+    With `learn.rebaseline` the members are the accepted trajectories, and all others have advantage 0. In a group whose
+    members all have the same reward, every advantage is 0.
     """
     estimate = find_estimator(estimator)
     rewards = rewards.double()
@@ -127,7 +127,7 @@ def advantage(
     flat = per_group(centred.abs()) <= _EQUAL * count  # the group's members all have the same reward
     if not (centred.isfinite().all() and variance.isfinite().all()):
         raise SparseRLError(
-            f"the rewards reach from {rewards.min().item():.3g} to {rewards.max().item():.3g}, so the variance of a "
+            f"the rewards range from {rewards.min().item():.3g} to {rewards.max().item():.3g}, so the variance of a "
             "group is not finite; return finite rewards of moderate size, such as 0 to 1."
         )
     statistics = GroupRewards(rewards, centred, variance.sqrt()[group_of], count[group_of])

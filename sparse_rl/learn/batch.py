@@ -1,4 +1,4 @@
-"""From trajectories to what an optimizer step needs: padded tensors, old log-probs, weights, micro-batches.
+"""Turn trajectories into what an optimizer step needs: padded tensors, old log-probs, weights, micro-batches.
 
     collate           -> Sampled      what the engine recorded
     score             -> Scored       + the learner's log-probs before the update (old), and the reference's
@@ -47,9 +47,9 @@ class Sampled:
     lengths: Tensor  # int64 [N]: prompt + response
     mask: Tensor  # bool [N, T]: response tokens, and beacons that the policy chose
     sampler_logprobs: Tensor  # fp32 [N, T]; 0 off the mask
-    owner_rank: Tensor  # int64 [N]: the process that sampled each trajectory, and so has its whole trace
+    owner_rank: Tensor  # int64 [N]: the process that sampled each trajectory and has its whole trace
     traces: tuple[Trace, ...]  # [N]: what each query could see
-    choices: Tensor | None = None  # bool [N, T]: log-probs that are, or hold, those of choices to fold (score.py)
+    choices: Tensor | None = None  # bool [N, T]: tokens whose log-prob includes a choice about folding (score.py)
     supports: tuple[Support | None, ...] | None = None  # [N]: what could be drawn; None: all tokens could be
 
 
@@ -59,14 +59,14 @@ class Scored:
     old_logprobs: Tensor  # fp32 [N, T]: the learner's, in its view, before the update
     entropies: Tensor  # fp32 [N, T]: of the old distributions
     ranks: Tensor  # fp32 [N, T]: of the tokens in the old distributions, 1 for the likeliest; 0 off the mask
-    reference_logprobs: Tensor | None = None  # fp32 [N, T], when a KL term is on
+    reference_logprobs: Tensor | None = None  # fp32 [N, T], if there is a KL term
     values: Tensor | None = None  # fp32 [N, T]: a critic's, of the states before the tokens; 0 off the mask
-    view: str = "dense"  # in which the log-probs were computed, and in which the learner must see the trajectories
-    # bool [N]: the rows that went through the model, and that metrics are made of; None: all did. In the shadow view
-    # the others need not: their old log-probs are the sampler's, which are the learner's up to rounding.
+    view: str = "dense"  # the view in which the log-probs were computed, and in which the learner must learn
+    # bool [N]: the rows that went through the model, which metrics cover; None: all did. In the shadow view the others
+    # need not, because the sampler's log-probs are the learner's up to rounding and serve as old ones.
     seen: Tensor | None = None
     # The experts to which the learner sends tokens: the sampler's in the shadow view, the old pass's in the dense one.
-    # None: it chooses anew.
+    # None: it chooses again.
     routes: Routes | None = None
 
     @property
@@ -75,7 +75,7 @@ class Scored:
         return self.old_logprobs - self.sampled.sampler_logprobs
 
     def with_seen(self, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> Scored:
-        """With what the model said of some more rows. int64 [n], fp32 [n, T] each"""
+        """Add the log-probs and entropies of some more rows, which then count as seen. int64 [n], fp32 [n, T] each"""
         assert self.seen is not None
         width = logprobs.shape[1]
         old, spread, seen = self.old_logprobs.clone(), self.entropies.clone(), self.seen.clone()
@@ -83,9 +83,7 @@ class Scored:
         return replace(self, old_logprobs=old, entropies=spread, seen=seen)
 
     def with_shown(self, other: Scored) -> Scored:
-        """With the log-probs, entropies and ranks of rows that another pass scored and this one did not; they do not
-        count as seen.
-        """
+        """Add the log-probs, entropies and ranks of rows that only another pass scored; they do not count as seen."""
         assert self.seen is not None and other.seen is not None
         taken = (other.seen & ~self.seen)[:, None]
         names = ("old_logprobs", "entropies", "ranks")
@@ -102,26 +100,26 @@ class Scored:
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step."""
+    """Everything that one optimizer step needs."""
 
     tokens: Tensor  # int64 [N, T]
     lengths: Tensor  # int64 [N]
     mask: Tensor  # bool [N, T]: M, the tokens that count
-    old_logprobs: Tensor  # fp32 [N, T]: what the ratio is centred on
+    old_logprobs: Tensor  # fp32 [N, T]: the denominator of the ratio
     reference_logprobs: Tensor | None
-    advantages: Tensor  # fp32 [N], or [N, T] where every token has its own
+    advantages: Tensor  # fp32 [N], or [N, T] if every token has its own
     weights: Tensor  # fp32 [N, T]: w
-    scale: Tensor  # fp32 [N, T]: so that the sum over tokens is the chosen mean
+    scale: Tensor  # fp32 [N, T]: factors that turn the sum over tokens into the chosen mean
     response_tokens: int  # before any correction
     owner_rank: Tensor  # int64 [N]: the process that learns from each trajectory
     traces: tuple[Trace, ...] | None = None  # [N]: the learner sees the trajectories under them; None: dense
-    supports: tuple[Support | None, ...] | None = None  # [N]: with ids, what log-probs are renormalised over
+    supports: tuple[Support | None, ...] | None = None  # [N]: tokens over which log-probs are renormalised
     clip_kl: float | None = None  # the correction's bound of the KL estimate
-    pairs: Pairs | None = None  # of an algorithm that compares rows
-    row_factors: Tensor | None = None  # fp64 [N]: the derivative of its loss by the sum of a row's log-probs
+    pairs: Pairs | None = None  # the pairs of an algorithm that compares rows
+    row_factors: Tensor | None = None  # fp64 [N]: derivatives of its loss by the sums of the rows' log-probs
     old_values: Tensor | None = None  # fp32 [N, T]: a critic's, before the update
-    returns: Tensor | None = None  # fp32 [N, T]: what the critic learns
-    routes: Routes | None = None  # the experts to which tokens are sent; None: the learner chooses anew
+    returns: Tensor | None = None  # fp32 [N, T]: the targets of the critic
+    routes: Routes | None = None  # the experts to which tokens are sent; None: the learner chooses again
     choices: Tensor | None = None  # bool [N, T]: as in Sampled
 
     @property
@@ -132,7 +130,7 @@ class Batch:
         return (self.advantages * self.mask).sum(1) / self.mask.sum(1).clamp(min=1)
 
     def part(self, rows: Tensor, device: torch.device) -> Batch:
-        """Some rows without the padding they do not need, on a device. Traces, routes, supports and pairs stay."""
+        """Some rows on a device, without unneeded padding. Traces, routes, supports and pairs are not cut."""
         width = int(self.lengths[rows].max())
 
         def cut(tensor: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ class Batch:
 
 
 def collate(trajectories: Sequence[Trajectory], rank: int = 0) -> Sampled:
-    """Trajectories side by side. `rank`: the process that sampled them."""
+    """Put trajectories into padded tensors. `rank`: the process that sampled them"""
     lengths = torch.tensor([len(t.tokens) for t in trajectories])
     shape = (len(trajectories), int(lengths.max()))
     tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float32)
@@ -211,13 +209,13 @@ def score(
 ) -> Scored:
     """Teacher-forced old log-probs in a view, and a critic's values from the same pass.
 
-    `reference`: a context whose value is the reference model, which sees the trajectories in the same view, or in one
-    of its own. `packing`: micro-batches are packed rows (packing.py). `only` int64 [n]: the rows to score, in the
-    shadow view; the others keep the sampler's log-probs. `routing`: of a model whose routes are replayed: in the dense
-    view those of this pass are recorded; in the shadow view this pass follows the sampler's, which the traces hold. The
-    reference chooses its own.
+    `reference`: a context manager that gives the reference model, which sees the trajectories in the same view or in
+    its own. `packing`: micro-batches are packed rows (packing.py). `only` int64 [n]: in the shadow view, the rows to
+    score; the others keep the sampler's log-probs. `routing`: given if the model's routes are replayed: in the dense
+    view this pass records them; in the shadow view it follows the sampler's, which the traces hold. The reference
+    chooses its own.
 
-    Where the sampler recorded only margins of what it could draw, the supports are found here, once and for all.
+    If the sampler recorded only margins of what it could draw, the supports are found here, once for the whole step.
     """
     assert only is None or view == "shadow", "in the dense view the sampler's log-probs are others"
     assert only is None or sampled.supports is None, "supports are found by scoring"
@@ -227,7 +225,7 @@ def score(
     old, entropies, ranks = (torch.zeros_like(sampled.sampler_logprobs) for _ in range(3))
     values = None if critic is None else torch.zeros_like(old)
     micro_batches = to_score = micro_batches_of(model, sampled.tokens, sampled.lengths, micro_batch_tokens, packing)
-    marked = None  # the rows that go through the model, where some do not
+    marked = None  # the rows that go through the model, if some do not
     if only is not None:
         old, marked = sampled.sampler_logprobs.clone(), torch.zeros_like(sampled.lengths, dtype=torch.bool)
         marked[only] = True
@@ -271,28 +269,28 @@ def score(
 
 
 def ratio_baseline(scored: Scored, correction: Correction) -> Tensor:
-    """The log-probs that a correction takes for old: recomputed, or the sampler's own: for naive, and where only some
-    rows were scored, so that all are treated alike. fp32 [N, T]
+    """The log-probs that a correction uses as old: the recomputed ones; or the sampler's own for naive, and for all
+    rows if only some were scored. fp32 [N, T]
     """
     own = correction.old == "sampler" or scored.seen is not None
     return scored.sampled.sampler_logprobs if own else scored.old_logprobs
 
 
 def accepted_rows(scored: Scored, correction: Correction) -> Tensor:
-    """Which trajectories a correction does not reject: bool [N]"""
+    """The trajectories that a correction does not reject. bool [N]"""
     return accept(_corrected_gap(scored, correction), scored.sampled.mask, correction)
 
 
 def apply_correction(scored: Scored, correction: Correction, accepted: Tensor | None = None) -> Corrected:
     """The correction of a whole step, before weights are normalised, so that its rows can be cut into optimizer steps.
 
-    `accepted`: the result of `accepted_rows`, where it is known already.
+    `accepted`: the result of `accepted_rows`, if it is known already
     """
     return correct_rows(_corrected_gap(scored, correction), scored.sampled.mask, correction, accepted)
 
 
 def _corrected_gap(scored: Scored, correction: Correction) -> Tensor:
-    """The gap that a correction looks at; 0 for naive."""
+    """The gap on which a correction acts; 0 for naive."""
     return ratio_baseline(scored, correction) - scored.sampled.sampler_logprobs
 
 
@@ -310,7 +308,7 @@ def make_batches(
     """One batch per optimizer step, trajectories in the given order.
 
     corrected: `apply_correction` of the same N trajectories; its weights are normalised here. advantages [N] or
-    [N, T]. group_size: so many neighbours stay in one optimizer step. returns [N, T]: what a critic learns.
+    [N, T]. group_size: how many neighbours must stay in one optimizer step. returns [N, T]: the targets of a critic
     """
     batches = []
     for rows in minibatch_rows(len(advantages), minibatches, group_size):
@@ -343,7 +341,7 @@ def make_batches(
 
 
 def minibatch_rows(count: int, minibatches: int, group_size: int = 1) -> list[Tensor]:
-    """The rows of every optimizer step, of `count` in all; `group_size` neighbours stay together."""
+    """Divide `count` rows among optimizer steps; `group_size` neighbours stay together."""
     return [rows.reshape(-1) for rows in torch.arange(count).view(-1, group_size).tensor_split(minibatches)]
 
 
@@ -355,10 +353,10 @@ def seen_by(
     packing: bool = False,
     routes: Routes | None = None,
 ) -> Replay | None:
-    """What the queries of some rows see, and whether they go through the model as one packed row.
+    """What the queries of some rows see, and whether the rows go through the model as one packed row.
 
-    None: everything before them, row by row, as stock attention has it. routes [N]: packed rows share tokens only
-    where these agree.
+    None: every query sees everything before it, and rows go one by one, as in stock attention. routes [N]: packed rows
+    share tokens only as long as these agree.
     """
     traces = [record.traces[i] for i in rows.tolist()] if shadow and record.traces is not None else None
     assert not shadow or traces is not None, "a batch of the dense view has no traces"
@@ -372,7 +370,7 @@ def seen_by(
 
 
 def _cut(sampled: Sampled, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens and response mask of some rows, without the padding they do not need; and on a device their choices."""
+    """Tokens, response mask and choices of some rows on a device, without unneeded padding."""
     width = int(sampled.lengths[rows].max())
     choices = None if sampled.choices is None else sampled.choices[rows, :width].to(device)
     return sampled.tokens[rows, :width], sampled.mask[rows, :width], choices
@@ -382,5 +380,5 @@ Record = TypeVar("Record", Sampled, Scored)
 
 
 def _rows(record: Record, index: Tensor) -> Record:
-    """Some rows of every tensor of a record."""
+    """A record with only some rows of every tensor."""
     return replace(record, **{name: value[index] for name, value in vars(record).items() if isinstance(value, Tensor)})

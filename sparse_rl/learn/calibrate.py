@@ -1,11 +1,11 @@
-"""What `triattention` must know about a model: how RoPE turns its queries, and where they lie before it does.
+"""Measure a model for the compressor `triattention`: how RoPE rotates its queries, and their mean before rotation.
 
-One dense forward pass over text shows the queries of every layer as its attention sees them, so norms, biases and
-scales of the model are in them. They are turned back by their positions, and averaged in fp64.
+A dense forward pass over text gives the queries of every layer as its attention sees them, so norms, biases and scales
+of the model are included. They are rotated back by their positions and averaged in fp64.
 
-How RoPE turns them is found out by feeding single tokens: one that is alone attends to itself only, so all layers see
-the same states wherever it stands, and a query at position p is the query at position 0, turned. Which of the model's
-own frequencies do that, on which pairs of dimensions, is then a matter of trying.
+How RoPE rotates them is found by feeding single tokens. A token that is alone attends only to itself, so all layers
+have the same states at any position, and a query at position p is the query at position 0, rotated. Which of the
+model's own frequencies do that, on which pairs of dimensions, is found by trying.
 """
 
 from __future__ import annotations

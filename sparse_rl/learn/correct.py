@@ -6,8 +6,8 @@ A correction turns (gap, response mask) into a token mask M and token weights w 
 that combine freely; a preset is a vetted combination (learn/method.py says how to register one). Everything here is a
 pure function of detached tensors.
 
-`correct_rows` treats every trajectory by itself, so a whole step is corrected once and then cut into optimizer steps;
-only `normalise_weights` looks at all trajectories of one optimizer step. `correct` does both.
+`correct_rows` treats every trajectory separately, so a whole step is corrected once and then cut into optimizer steps.
+Only `normalise_weights` looks at all trajectories of an optimizer step. `correct` does both.
 
 `sparse-rl` is our reading of the paper, whose cap no source gives; `sparse-rl-released` is the authors' code. `naive`
 is our definition, and harsher than the papers' likely baseline, which is `none`.
@@ -31,7 +31,7 @@ from ..errors import SparseRLError, nearest
 
 @dataclass(frozen=True)
 class Correction:
-    old: str = "learner"  # whose log-probs are `old`: `learner` recomputes them; `sampler` takes its own, so xi = 1
+    old: str = "learner"  # which log-probs are old: the learner's, recomputed, or the sampler's, so that xi = 1
     reject_below: float | None = None  # reject a trajectory in which any xi is below this
     reject_outside: tuple[float, float] | None = None  # reject a trajectory whose exp(mean gap) is outside
     mask_outside: tuple[float, float] | None = None  # drop tokens whose xi is outside
@@ -54,12 +54,12 @@ class Correction:
 
     @property
     def rejects(self) -> bool:
-        """Whether it may reject trajectories: it has a bound, and a gap to compare with the bound."""
+        """Whether it may reject trajectories: it has a bound, and a gap to compare with it."""
         return self.old == "learner" and (self.reject_below is not None or self.reject_outside is not None)
 
     @property
     def looks_at_gap(self) -> bool:
-        """Whether any part of it depends on the gap."""
+        """Whether any of its parts depends on the gap."""
         bounds = (self.reject_below, self.reject_outside, self.mask_outside, self.cap)
         return self.old == "learner" and any(part is not None for part in bounds)
 
@@ -94,19 +94,19 @@ def changed(correction: Correction, **parts: Any) -> Correction:
 
 
 def only_rejection(correction: Correction, name: str) -> Correction:
-    """What is left of a correction where there is no ratio to weight or to mask, as in online DPO."""
+    """The part of a correction that applies without ratios, as in online DPO: its rejection of trajectories."""
     left = replace(correction, mask_outside=None, cap=None, normalise_weights=False)
     if (left != correction and not left.rejects) or correction.old == "sampler":
         raise SparseRLError(
-            f"{name} only changes ratios and their weights, which online DPO does not have; use none, geo, sparse-rl, "
-            "or shadow."
+            f"{name} only changes the weights of tokens, which online DPO does not have; use none, geo, sparse-rl, or "
+            "shadow."
         )
     return left
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of N trajectories."""
+    """The result of a correction of N trajectories."""
 
     mask: Tensor  # bool [N, T]: M, the tokens that count
     weights: Tensor  # fp32 [N, T]: w, detached; meaningless where the mask is off
@@ -125,9 +125,9 @@ def correct(gap: Tensor, mask: Tensor, correction: Correction) -> Corrected:
 
 
 def correct_rows(gap: Tensor, mask: Tensor, correction: Correction, accepted: Tensor | None = None) -> Corrected:
-    """The correction before weights are normalised: no row depends on another, so the result can be sliced.
+    """The correction before weights are normalised. No row depends on another, so the result can be sliced.
 
-    accepted bool [N]: the result of `accept`, where it is known already.
+    accepted bool [N]: the result of `accept`, if it is known already
     """
     gap = _clipped_gap(gap, mask, correction)
     if accepted is None:
@@ -141,7 +141,7 @@ def correct_rows(gap: Tensor, mask: Tensor, correction: Correction, accepted: Te
 
 
 def normalise_weights(corrected: Corrected, mask: Tensor, correction: Correction) -> Corrected:
-    """Divide the weights by their mean over the response tokens, where the correction asks for it. mask bool [N, T]"""
+    """Divide the weights by their mean over the response tokens, if the correction says so. mask bool [N, T]"""
     if not correction.normalise_weights:
         return corrected
     weights = corrected.weights
@@ -150,7 +150,7 @@ def normalise_weights(corrected: Corrected, mask: Tensor, correction: Correction
 
 
 def accept(gap: Tensor, mask: Tensor, correction: Correction) -> Tensor:
-    """Which trajectories a correction does not reject: bool [N]"""
+    """The trajectories that a correction does not reject. bool [N]"""
     return _accept(_clipped_gap(gap, mask, correction), mask, correction)
 
 
@@ -162,7 +162,7 @@ def _clipped_gap(gap: Tensor, mask: Tensor, correction: Correction) -> Tensor:
 def _accept(gap: Tensor, mask: Tensor, correction: Correction) -> Tensor:
     accepted = torch.ones(len(gap), dtype=torch.bool, device=gap.device)
     if correction.reject_below is not None:
-        accepted &= (gap >= math.log(correction.reject_below)).all(1)  # off the mask the gap is 0, which never rejects
+        accepted &= (gap >= math.log(correction.reject_below)).all(1)  # off the mask the gap is 0, above any bound
     if correction.reject_outside is not None:
         low, high = correction.reject_outside
         mean = (gap.sum(1) / mask.sum(1).clamp(min=1)).exp()

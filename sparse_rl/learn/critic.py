@@ -1,10 +1,10 @@
-"""A critic: the value of the state before every token, in fp32, as PPO needs it.
+"""The critic for PPO: estimates the value of the state before every token, in fp32.
 
-    trunk       a head on the policy's own hidden states: next to no memory, and the value loss also teaches the policy
-    separate    a copy of the starting model with a head of its own: twice the memory, and neither disturbs the other
+trunk       a head on the policy's hidden states: takes hardly any memory, but the value loss also trains the policy
+separate    a copy of the starting model with its own head: twice the memory, and the two do not affect each other
 
-Either sees what the policy's view sees. Values begin at 0. The critic is no part of the model that is sampled from,
-saved and exported; its weights are in a run's checkpoints with the optimizer's state.
+Both see what the policy's view sees. Values start at 0. The critic is not part of the model that is sampled from,
+saved and exported; a run's checkpoints hold its weights with the optimizer's state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class Critic(nn.Module):
     def __init__(self, policy: PreTrainedModel, trunk: PreTrainedModel | None = None):
-        """`trunk`: a model of its own, whose head for tokens is not trained; None: the policy's states are used."""
+        """`trunk`: a separate model, whose token head is not trained; None: use the policy's states"""
         super().__init__()
         self.trunk = trunk
         head = None if trunk is None else head_of(trunk)
@@ -39,7 +39,7 @@ class Critic(nn.Module):
     def forward(self, states, tokens: Tensor, target_mask: Tensor, replay: Replay | None = None) -> Tensor:
         """fp32 [B, T]: the values of the states before the target tokens, 0 elsewhere. Differentiable.
 
-        states: the policy's, from `hidden_states`; a separate trunk makes its own of tokens [B, T] and the replay.
+        states: the policy's, from `hidden_states`; a separate trunk computes its own from tokens [B, T] and the replay
         """
         if self.trunk is not None:
             states = hidden_states(self.trunk, tokens, replay)

@@ -1,6 +1,6 @@
-"""What compression did to the samples: diagnostics over the response mask as it was before any rejection.
+"""Metrics of what compression did to the samples, over the response mask before any rejection.
 
-    xi = exp(gap), gap = old - sampler log-prob. Near 1: the learner agrees with what the sampler did.
+xi = exp(gap), gap = old - sampler log-prob. Near 1: the learner agrees with the sampler.
 
 Pure functions of detached tensors; keys are stage/quantity/stat. Shapes: N trajectories, T tokens (padded).
 
@@ -24,7 +24,9 @@ LOOP_TOKENS, LOOP_REPEATS, LONGEST_PERIOD = 24, 4, 64
 
 
 def gap_metrics(gap: Tensor, mask: Tensor, corrected: Corrected) -> dict[str, float]:
-    """gap fp32 [N, T], mask bool [N, T]: the original response mask; corrected: what a correction made of them."""
+    """Metrics of the gap. gap fp32 [N, T]; mask bool [N, T]: the original response mask; corrected: a correction of
+    both
+    """
     values = gap[mask].double()
     if not len(values):
         return {}
@@ -44,7 +46,7 @@ def gap_metrics(gap: Tensor, mask: Tensor, corrected: Corrected) -> dict[str, fl
 
 
 def percentiles(values: Tensor, quantiles: Tensor) -> Tensor:
-    """Linear interpolation between order statistics, for any number of values (torch.quantile stops at 16 million)."""
+    """Quantiles by linear interpolation, for any number of values (torch.quantile allows 16 million)."""
     ordered = values.sort().values
     place = quantiles * (len(ordered) - 1)
     low = place.floor().long()
@@ -53,8 +55,8 @@ def percentiles(values: Tensor, quantiles: Tensor) -> Tensor:
 
 
 def rejection_metrics(mask: Tensor, corrected: Corrected, rewards: Tensor, loops: Tensor) -> dict[str, float]:
-    """How much a correction throws away: of all trajectories, of those with and without reward, and of those that end
-    in a loop. rewards [N], loops bool [N]
+    """The share of trajectories that a correction rejects: of all, of those with and without reward, and of those that
+    end in a loop. rewards [N], loops bool [N]
     """
     rejected = ~corrected.accepted
     metrics = {
@@ -70,11 +72,11 @@ def rejection_metrics(mask: Tensor, corrected: Corrected, rewards: Tensor, loops
 def gap_since_eviction(
     gap: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], interval: int
 ) -> dict[str, float]:
-    """Mean |gap| in each quarter of the interval after an eviction, and before the first one. A token belongs to the
-    query before it, which predicted it.
+    """Mean |gap| in each quarter of the interval after an eviction, and before the first eviction. A token counts where
+    the query before it stands, which predicted it.
 
-    Every layer and head of a row evicts at the same moments, unless a layer with a larger budget has nothing to evict
-    yet; so the first heads of all layers tell when.
+    All layers and heads of a row evict at the same moments, except that a layer with a larger budget may have nothing
+    to evict yet; so the first heads of all layers show the moments.
     """
     since = torch.full(gap.shape, -1, dtype=torch.int64)  # queries since the last eviction; -1: none yet
     for i, t in enumerate(trajectories):
@@ -97,7 +99,7 @@ def gap_since_eviction(
 def rollout_metrics(
     trajectories: Sequence[Trajectory], rewards: Tensor, right: Tensor, loops: Tensor
 ) -> dict[str, float]:
-    """rewards [N]; right, loops bool [N]"""
+    """Metrics of what was sampled: rewards, lengths, evictions. rewards [N]; right, loops bool [N]"""
     lengths = torch.tensor([len(t.response_tokens) for t in trajectories], dtype=torch.float64)
     truncated = torch.tensor([t.finish_reason == "length" for t in trajectories])
     metrics = {
@@ -116,7 +118,7 @@ def rollout_metrics(
 
 
 def looping(trajectories: Sequence[Trajectory]) -> Tensor:
-    """bool [N]"""
+    """The trajectories that end in a loop. bool [N]"""
     return torch.tensor([ends_in_loop(t.response_tokens) for t in trajectories], dtype=torch.bool)
 
 
@@ -129,7 +131,7 @@ def ends_in_loop(response: Tensor) -> bool:
     ids, n = response.numpy(), len(response)
     longest = min(LONGEST_PERIOD, n // LOOP_REPEATS)
     before_last = ids[n - 1 - longest : n - 1][::-1]  # one period back, two, ...
-    for period in 1 + np.flatnonzero(before_last == ids[-1:]):  # a loop's last token is also a period before
+    for period in 1 + np.flatnonzero(before_last == ids[-1:]):  # a loop's last token also stands one period earlier
         span = max(LOOP_TOKENS, LOOP_REPEATS * period)
         if span <= n and (ids[n - span + period :] == ids[n - span : n - period]).all():
             return True
@@ -137,5 +139,5 @@ def ends_in_loop(response: Tensor) -> bool:
 
 
 def _share(which: Tensor) -> float | None:
-    """The fraction that is true; None where there is nothing to count."""
+    """The fraction that is true; None if there is nothing to count."""
     return which.double().mean().item() if which.numel() else None

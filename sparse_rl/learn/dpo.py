@@ -1,15 +1,15 @@
-"""Online DPO: completions of a prompt compared in pairs, instead of a ratio and an advantage.
+"""Online DPO: learns from pairs of completions of a prompt, instead of from ratios and advantages.
 
-    s_i   = sum over the response of log pi(token)              ref_i the reference's, which never moves
+s_i   = sum over the response of log pi(token)              ref_i: the same under the reference, which is fixed
     h     = (s_chosen - s_rejected) - (ref_chosen - ref_rejected)
     loss  = - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h)          `sigmoid`, eps: label smoothing
             (h - 1 / (2 beta))^2                                                `ipo`
 
-The pair's members stand in different micro-batches, so the gradient is found in two passes: the first finds every s
-without gradients, the second goes through rows in any order with the loss  sum_i (dL / ds_i) s_i, whose gradient is
+The members of a pair may be in different micro-batches, so the gradient takes two passes: the first computes every s
+without gradients; the second goes through rows in any order with the loss  sum_i (dL / ds_i) s_i, whose gradient is
 that of L. Memory is that of one micro-batch, however large a group is; the price is one more forward pass.
 
-Corrections only choose who may be paired: a rejected trajectory is in no pair. There is no ratio to clip or to weight.
+Corrections only decide who may be paired: a rejected trajectory is in no pair. There is no ratio to clip or to weight.
 
 Shapes: N trajectories, T tokens (padded), P pairs.
 """
@@ -43,12 +43,12 @@ REFERENCES = ("view", "dense")
 class DPO:
     """The section `dpo` of a recipe, and the objective that the learner follows."""
 
-    beta: float = key("how strongly a pair's margin is held to the reference; larger is closer", 0.1)
-    loss: str = key("sigmoid, or ipo: (h - 1 / (2 beta))^2", "sigmoid")
-    label_smoothing: float = key("sigmoid's share of pairs that are taken to be the wrong way round", 0.0)
+    beta: float = key("how strongly the policy is held to the reference; larger is closer", 0.1)
+    loss: str = key("loss of a pair: sigmoid, or ipo: (h - 1 / (2 beta))^2", "sigmoid")
+    label_smoothing: float = key("share of pairs that the sigmoid loss assumes to be labelled the wrong way round", 0.0)
     pairs: str = key("best-worst: one pair per group; all: every pair with different rewards", "best-worst")
-    reference: str = key("the reference sees a response in the learner's `view`, or always `dense`", "view")
-    per_token: bool = key("divide log-probs by the response's length, for long responses", False)
+    reference: str = key("how the reference sees a response: in the learner's `view`, or always `dense`", "view")
+    per_token: bool = key("divide log-probs by the response's length, which helps with long responses", False)
 
     def __post_init__(self):
         for name, known in (("loss", KINDS), ("pairs", RULES), ("reference", REFERENCES)):
@@ -60,8 +60,8 @@ class DPO:
             raise SparseRLError(f"dpo.label_smoothing is {self.label_smoothing}; it must be from 0 to below 0.5.")
         if self.label_smoothing and self.loss != "sigmoid":
             raise SparseRLError(
-                f"dpo.label_smoothing is {self.label_smoothing} but dpo.loss is {self.loss}, which has none; set it "
-                "to 0."
+                f"dpo.label_smoothing is {self.label_smoothing}, but dpo.loss is {self.loss}, which does not use it; "
+                "set it to 0."
             )
 
     # ------------------------------------------------------------------------- as an objective (objective.py)
@@ -73,10 +73,10 @@ class DPO:
     def credit(
         self, by_group: Callable[[], Estimated], rewards: Tensor, scored: Scored, corrected: Corrected
     ) -> Credit:
-        return Credit(*by_group())  # only reported
+        return Credit(*by_group())  # only for metrics
 
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
-        """Every row's derivative, from the margins of all pairs."""
+        """Add the derivative of the loss by each row's sum, from the margins of all pairs."""
         pairs, mask = batch.pairs, batch.mask
         assert pairs is not None and batch.reference_logprobs is not None, "online DPO needs pairs and a reference"
         if not len(pairs.chosen):
@@ -106,7 +106,7 @@ class DPO:
     def micro_batch(
         self, logprobs: Tensor, part: Batch, values: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """sum_i (dL / ds_i) s_i"""
+        """The loss sum_i (dL / ds_i) s_i of some rows."""
         assert part.row_factors is not None, "prepare comes first"
         sums = {"tokens": part.mask.sum(), "drift": ((logprobs - part.old_logprobs).detach() * part.mask).sum()}
         loss = (part.row_factors[:, None].to(logprobs.dtype) * torch.where(part.mask, logprobs, 0.0)).sum()
@@ -118,14 +118,14 @@ class DPO:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows that are compared, all of them of one optimizer step."""
+    """Pairs of rows that are compared, all in one optimizer step."""
 
     chosen: Tensor  # int64 [P]
     rejected: Tensor  # int64 [P]
-    weights: Tensor  # fp64 [P]: a group's pairs have 1 together
+    weights: Tensor  # fp64 [P]: the pairs of a group sum to 1
 
     def rows(self, index: Tensor) -> Pairs:
-        """The pairs whose members are both among some rows, by their place there."""
+        """The pairs with both members among some rows, as indices into these."""
         place = torch.full((max(int(t.max()) + 1 if len(t) else 0 for t in (self.chosen, self.rejected, index)),), -1)
         place[index] = torch.arange(len(index))
         chosen, rejected = place[self.chosen], place[self.rejected]
@@ -137,10 +137,10 @@ class Pairs:
 def choose_pairs(
     rewards: Tensor, group: Tensor, members: Tensor, complete: Tensor, rule: str, stream: int
 ) -> tuple[Pairs, dict[str, float]]:
-    """Who is compared with whom, and metrics.
+    """Choose which completions are compared; also returns metrics.
 
-    rewards [N]; group int64 [N]; members bool [N]: who may be in a pair; complete bool [N]: who may be chosen, because
-    its response ended by itself. Equal rewards make no pair. Of several equally good or bad ones `stream` draws one.
+    rewards [N]; group int64 [N]; members bool [N]: who may be in a pair; complete bool [N]: who may be the chosen one,
+    because its response ended by itself. Equal rewards make no pair. Among equally good or bad ones `stream` draws one.
     """
     rewards, draws = rewards.double(), uniform(torch.tensor(stream), torch.arange(len(rewards)))
     chosen, rejected, weights, ties = [], [], [], 0
@@ -171,7 +171,7 @@ def choose_pairs(
 
 
 def _drawn(rows: Tensor, draws: Tensor) -> int:
-    """One of some rows: that with the smallest number."""
+    """One of some rows, drawn as the one with the smallest number."""
     return int(rows[draws[rows].argmin()])
 
 

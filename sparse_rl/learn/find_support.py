@@ -1,4 +1,4 @@
-"""Finding the supports of the shadow view again, in the pass that scores (support.py says what they are).
+"""Recover the supports of the shadow view in the pass that scores (support.py defines them).
 
 Shapes: B sequences, T tokens (padded), n target tokens.
 """
@@ -18,7 +18,7 @@ from .support import find_again, over_support, side_by_side
 
 
 def needs_search(supports: Sequence[Support | None], rows: Tensor) -> bool:
-    """Whether only margins were recorded of some rows."""
+    """Whether only margins were recorded for some rows."""
     own = [supports[row] for row in rows.tolist()] if supports else []
     return any(support is not None and support.ids is None for support in own)
 
@@ -33,10 +33,11 @@ def score_and_find(
     rows: Tensor,
     supports: list[Support | None],
 ) -> Tensor:
-    """`score_of` some rows over the supports that their margins tell, which are put into `supports`. -> fp32 [n, 3]
+    """`score_of` some rows over the supports that follow from their margins, which are put into `supports`. -> fp32 [n,
+    3]
 
-    One pass through the head: chunk by chunk the supports are found, and the log-probs over them. tokens, target_mask
-    [B, T]; rows [B]: which of the supports are theirs
+    One pass through the head finds the supports chunk by chunk, and the log-probs over them. tokens, target_mask [B,
+    T]; rows [B]: the indices of these rows in `supports`
     """
     known, targets, mask = plain_head(causal_lm_of(model)), tokens[target_mask], target_mask.cpu()
     before = states.last_hidden_state[:, :-1][target_mask[:, 1:]]  # [n, hidden]

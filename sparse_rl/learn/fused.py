@@ -1,15 +1,16 @@
-"""The learner's layers through fused kernels, within a `with`: the weights and the rounding of the Hugging Face
-modules, fewer passes over memory.
+"""Run the learner's layers through fused kernels, within a `with`: fewer passes over memory, with the weights and the
+rounding of the Hugging Face modules.
 
     with fused(model):
-        loss(model).backward()          # backward too: gradient checkpointing computes layers again
+        loss(model).backward()          # include backward: gradient checkpointing computes layers again
 
-Every instance of a module that is known (the Llama family's norms, MLPs, attentions and decoder layers) gets a forward
-function of its own, which is taken away again at the end. No class or module is patched, so other models, and this one
-outside the `with`, are as they were. A part is only fused if nothing was put in its place, so adapters, quantised
-layers and hooks stay in force: what calls a submodule still calls it. On a CPU nothing changes at all.
+Every instance of a known module (the Llama family's norms, MLPs, attentions and decoder layers) gets another forward
+function, which is removed at the end. No class is patched, so other models, and this one outside the `with`, stay as
+they were. A part is only fused if nothing was put in its place, so adapters, quantised layers and hooks still work. On
+a CPU nothing changes.
 
-The rotation is a function in the attention's own source. That source runs as it is, with that one name bound to ours.
+The rotation is a function called by name in the attention's source. That source runs as it is, with this one name bound
+to our function.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _FAMILIES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "mistral": "Mistral",
-    "qwen3_moe": "Qwen3Moe",  # but for experts
+    "qwen3_moe": "Qwen3Moe",  # except its experts
     "mixtral": "Mixtral",
 }
-_ROTATION = "apply_rotary_pos_emb"  # in the source of their attentions
+_ROTATION = "apply_rotary_pos_emb"  # the rotation's name in their attentions
 
 
 @contextmanager
 def fused(*models: nn.Module | None) -> Iterator[None]:
-    """Compute what is known of some models through fused kernels, where their devices have any."""
+    """Compute the known modules of some models through fused kernels, if their devices have any."""
     changed: list[nn.Module] = []
     try:
         for model in models:
@@ -55,7 +56,7 @@ def fused(*models: nn.Module | None) -> Iterator[None]:
 
 
 def fused_forward(module: nn.Module) -> Callable | None:
-    """The forward function that computes what a module's own does; None: the module is not known, or was changed."""
+    """A fused forward function for a module; None if the module is not known or was changed."""
     kind = _kind(module)
     make = _MAKERS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if make is None or _is_replaced(module) else make(module)
@@ -91,7 +92,7 @@ def _layer(module: Any) -> Callable | None:
     own = getattr(own, "__wrapped__", own) if _checkpoints_forward() else own
 
     def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args:  # transformers names them all
+        if args:  # transformers passes all arguments by name
             return own(module, hidden_states, *args, **kwargs)
         residual, x = ops.add_and_norm(None, hidden_states, before.weight, before.variance_epsilon)
         x, _ = module.self_attn(hidden_states=x, **kwargs)
@@ -115,8 +116,8 @@ _MAKERS: dict[str, Callable[[Any], Callable | None]] = {
 
 @functools.cache
 def _checkpoints_forward() -> bool:
-    """Whether transformers checkpoints a layer inside its forward function (from 5.23 on), which ours replaces; before,
-    the layer's call does it.
+    """Whether transformers checkpoints a layer inside its forward function (since 5.23), which ours replaces. Earlier
+    versions do it in the layer's __call__.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -124,7 +125,7 @@ def _checkpoints_forward() -> bool:
 
 
 def _kind(module: nn.Module) -> type:
-    """A module's type; of a module that FSDP divided, which gave it a type of its own, the type before."""
+    """A module's type; for a module that FSDP divided, the type before, because FSDP gives it another one."""
     kind = type(module)
     return kind.__bases__[-1] if kind.__name__ == f"FSDP{kind.__bases__[-1].__name__}" else kind
 
@@ -138,14 +139,14 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Whether something is done when a module is called that is not done when only its parameters are read."""
+    """Whether calling a module does more than using its parameters does, because of hooks or wrappers."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return _is_replaced(module) or any(hooks)
 
 
 @functools.cache
 def _with_our_rotation(forward: FunctionType) -> FunctionType | None:
-    """An attention's forward function in which the name of the rotation means ours; None: it does not rotate so."""
+    """An attention's forward function with the rotation's name bound to ours; None if it does not call it."""
     if hasattr(forward, "__wrapped__") or _ROTATION not in forward.__code__.co_names:
         return None
     names = {**forward.__globals__, _ROTATION: _rotate}

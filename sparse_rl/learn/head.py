@@ -1,11 +1,11 @@
-"""Log-probs, entropies and ranks of target tokens from the hidden states before them, for heads that are one matrix.
+"""Compute log-probs, entropies and ranks of target tokens from hidden states, for heads that are a single matrix.
 
     z = cap(h W^T) / temperature          logprob = z[target] - log sum exp z
 
 Forward goes through the tokens chunk by chunk: one product and one pass over its result. Backward goes through the
 vocabulary part by part, for all tokens together: the product again, one pass that turns logits into their gradients,
-and two products. So a part's rows of dW are complete at once, rounded once, and no buffer of W's size is summed up;
-only dh is, in fp32. [n, V] never exists, and no logit exists twice in fp32.
+and two products. So a part's rows of dW are complete and rounded once, without an accumulation buffer of W's size; only
+dh is accumulated, in fp32. [n, V] never exists, and no logit exists twice in fp32.
 
 Shapes: n target tokens, N hidden size, V vocabulary. Nothing here depends on how the decoder was computed.
 """
@@ -55,7 +55,7 @@ class PlainHead:
         return self.capped(_product(hidden.to(self.weight.dtype), self.weight))
 
     def logits_at(self, hidden: Tensor, ids: Tensor, chunk: int) -> Tensor:
-        """The logits of some ids alone, differentiable. hidden [n, N], int32 [n, K], -1 means none -> fp32 [n, K]"""
+        """The logits of only some ids, differentiable. hidden [n, N], int32 [n, K], -1 means none -> fp32 [n, K]"""
         return self.capped(_LogitsAt.apply(hidden.to(self.weight.dtype), self.weight, ids, chunk))
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class PlainHead:
 
 
 def plain_head(causal_lm: nn.Module) -> PlainHead | None:
-    """A model's head, if fused kernels run on its device and nothing else makes its logits; their dtype is fp32."""
+    """A model's head, if its device has fused kernels and the logits are just its product; they are fp32."""
     kind, head = type(causal_lm), getattr(causal_lm, "lm_head", None)
     if f"{kind.__module__}.{kind.__qualname__}" not in _KNOWN or not isinstance(head, nn.Linear):
         return None
@@ -71,7 +71,7 @@ def plain_head(causal_lm: nn.Module) -> PlainHead | None:
     exact = type(head) is Float32Head or (type(head) is nn.Linear and weight.dtype == torch.float32)
     whole = type(weight) in (nn.Parameter, Tensor) and weight.dtype.itemsize <= 4 and head.bias is None
     touched = any({"forward", "_hf_hook"} & vars(m).keys() or _hooks(m) for m in (causal_lm, head))
-    touched = touched or torch.is_autocast_enabled(weight.device.type)  # the head itself would follow it
+    touched = touched or torch.is_autocast_enabled(weight.device.type)  # the head itself would follow autocast
     if not (exact and whole and not touched and ops.rules(weight.device).fuses_learning):
         return None
     return PlainHead(weight, getattr(causal_lm.config, "final_logit_softcapping", None))
@@ -125,8 +125,8 @@ class _Statistics(torch.autograd.Function):
 
 
 class _LogitsAt(torch.autograd.Function):
-    """Forward: the product chunk by chunk, of which the ids are kept. Backward: their gradients are spread over parts
-    of the vocabulary, all others being 0, so the product is not needed again.
+    """Forward: the product chunk by chunk, of which only the ids are kept. Backward: their gradients are spread over
+    parts of the vocabulary, where all others are 0, so the product is not needed again.
     """
 
     @staticmethod
@@ -162,7 +162,7 @@ class _LogitsAt(torch.autograd.Function):
 
 def vocabulary_part(tokens: int, vocabulary: int, chunk: int) -> int:
     """Entries of the vocabulary whose logits exist at a time, for all tokens: as many logits as two chunks of tokens
-    have, since logits and their gradients in a half precision are all there is.
+    have, because here there are only logits and their gradients, in half precision.
     """
     entries = 2 * chunk * vocabulary // max(tokens, 1)
     return min(vocabulary, entries // 256 * 256 if entries >= 256 else max(1, entries))
@@ -192,7 +192,7 @@ class _Rows(torch.autograd.Function):
 def states_before(states: Tensor, target_mask: Tensor) -> Tensor:
     """The states from which the target tokens are predicted. [B, T, N], bool [B, T] -> [n, N]
 
-    No token is meant twice, so the backward pass is a copy; that of an indexed tensor sorts and adds.
+    No state is used twice, so the backward pass is a copy; that of plain indexing would sort and add.
     """
-    index = target_mask.flatten().nonzero()[:, 0] - 1  # never the first token of a sequence
+    index = target_mask.flatten().nonzero()[:, 0] - 1  # the first token of a sequence is never a target
     return _Rows.apply(states, index)

@@ -1,11 +1,11 @@
-"""The learner: one optimizer step from one batch, micro-batch by micro-batch, in the weights the engine samples from.
+"""The learner: does one optimizer step per batch, micro-batch by micro-batch, on the weights the engine samples from.
 
-With several processes each goes through its own rows of the batch; gradients and the sums of metrics are added up over
-all processes. Every process knows the whole batch, so all of them scale and count alike, and they agree without asking.
+With several processes, each goes through its own rows of the batch; gradients and the sums of metrics are added up over
+all processes. Every process knows the whole batch, so all of them scale and count the same way without communication.
 
-Trajectories that cannot move the weights do not go through the model: those that are rejected or empty, and those
-without an advantage where there is no KL term. A step in which no trajectory is left, or in which a number is not
-finite, leaves the weights and the optimizer as they were, and is counted.
+Trajectories that cannot change the weights do not go through the model: rejected and empty ones and, without a KL
+term, those without an advantage. A step in which no trajectory is left, or in which a number is not finite, leaves the
+weights and the optimizer as they were, and is counted.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _SUMS: tuple[str, ...] = ("loss", "tokens", "clipped", "drift", "kl", "distill",
 
 
 class Disagreement(SparseRLError):
-    """Processes have different weights. Nobody knows which of them are right, so none are saved."""
+    """Processes have different weights. It is unknown which are right, so none are saved."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step found."""
+    """The metrics and results of one optimizer step."""
 
     metrics: dict[str, float]
-    clipped: Tensor  # bool [N, T]: the tokens whose gain was clipped; of this process's own rows only
+    clipped: Tensor  # bool [N, T]: the tokens whose gain was clipped, in this process's own rows
     seen: Seen | None = None
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the model said of a batch before its weights moved; all processes have that of all."""
+    """Log-probs and entropies of a batch before its weights moved, from all processes."""
 
-    rows: Tensor  # int64 [n]: those that went through the model
-    logprobs: Tensor  # fp32 [n, T]; 0 where a token does not count
+    rows: Tensor  # int64 [n]: rows that went through the model
+    logprobs: Tensor  # fp32 [n, T]; 0 for tokens that do not count
     entropies: Tensor  # fp32 [n, T]
 
 
@@ -84,7 +84,7 @@ class Learner:
         """`packing`: micro-batches are packed rows (packing.py).
 
         `sharded`: the model divided among the processes; None: every process has all of it.
-        `critic`: learns values beside the policy, for the first `critic_warmup` optimizer steps alone.
+        `critic`: learns values beside the policy; in the first `critic_warmup` optimizer steps only the critic learns.
         """
         self.model, self.objective = model, objective
         self.world, self.sharded = world or World(), sharded
@@ -96,7 +96,7 @@ class Learner:
         scale = LossScale() if self.dtype == torch.float16 else None
         self.optimizer = MasterAdamW(model.parameters(), optimizer, of_critic, critic_lr, scale)
         self.version = 0  # optimizer steps behind the weights
-        self.skipped = 0  # steps in a row that were skipped because a number was not finite
+        self.skipped = 0  # consecutive steps that were skipped because a number was not finite
 
     @property
     def device(self) -> torch.device:
@@ -104,14 +104,14 @@ class Learner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the model computes."""
+        """The dtype in which the model computes."""
         return next(self.model.parameters()).dtype if self.sharded is None else self.sharded.dtype
 
     def step(self, batch: Batch, check: bool = False) -> UpdateResult:
         """Forward, loss, backward, clip, update.
 
         check: the batch's old log-probs are the sampler's, and these weights sampled it in the same view, so they must
-        find the same log-probs. If they do not, nothing is updated and an error is raised.
+        give the same log-probs. If they do not, nothing is updated and an error is raised.
         """
         if self.distill is not None and batch.traces is None:
             raise SparseRLError(
@@ -142,7 +142,7 @@ class Learner:
         return UpdateResult(metrics, clipped, seen)
 
     def _check(self, batch: Batch, active: Tensor, found: Tensor) -> Seen:
-        """Refuse to learn where the learner's log-probs are not the sampler's; all processes refuse alike.
+        """Refuse to learn if the learner's log-probs are not the sampler's, in all processes at once.
 
         found fp32 [2, N, T]: log-probs and entropies of this process's own rows, 0 elsewhere
         """
@@ -157,14 +157,14 @@ class Learner:
         return Seen(active, logprobs, entropies)
 
     def _active_rows(self, batch: Batch) -> Tensor:
-        """The rows that can move the weights."""
+        """The rows that can change the weights."""
         moves = self.objective.active(batch) if self.distill is None else batch.mask.any(1)
         return moves.nonzero()[:, 0]
 
     def _accumulate_gradients(
         self, batch: Batch, active: Tensor, clipped: Tensor, seen: Tensor | None = None
     ) -> dict[str, float]:
-        """The gradients of some rows, over all processes; returns the sums that metrics are made of.
+        """Accumulate the gradients of some rows over all processes; returns the sums from which metrics are computed.
 
         `clipped` is filled in for this process's own rows, and so is `seen`: log-probs and entropies, [2, N, T].
         """
@@ -177,20 +177,20 @@ class Learner:
                     found.append((rows, *self._backward(batch, rows, seen)))
                 else:
                     self._accumulate(self._empty_micro_batch() * 0.0)
-        for rows, values, cut in found:  # only now: to look at a number is to wait for the device
+        for rows, values, cut in found:  # only now, because reading a number waits for the device
             clipped[rows, : cut.shape[1]] = cut.cpu()
             for name, value in values.items():
                 sums[name] += float(value)
         sums = self.world.add_numbers(sums)
         if self.sharded is None:
             self.world.add(self.optimizer.gradients() if self.world.size > 1 else [])
-        elif self.critic is not None:  # which is whole; see _accumulate for the factor
+        elif self.critic is not None:  # the critic is whole; see _accumulate for the factor
             gradients = [gradient.div_(self.world.size) for gradient in self.optimizer.gradients(critic_only=True)]
             self.world.add(gradients)
         return sums
 
     def _backward(self, batch: Batch, rows: Tensor, found: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
-        """Accumulate the gradient of a micro-batch; the sums its metrics are made of, and its clipped tokens."""
+        """Accumulate the gradient of a micro-batch; returns the sums for its metrics and its clipped tokens."""
         part = batch.part(rows, self.device)
         tokens, mask, choices = part.tokens, part.mask, part.choices
         seen, routes = self._seen(batch, rows)
@@ -218,9 +218,9 @@ class Learner:
 
     @torch.no_grad()
     def _row_sums(self, batch: Batch) -> Tensor:
-        """The sums of active rows' log-probs under the weights as they are; other rows have 0. fp64 [N]
+        """The sums of active rows' log-probs under the present weights; 0 for other rows. fp64 [N]
 
-        All processes get those of all.
+        All processes get the sums of all rows.
         """
         sums = torch.zeros(len(batch.mask), dtype=torch.float64, device=self.device)
         with evaluating(self.model), fused(self.model), long_rows(self.model):
@@ -240,10 +240,10 @@ class Learner:
         return sums.cpu()
 
     def _micro_batches(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
-        """This process's own of some rows, in micro-batches.
+        """Those of some rows that belong to this process, in micro-batches.
 
-        All processes gather and reduce shards together, so none may leave a micro-batch out: while others still have
-        real ones, it gets empty ones.
+        All processes gather and reduce shards together, so none may omit a micro-batch: a process without rows gets
+        empty ones while others still have real ones.
         """
         shares = [self._packed(batch, rows[batch.owner_rank[rows] == rank]) for rank in range(self.world.size)]
         own = shares[self.world.rank]
@@ -262,15 +262,15 @@ class Learner:
         return seen, sent_to(self.model, batch.routes, rows, batch.lengths, seen)
 
     def _call(self, forward: Callable[[nn.Module], T]) -> T:
-        """Everything that is done with the model happens inside one call, where the weights may be divided."""
+        """Call a function with the model. If its weights are divided, everything must happen inside one such call."""
         return forward(self.model) if self.sharded is None else self.sharded(forward)
 
     def _accumulate(self, loss: Tensor) -> None:
-        """Shards hold the mean of the processes' gradients, but the loss of a step is the sum of their losses."""
+        """Run backward. Shards get the mean of the processes' gradients, but need their sum, hence the factor."""
         self.optimizer.scaled(loss if self.sharded is None else loss * self.world.size).backward()
 
     def _empty_micro_batch(self) -> Tensor:
-        """A dummy forward pass; a number that depends on all weights."""
+        """A dummy forward pass that returns a number which depends on all weights."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         target_mask = torch.tensor([[False, True]], device=self.device)
 
@@ -291,9 +291,7 @@ class Learner:
         )
 
     def check_agreement(self) -> None:
-        """Refuse to go on from weights that differ between processes: all made the same updates, so the weights must be
-        the same bits.
-        """
+        """Refuse to continue if weights differ between processes. All made the same updates, so all bits must agree."""
         sums = self.world.run_on_all(
             lambda: [master.detach().double().sum().item() for master in self.optimizer.masters]
         )
@@ -312,14 +310,14 @@ class Learner:
     def load_state_dict(self, state: dict) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
-        if self.optimizer.scale is not None and "loss_scale" in state:  # earlier versions trained adapters without
+        if self.optimizer.scale is not None and "loss_scale" in state:  # earlier versions trained adapters without one
             self.optimizer.scale = LossScale.from_state(state["loss_scale"])
 
 
 @contextmanager
 def learning(model: nn.Module) -> Iterator[None]:
-    """Train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and a ratio must start
-    at 1.
+    """Put a model into train mode, which gradient checkpointing needs, but without dropout: the sampler had none, and
+    ratios must start at 1.
     """
     training = [(module, module.training) for module in model.modules()]
     rates = _dropouts(model)

@@ -1,17 +1,17 @@
-"""Long rows in the learner: what layers keep until their backward pass goes to host memory, and MLPs run by chunks.
+"""Train on long rows: what layers keep for their backward pass goes to host memory, and MLPs run by chunks.
 
     use_long_rows(model)                # `model.gradient_checkpointing: offload`
     with long_rows(model):
         loss(model).backward()
 
-Gradient checkpointing keeps one input per layer. Here it is copied to host memory (on a GPU pinned, by a stream of its
-own) as soon as the layer has begun, and comes back while the layer after it is still in its backward pass.
+Gradient checkpointing keeps one input per layer. Here this input is copied to host memory (pinned on a GPU, by a
+separate stream) as soon as the layer has begun, and copied back while the layer after it is still in its backward pass.
 
-An MLP treats every token by itself, so chunks of tokens pass through it one after the other, and of all that it
-computes only its input is kept. Each chunk is computed again in its own backward pass. That replaces what checkpointing
-would compute: it stops as soon as it has the MLP's input, unless the layer has a norm behind its MLP (Gemma).
+An MLP treats every token separately, so chunks of tokens pass through it one after the other, and only its input is
+kept. Each chunk is computed again in its own backward pass. Checkpointing then need not compute the MLP again: it stops
+as soon as it has the MLP's input, unless the layer has a norm behind its MLP (Gemma).
 
-Nothing is patched: modules that are known get functions of their own on the instance, within the `with`.
+No class is patched: instances of known modules get other functions within the `with`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..models import MLP_CHUNK
 
 _FLAG = "sparse_rl_long_rows"
-# One tensor in, one out, every token by itself.
+# Modules with one tensor in and one out that treat every token separately.
 _FAMILIES = {
     **{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "olmo2": "Olmo2"},
     **{"gemma2": "Gemma2", "gemma3": "Gemma3", "smollm3": "SmolLM3"},
@@ -44,9 +44,10 @@ def use_long_rows(model: nn.Module) -> None:
 
 @contextmanager
 def long_rows(*models: nn.Module | None) -> Iterator[None]:
-    """For models that ask for it, until the `with` ends: layers keep their inputs on the host, MLPs run by chunks.
+    """Within the `with`, let the layers of models that asked for it keep their inputs on the host and run MLPs by
+    chunks.
 
-    It goes around backward, too, and inside `fused`.
+    The `with` must include backward, and be inside that of `fused`.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -66,7 +67,7 @@ def long_rows(*models: nn.Module | None) -> Iterator[None]:
 
 
 def _replace(module: nn.Module, name: str, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Give an instance a changed function of that name; returns what undoes it."""
+    """Replace a function of an instance by a changed one; returns a function that undoes it."""
     before = dict(vars(module))
     vars(module)[name] = change(getattr(module, name))
 
@@ -80,7 +81,7 @@ def _replace(module: nn.Module, name: str, change: Callable[[Any], Any]) -> Call
 
 
 class Kept:
-    """A tensor on the host, and the one that was kept before it, which backward asks for next."""
+    """A tensor on the host, and the one that was kept before it, which backward needs next."""
 
     def __init__(self, host: Tensor, device: torch.device, before: Callable[[], Kept | None]):
         self.host, self.device, self.before = host, device, before
@@ -88,14 +89,14 @@ class Kept:
 
 
 class Host:
-    """Inputs of checkpointed layers, in host memory."""
+    """Keeps inputs of checkpointed layers in host memory."""
 
     def __init__(self):
-        self.stream: Any = None  # of copies, on a GPU
+        self.stream: Any = None  # for copies, on a GPU
         self.last: Callable[[], Kept | None] = lambda: None
 
     def keeping(self, checkpoint: Callable) -> Callable:
-        """A layer's function for checkpointing, with what it keeps of the layer's input on the host."""
+        """A checkpointing function for a layer that keeps the layer's input on the host."""
 
         def call(function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             def pack(tensor: Tensor) -> Tensor | Kept:
@@ -122,7 +123,7 @@ class Host:
         else:
             host.copy_(tensor)
         kept = Kept(host, tensor.device, self.last)
-        self.last = weakref.ref(kept)  # not for longer than backward needs it
+        self.last = weakref.ref(kept)  # weak, so that it lives only as long as backward needs it
         return kept
 
     def take(self, kept: Kept) -> Tensor:
@@ -163,8 +164,8 @@ def _over_chunks(own: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Tens
 
 
 class _Keep(torch.autograd.Function):
-    """The identity, which keeps its input. The chunks' backward reads it here, so that checkpointing, when it computes
-    a layer again, has all it needs before it comes to the MLP.
+    """The identity, which saves its input. The chunks' backward reads it from here, so that checkpointing, when it
+    computes a layer again, has everything before it reaches the MLP.
     """
 
     @staticmethod

@@ -3,9 +3,9 @@
     L = sum over tokens of  scale_it * ( w_it * surrogate_it + beta * k3_it )
 
     surrogate = -min( r A, clip(r) A )            clip: ratio.   A token whose gain was clipped has no gradient
-              = -stopped(clip(r)) A log pi        clip: weight.  CISPO: every token keeps its gradient, at most so large
+              = -stopped(clip(r)) A log pi        clip: weight.  CISPO: every token keeps its gradient, of bounded size
 
-`token_scale` turns the choice of means into one number per token, before the batch is cut into micro-batches. So the
+`token_scale` turns the choice of mean into one number per token before the batch is cut into micro-batches, so the
 losses of the micro-batches add up to the loss of the optimizer step, however it was cut.
 
 Shapes: N trajectories, T tokens (padded). M the mask after corrections, w the token weights.
@@ -36,23 +36,28 @@ CLIPS = ("ratio", "weight")
 @dataclass(frozen=True)
 class Loss:
     clip: str = key(
-        "what is clipped: the `ratio` (a clipped token has no gradient), or the `weight` of each token's gradient "
+        "what is clipped: the `ratio` (a clipped token has no gradient) or the `weight` of each token's gradient "
         "(CISPO: no token is dropped)",
         "ratio",
     )
-    clip_low: float = key("the ratio is clipped at 1 - this", 0.2)
-    clip_high: float = key("the ratio is clipped at 1 + this", 0.2)
+    clip_low: float = key("the ratio is clipped below at 1 - clip_low", 0.2)
+    clip_high: float = key("the ratio is clipped above at 1 + clip_high", 0.2)
     beta: float = key(
-        "weight of the KL to the reference, which is the starting model; 0 turns it off, and no reference model is "
-        "kept in memory",
+        "weight of the KL to the starting model; 0 turns it off, and then no reference model is kept in memory",
         0.0,
     )
     mean: str = key(
-        "sequence-mean: 1/N sum_i 1/|M_i| sum_t; token-mean: 1/|M| sum; dr-grpo: 1/(N * constant) sum", "sequence-mean"
+        "how tokens are averaged: sequence-mean: 1/N sum_i 1/|M_i| sum_t; token-mean: 1/|M| sum; dr-grpo: "
+        "1/(N * constant) sum",
+        "sequence-mean",
     )
-    constant: int | None = key("dr-grpo's denominator per trajectory; null: rollout.max_new_tokens", None)
-    level: str = key("whose ratio is clipped: each `token`'s, or the `sequence`'s geometric mean (GSPO)", "token")
-    renormalise: bool = key("divide by accepted trajectories instead of all", False)
+    constant: int | None = key(
+        "denominator per trajectory when loss.mean is dr-grpo; null: rollout.max_new_tokens", None
+    )
+    level: str = key(
+        "which ratio is clipped: that of each `token`, or the geometric mean over the `sequence` (GSPO)", "token"
+    )
+    renormalise: bool = key("divide by the number of accepted trajectories instead of all", False)
 
     def __post_init__(self):
         for name, known in (("mean", MEANS), ("level", LEVELS), ("clip", CLIPS)):
@@ -130,7 +135,7 @@ def token_scale(mask: Tensor, accepted: Tensor, loss: Loss) -> Tensor:
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """r = exp(learner - old), of each token or of the sequence (then all its tokens have the same number). -> [N, T]"""
+    """r = exp(learner - old), per token or per sequence (then all of its tokens have the same number). -> [N, T]"""
     drift = torch.where(mask, logprobs - old_logprobs, 0.0)
     if level == "sequence":
         drift = (drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(drift)
@@ -149,7 +154,7 @@ def surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Every token's weighted, clipped loss before any mean, and which tokens were clipped.
 
-    All tensors are [N, T]; advantages may be [N, 1]. Tokens off the mask mean nothing.
+    All tensors are [N, T]; advantages may be [N, 1]. Values off the mask have no meaning.
     """
     r = ratio(logprobs, old_logprobs, mask, loss.level)
     clipped = r.clamp(1 - loss.clip_low, 1 + loss.clip_high)
@@ -170,7 +175,7 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     clip_kl: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """The loss of a micro-batch, the sums its metrics are made of, and which tokens were clipped.
+    """The loss of a micro-batch, the sums for its metrics, and which tokens were clipped.
 
     logprobs [N, T] carry the gradient; advantages [N] or [N, T]; mask bool, weights, scale [N, T].
     -> (loss, sums, clipped bool [N, T])

@@ -1,4 +1,4 @@
-"""A method: how the learner sees a trajectory, what it does about the gap to the sampler, and what else it learns from.
+"""Methods: how the learner sees a trajectory, how it corrects the gap to the sampler, and whether it distils.
 
     view        `dense`: every token sees all tokens before it. `shadow`: exactly what the sampler's cache still held,
                 replayed from the trace
@@ -40,12 +40,12 @@ class Method:
             )
         if self.distill is not None and self.view != "shadow":
             raise SparseRLError(
-                f"distillation ({self.distill}) works between the two views, so it needs learn.view: shadow, not "
-                f"{self.view}."
+                f"learn.view is {self.view}, but distillation ({self.distill}) compares the dense with the shadow "
+                "view; set learn.view to shadow."
             )
         if self.view == "shadow" and self.correction.old == "sampler":
             raise SparseRLError(
-                "a correction with old: sampler (naive) takes the sampler's own log-probs, so it has no view to "
+                "a correction with old: sampler (naive) takes the sampler's own log-probs, so there is nothing to "
                 "replay; use learn.method: shadow."
             )
 
@@ -54,9 +54,10 @@ METHODS: dict[str, Method] = {name: Method(correction) for name, correction in P
 
 
 def register_method(name: str, method: Method) -> Method:
-    """Make a method known under a name, to recipes and to `sparse-rl list presets`.
+    """Register a method under a name, for recipes and `sparse-rl list presets`.
 
-    A method that only corrects is also a correction preset, which `correction(name)` and other trainers' adapters find.
+    A method that only corrects is also registered as a correction preset, for `correction(name)` and the adapters of
+    other trainers.
     """
     if METHODS.get(name, method) != method:
         raise SparseRLError(f"the method {name!r} exists already; register yours under another name.")

@@ -1,11 +1,11 @@
-"""What an algorithm asks of the learner, and the algorithms there are.
+"""The interface of algorithms, and the list of them.
 
     grpo          clipped ratios and the group's advantages: GRPO and its relatives (loss.py)
     online-dpo    completions of a prompt in pairs (dpo.py)
     ppo           clipped ratios and a critic's advantages, token by token (ppo.py, critic.py)
 
 An algorithm says what is learned from rewards. A method (method.py) says what is done about the compressed cache: how
-the learner sees a trajectory, and which trajectories and tokens it trusts. The two are chosen apart.
+the learner sees a trajectory, and which trajectories and tokens it trusts. The two are chosen independently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALGORITHMS = {
     "ppo": "a clipped ratio times what a critic says each token was worth; ppo.*, loss.*",
 }
 
-# The relatives of GRPO, which are settings of it: what each does, and its settings.
+# Relatives of GRPO: what each does, and the settings of GRPO that make it.
 RELATIVES: dict[str, tuple[str, dict[str, str | float]]] = {
     "rloo": ("compares a completion with the mean of the others", {"learn.advantage": "rloo"}),
     "dr-grpo": (
@@ -48,7 +48,7 @@ RELATIVES: dict[str, tuple[str, dict[str, str | float]]] = {
 
 
 def settings_of(relative: str) -> str:
-    """The settings of a relative of GRPO, as a command takes them."""
+    """The settings of a relative of GRPO, as options of a command."""
     return " ".join(f"--{name} {value}" for name, value in RELATIVES[relative][1].items())
 
 
@@ -61,35 +61,35 @@ class Objective(Protocol):
     def credit(
         self, by_group: Callable[[], Estimated], rewards: Tensor, scored: Scored, corrected: Corrected
     ) -> Credit:
-        """What the completions of a step were worth.
+        """The advantages of a step's completions.
 
-        by_group: finds advantages by comparing the completions of a prompt (advantage.py). rewards [N]; scored and
-        corrected: of the same N rows. Whatever needs values of a critic finds them in `scored`.
+        by_group: computes advantages by comparing the completions of a prompt (advantage.py). rewards [N]; scored and
+        corrected: of the same N rows. `scored` holds a critic's values, if there is one.
         """
         ...
 
     def prepare(self, batch: Batch, row_sums: Callable[[Batch], Tensor]) -> tuple[Batch, dict[str, float]]:
-        """The batch with what must be known of all rows before the first is learned from, and metrics.
+        """Add to the batch what must be known of all rows before any of them is learned from; also returns metrics.
 
-        row_sums: finds the sum of every row's response log-probs under the weights as they are, fp64 [N]; only rows
-        that are active are gone through, the others have 0.
+        row_sums: computes the sum of every active row's response log-probs under the present weights, fp64 [N]; other
+        rows have 0.
         """
         ...
 
     def active(self, batch: Batch) -> Tensor:
-        """The rows that can move the weights. bool [N]"""
+        """The rows that can change the weights. bool [N]"""
         ...
 
     def micro_batch(
         self, logprobs: Tensor, part: Batch, values: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The loss of some rows, the sums that metrics are made of, and which tokens were clipped.
+        """The loss of some rows, the sums for metrics, and which tokens were clipped.
 
-        logprobs [n, T] carry the gradient, and so do a critic's values [n, T], where the learner has one.
+        logprobs [n, T] carry the gradient, and so do a critic's values [n, T], if there is one.
         -> (loss, sums, bool [n, T])
         """
         ...
 
     def metrics(self, sums: dict[str, float], batch: Batch) -> dict[str, float]:
-        """What the sums over all micro-batches of an optimizer step say."""
+        """Metrics from the sums over all micro-batches of an optimizer step."""
         ...

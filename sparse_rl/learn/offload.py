@@ -1,11 +1,11 @@
-"""AdamW whose masters and moments lie in host memory, and pass through the device of the weights bucket by bucket.
+"""AdamW with masters and moments in host memory, which pass through the device of the weights bucket by bucket.
 
     host: master, moments  ->  device: AdamW; the parameter becomes the master's rounding  ->  host: master, moments
 
-AdamW treats every number by itself, so the result has the bits of an update in one piece. On a GPU host memory is
-pinned, and two streams take turns: while one bucket is updated, another is copied. In an optimizer step 12 bytes of a
-trained parameter go in and 12 out; of one that is fp32, and so its own master on the device, 8 and 8. On a CPU the
-copies are made all the same.
+AdamW treats every number separately, so the result has the bits of an undivided update. With a GPU, host memory is
+pinned and two streams take turns: while one bucket is updated, another is copied. An optimizer step copies 12 bytes per
+trained parameter in and 12 out; 8 and 8 for fp32 parameters, which are their own masters on the device. On a CPU the
+copies are made as well.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-BUCKET = 2**25  # numbers of each kind (masters, first moments, second moments) that pass through together
+BUCKET = 2**25  # parameters in a bucket
 LANES = 2  # buckets on the device at a time
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a trained tensor; all tensors have one shape."""
+    """Some rows of a trained tensor; all tensors here have the same shape."""
 
     master: Tensor  # fp32, on the host; on the device if it is the parameter itself
     exp_avg: Tensor  # fp32, on the host
@@ -52,7 +52,7 @@ def host_zeros(shapes: Sequence[torch.Size], device: torch.device) -> list[Tenso
 
 @torch.no_grad()
 def update_by_buckets(pieces: Iterable[Piece], group: dict[str, Any], device: torch.device, size: int = BUCKET) -> None:
-    """One AdamW step of some tensors. group: a parameter group of torch's AdamW, whose rates are taken."""
+    """One AdamW step of some tensors. group: a parameter group of torch's AdamW, for its rates"""
     streams = [torch.cuda.Stream(device) for _ in range(LANES)] if device.type == "cuda" else []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -60,17 +60,17 @@ def update_by_buckets(pieces: Iterable[Piece], group: dict[str, Any], device: to
         with torch.cuda.stream(streams[number % LANES]) if streams else nullcontext():
             _update(bucket, group, device)
     for stream in streams:
-        stream.synchronize()  # from here on the host may read what came back
+        stream.synchronize()  # from here on the host may read the results
 
 
 def buckets(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Pieces of at most `size` numbers together, in the given order; tensors that are larger are cut between rows."""
+    """Group pieces into buckets of at most `size` numbers, in the given order; larger tensors are cut between rows."""
     bucket, room = [], size
     for whole in pieces:
         rows = len(whole.master) if whole.master.dim() else 1
         a_row, start = max(1, whole.master.numel() // max(rows, 1)), 0
         while start < rows:
-            if bucket and room < min(a_row * (rows - start), size):  # the rest, or a whole bucket of it, does not fit
+            if bucket and room < min(a_row * (rows - start), size):  # neither the rest nor a whole bucket of it fits
                 yield bucket
                 bucket, room = [], size
             end = min(rows, start + max(1, room // a_row))

@@ -1,10 +1,10 @@
 """AdamW that always works in fp32, whatever the model's dtype.
 
-At a learning rate of 1e-6 a bf16 weight would never move: the step is far below its rounding. So every trained
-parameter below fp32 has an fp32 master (float16 also needs a scaled loss, scaler.py); gradients are accumulated into
-the master as they arise, the master is updated, and the parameter is the master's rounding. An fp32 parameter is its
-own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16; on the device 8 and 6 where masters and moments
-are offloaded to the host (offload.py).
+At a learning rate of 1e-6 a bf16 weight would never change, because the step is far below its rounding. So every
+trained parameter in a lower precision has an fp32 master (float16 also needs a scaled loss, scaler.py). Gradients are
+accumulated into the master as they are computed, the master is updated, and the parameter is the master, rounded. An
+fp32 parameter is its own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16; if masters and moments are
+offloaded to the host (offload.py), 8 and 6 on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .offload import Piece, host_zeros, update_by_buckets
 from .scaler import LossScale
 from .shards import full, is_divided, put, whole_or_part
 
-SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1, to a factor of the learning rate
+SCHEDULES: dict[str, Callable[[float], float]] = {  # maps the progress, 0 to 1, to a factor of the learning rate
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -33,19 +33,21 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # from the progress, 0 to 1,
 class OptimizerSettings:
     lr: float = key("learning rate after the warm-up", 1e-6)
     warmup_steps: int = key("optimizer steps over which the learning rate rises linearly", 0)
-    schedule: str = key("the learning rate after the warm-up: constant, or falling to 0: linear, cosine", "constant")
+    schedule: str = key(
+        "the learning rate after the warm-up: constant, or falling to 0 as linear or cosine", "constant"
+    )
     decay_steps: int | None = key(
-        "optimizer steps, those of the warm-up included, after which linear and cosine have reached 0; null: those of "
-        "the run, run.steps x learn.minibatches",
+        "optimizer steps, warm-up included, after which linear and cosine reach 0; null: all of the run's, run.steps x "
+        "learn.minibatches",
         None,
     )
     betas: tuple[float, float] = key("AdamW's decay rates", (0.9, 0.98))
-    weight_decay: float = key("of matrices; biases and norms have none", 0.1)
+    weight_decay: float = key("weight decay of matrices; biases and norms have none", 0.1)
     eps: float = key("AdamW's epsilon", 1e-8)
-    max_grad_norm: float = key("gradients are scaled down to this norm", 1.0)
+    max_grad_norm: float = key("gradients with a larger norm are scaled down to this one", 1.0)
     offload: bool = key(
-        "masters and moments stay in host memory and pass through the device at every optimizer step: 4 bytes per "
-        "trained parameter on a GPU instead of 16",
+        "keep fp32 masters and moments in host memory and pass them through the GPU at every optimizer step: 4 bytes "
+        "per trained parameter on the GPU instead of 16",
         False,
     )
 
@@ -57,13 +59,13 @@ class OptimizerSettings:
             require_int(**{"optimizer.decay_steps": self.decay_steps})
             if self.schedule == "constant":
                 raise SparseRLError(
-                    f"optimizer.decay_steps is {self.decay_steps}, but optimizer.schedule is constant and decays "
-                    "nothing; use linear or cosine, or set it to null."
+                    f"optimizer.decay_steps is {self.decay_steps}, but optimizer.schedule is constant; use linear or "
+                    "cosine, or set decay_steps to null."
                 )
             if self.decay_steps <= self.warmup_steps:
                 raise SparseRLError(
                     f"optimizer.decay_steps is {self.decay_steps}, but the warm-up alone takes {self.warmup_steps} "
-                    "optimizer steps (optimizer.warmup_steps); it must be above that."
+                    "optimizer steps (optimizer.warmup_steps); set it above that."
                 )
         positive = 0 < self.lr < 1 and self.max_grad_norm > 0 and 0 < self.eps < math.inf
         decays = 0 <= self.weight_decay < math.inf and all(0 <= b < 1 for b in self.betas)
@@ -76,13 +78,13 @@ class OptimizerSettings:
 
         if self.lr * self.weight_decay > 1:
             raise SparseRLError(
-                f"optimizer.weight_decay is {self.weight_decay} with lr {self.lr}: a step would shrink weights by more "
-                f"than they are; use at most {1 / self.lr:g}."
+                f"optimizer.weight_decay is {self.weight_decay} and lr {self.lr}, so that a step would shrink weights "
+                f"past 0; use a weight_decay of at most {1 / self.lr:g}."
             )
 
     def lr_after(self, steps: int) -> float:
-        """The learning rate of the optimizer step that follows `steps` others: it rises linearly, then follows the
-        schedule. It depends on nothing else, so a resumed run goes on where it was.
+        """The learning rate of the optimizer step after `steps` others: it rises linearly, then follows the schedule.
+        It depends on nothing else, so a resumed run continues exactly.
         """
         if steps < self.warmup_steps:
             return self.lr * ((steps + 1) / self.warmup_steps)
@@ -102,26 +104,25 @@ class MasterAdamW:
         critic_lr: float | None = None,
         scale: LossScale | None = None,
     ):
-        """`critic`: parameters with a learning rate of their own (None: that of the others), which follows the same
-        schedule, and a gradient norm of their own. `scale`: of the loss, for a model that computes in float16; backward
-        starts from `scaled` losses then.
+        """`critic`: parameters with a separate gradient norm and a separate learning rate (None: that of the others),
+        which follows the same schedule. `scale`: the loss scale of a float16 model; backward must then start from
+        `scaled` losses.
         """
         self.settings, self.scale = settings, scale
-        self.overflowed = False  # whether the last step was left out only because the scale was too large
+        self.overflowed = False  # whether the last step was skipped only because the scale was too large
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.policy = len(self.parameters)  # the parameters of the critic come after so many others
+        self.policy = len(self.parameters)  # the critic's parameters come after this many others
         self.parameters += [p for p in critic if p.requires_grad]
         if not self.policy:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
         if scale is None and any(p.dtype == torch.float16 for p in self.parameters):
             raise SparseRLError(
-                "the model is float16, in which gradients vanish; only reinforcement learning scales its loss, so "
-                "warm-ups and students need bfloat16 or float32 (model.dtype)."
+                "the model is float16, in which gradients vanish unless the loss is scaled, as only reinforcement "
+                "learning does; set model.dtype to bfloat16 or float32 for warm-ups and students."
             )
         self.device = self.parameters[0].device
         self.masters = self._make_masters()
-        # What gradients hang on: a master that is on the device, or in place of one on the host a tensor of its shape
-        # without storage.
+        # What carries gradients: the master, or for a master on the host a tensor of its shape without storage.
         self.carriers = [
             m if m is p or not settings.offload else torch.zeros((), device=p.device).expand(p.shape)
             for m, p in zip(self.masters, self.parameters, strict=True)
@@ -149,13 +150,13 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _make_masters(self) -> list[Tensor]:
-        """In fp32: the parameters themselves, or copies of them; copies are on the host where they are offloaded."""
+        """The fp32 masters: the parameters themselves or copies of them; offloaded copies are on the host."""
         if not self.settings.offload:
             return [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         if any(is_divided(p) for p in self.parameters):
             raise SparseRLError(
-                "optimizer.offload keeps masters and moments in host memory, which is not done for a learner that is "
-                "divided among processes; set model.shard or optimizer.offload to false."
+                "optimizer.offload does not work for a learner that is divided among processes; set model.shard or "
+                "optimizer.offload to false."
             )
         apart = [p for p in self.parameters if p.dtype != torch.float32]
         copies = dict(zip(apart, host_zeros([p.shape for p in apart], self.device), strict=True))
@@ -164,12 +165,12 @@ class MasterAdamW:
         return [copies.get(p, p) for p in self.parameters]
 
     def step(self, steps_done: int, loss: float = 0.0, critic_only: bool = False) -> tuple[float, float]:
-        """One update from the accumulated gradients: (gradient norm before clipping, learning rate), both without the
-        critic's.
+        """One update from the accumulated gradients. Returns (gradient norm before clipping, learning rate), both
+        without the critic's.
 
-        steps_done: the optimizer steps before this one, for the warm-up. If the loss or a norm is not finite, nothing
-        is updated and the norm that is returned is not finite. Gradients are cleared in any case. critic_only: all
-        other parameters stay as they are.
+        steps_done: optimizer steps before this one, for the schedule. If the loss or a norm is not finite, nothing is
+        updated and the returned norm is not finite. Gradients are cleared in any case. critic_only: all other
+        parameters stay as they are.
         """
         self.overflowed = False
         if not math.isfinite(loss):
@@ -198,7 +199,7 @@ class MasterAdamW:
         return norm, lr
 
     def _update(self) -> None:
-        """AdamW on the masters, whose roundings the parameters become."""
+        """Apply AdamW to the masters, then round them into the parameters."""
         if not self.settings.offload:
             self.adamw.step()
             self._round_masters()
@@ -224,7 +225,7 @@ class MasterAdamW:
         )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward starts from."""
+        """The loss times the loss scale, from which backward must start."""
         return loss if self.scale is None else loss * self.scale.value
 
     def _unscale(self) -> None:
@@ -233,11 +234,11 @@ class MasterAdamW:
             torch._foreach_mul_(gradients, 1 / self.scale.value)  # pyright: ignore[reportPrivateImportUsage]
 
     def _parts(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of the model, and those of the critic."""
+        """Split tensors into those of the model and those of the critic."""
         return tensors[: self.policy], tensors[self.policy :]
 
     def is_finite(self) -> bool:
-        """Whether all weights of this process are, and their moments."""
+        """Whether all weights of this process and their moments are finite."""
         moments = [value for state in self.adamw.state.values() for value in state.values() if torch.is_tensor(value)]
         return all(bool(whole_or_part(tensor).isfinite().all()) for tensor in (*self.masters, *moments))
 
@@ -247,13 +248,13 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _round_masters(self) -> None:
-        """Every parameter becomes the rounding of its master."""
+        """Set every parameter to its master, rounded."""
         rounded = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        if rounded:  # one launch for many, with the bits of copy_
+        if rounded:  # one launch for many tensors, with the bits of copy_
             torch._foreach_copy_([p for p, _ in rounded], [m for _, m in rounded])  # pyright: ignore[reportPrivateImportUsage]
 
     def gradients(self, critic_only: bool = False) -> list[Tensor]:
-        """The gradients accumulated so far, in fp32; zeros where there are none."""
+        """The gradients accumulated so far, in fp32; zeros for parameters without one."""
         found = []
         for carrier in self._parts(self.carriers)[1] if critic_only else self.carriers:
             if carrier.grad is None:
@@ -262,7 +263,7 @@ class MasterAdamW:
         return found
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Masters, moments and steps of all parameters, in their order; zeros where nothing was updated yet."""
+        """Masters, moments and steps of all parameters, in order; zeros if nothing was updated yet."""
         states = [
             self.adamw.state.get(m) or {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)}
             for m in self.masters
@@ -279,8 +280,8 @@ class MasterAdamW:
         if missing := {"masters", "exp_avg", "exp_avg_sq", "step"} - state.keys():
             raise SparseRLError(
                 f"the optimizer's state has no {', '.join(sorted(missing))} (it has: {', '.join(state)}): another "
-                "version of sparse-rl wrote it; go on with that version, or start another run from the checkpoint's "
-                "folder with model.name."
+                "version of sparse-rl wrote it; continue with that version, or start another run with the checkpoint's "
+                "folder as model.name."
             )
         for i, master in enumerate(self.masters):
             put(state["masters"][i], master)
@@ -296,18 +297,18 @@ class MasterAdamW:
 
 
 def count_skipped(skipped: int, norm: float) -> int:
-    """Steps in a row that were skipped for numbers that are not finite, after a step with this gradient norm."""
+    """The number of consecutive skipped steps, after a step with this gradient norm."""
     return 0 if math.isfinite(norm) else skipped + 1
 
 
 def check_skipped(skipped: int, limit: int, sentence: str) -> None:
-    """Raise the sentence once `limit` steps in a row were skipped. Store the count first: a checkpoint must hold it."""
+    """Raise the sentence if `limit` consecutive steps were skipped. Store the count first; checkpoints must hold it."""
     if skipped >= limit:
         raise SparseRLError(sentence)
 
 
 def _accumulate_into(carrier: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's gradient to what carries it, in fp32."""
+    """A hook that adds a parameter's gradient to its carrier, in fp32."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None

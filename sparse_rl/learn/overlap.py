@@ -1,4 +1,4 @@
-"""alpha: how much of the sampler's distribution and of the dense one is the same, token by token."""
+"""Compute alpha: the overlap of the sampler's and the dense distribution, token by token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def overlap(
     """alpha of every response token: the sum over the vocabulary of min(dense, sampler) probability = 1 - total
     variation.
 
-    The sampler's distribution comes from the shadow view, which equals it; so both are exact. Where the sampler drew
-    from a support alone, both are renormalised over it. `observe` is shown the shadow pass. -> fp32 [response]
+    The sampler's distribution is that of the shadow view, so both are exact. If the sampler drew from a support, both
+    are renormalised over it. `observe` is called during the shadow pass. -> fp32 [response]
     """
     device = next(model.parameters()).device
     said = trajectory.tokens != trajectory.beacon_id if trajectory.beacon_id is not None else slice(None)
@@ -50,7 +50,7 @@ def overlap(
 
 
 def _drawable(trajectory: Trajectory, chunk: int) -> Iterator[tuple[Tensor, Tensor]] | None:
-    """Tokens and margins of the response in chunks; None where all tokens could be drawn."""
+    """Tokens and margins of the response in chunks; None if all tokens could be drawn."""
     if trajectory.support is None:
         return None
     mask = trajectory.response_mask

@@ -1,14 +1,14 @@
-"""Trajectories side by side in one row, without padding, and the tokens with which a group begins only once.
+"""Pack trajectories into one row without padding, with the tokens that a group has in common only once.
 
-The completions of a prompt begin with the same tokens, and so do their hidden states, keys and values: causal attention
-does not look ahead. So the first of them brings these tokens, and the others read them. Log-probs and gradients are
-those of the rows one by one, up to rounding: the gradient of a shared token is the sum over all that read it.
+The completions of a prompt begin with the same tokens, so they share hidden states, keys and values there, because
+causal attention does not look ahead. The first completion brings these tokens and the others read them. Log-probs and
+gradients are those of separate rows, up to rounding: the gradient of a shared token is the sum over all its readers.
 
     tokens      p p p a a a | p p p b b     ->     p p p a a a b b
     positions   0 1 2 3 4 5 | 0 1 2 3 4            0 1 2 3 4 5 3 4
 
-In the shadow view the trajectories must also agree in what was evicted while these tokens were fed; those that do not
-bring their own. Where routes are replayed, they share tokens up to the first that went through other experts.
+In the shadow view, trajectories must also agree in what was evicted while these tokens were fed; otherwise each brings
+its own. If routes are replayed, they share tokens up to the first one that went through other experts.
 
 Shapes: N rows, T tokens (padded), S tokens of the packed row.
 """
@@ -32,18 +32,18 @@ from .routes import common_start
 from .score import causal_lm_of, pad_traces
 
 PACKING = ("auto", "always", "never")
-WORTH_SHARING = 8  # tokens; sharing fewer saves nothing
-WORTH_PACKING = 0.9  # of the tokens with padding; in the dense view stock attention is the faster one
-_PADDED = 4  # rows of a micro-batch are unpacked for the head: at most this many times its tokens, with padding
-# Of these we have tested that they compute the same at explicit positions, under our attention.
+WORTH_SHARING = 8  # tokens; sharing fewer saves no time
+WORTH_PACKING = 0.9  # share of the padded tokens; above it, stock attention is faster in the dense view
+_PADDED = 4  # rows are unpacked for the head; with padding they have at most this many times the tokens
+# Architectures that were tested to compute the same at explicit positions, under our attention.
 _KNOWN = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3", "gpt_oss"}
 _KNOWN |= {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe"}
 
 
 def packs(model: nn.Module, choice: str) -> bool:
-    """Whether a model's micro-batches are packed. `auto`: on a GPU, where it is of a known architecture."""
+    """Whether a model's micro-batches are packed. `auto`: on a GPU, if its architecture is known"""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    recurrent = is_recurrent(config)  # a state would go on from one trajectory to the next
+    recurrent = is_recurrent(config)  # a state would carry over from one trajectory to the next
     known = config.model_type in _KNOWN and beacon_of(model) is None and not recurrent
     if choice == "always" and not known:
         kind = " with beacons" if beacon_of(model) else ", which have recurrent layers," if recurrent else ""
@@ -57,9 +57,9 @@ def packs(model: nn.Module, choice: str) -> bool:
 
 
 def shared_prefixes(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows begin like a row before them: the row that brings these tokens (itself: none does), and how many.
+    """For every row, the row that brings its first tokens (itself if no earlier one does), and how many tokens.
 
-    Neighbours that begin alike are a group; all of it shares what all of it has in common. -> int64 [N], int64 [N]
+    Neighbours that begin alike form a group, which shares the beginning common to all. -> int64 [N], int64 [N]
     """
     rows = torch.arange(len(tokens))
     shorter = torch.minimum(lengths[1:], lengths[:-1])[:, None]
@@ -74,16 +74,16 @@ def shared_prefixes(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 def micro_batches_of(
     model: nn.Module, tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, packing: bool
 ) -> list[Tensor]:
-    """Rows in micro-batches."""
+    """Divide rows into micro-batches, packed or padded."""
     if packing:
         return pack_groups(tokens, lengths, micro_batch_tokens, shares(model))
     return pack(lengths, micro_batch_tokens)
 
 
 def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
-    """Rows [N] in micro-batches of at most `micro_batch_tokens` tokens, padding included, longest rows first.
+    """Divide rows [N] into micro-batches of at most `micro_batch_tokens` tokens, padding included, longest rows first.
 
-    A row that is longer than that goes alone.
+    A longer row goes alone.
     """
     order = lengths.argsort(descending=True, stable=True)
     packed, start = [], 0
@@ -95,9 +95,9 @@ def pack(lengths: Tensor, micro_batch_tokens: int) -> list[Tensor]:
 
 
 def pack_groups(tokens: Tensor, lengths: Tensor, micro_batch_tokens: int, share: bool = True) -> list[Tensor]:
-    """Rows in micro-batches of at most `micro_batch_tokens` tokens after packing, groups with the longest rows first.
+    """Divide rows into micro-batches of at most `micro_batch_tokens` packed tokens, groups with the longest rows first.
 
-    Rows of a group stay neighbours. A row that is longer than that goes alone. share: what `shares` says of the model.
+    Rows of a group stay neighbours. A longer row goes alone. share: the result of `shares` for the model
     """
     leader, shared = shared_prefixes(tokens, lengths)
     shared = shared if share else torch.zeros_like(shared)
@@ -124,11 +124,11 @@ def packed_replay(
     traces: Sequence[Trace] | None,
     routes: Sequence[Tensor] | None = None,
 ) -> Replay | None:
-    """Some rows as one packed row, on the model's device. `traces`: of the shadow view; None: every token sees all.
-    `routes` [t, M, k] each: the experts to which tokens are sent; None: the model chooses.
+    """Pack some rows into one, on the model's device; None if that does not pay.
 
-    None where that is no gain: where the dense view saves little of what stock attention would read, or where traces
-    have so many segments that the kernels cannot take a packed row.
+    `traces`: for the shadow view; None: every token sees all tokens before it. `routes` [t, M, k] each: the experts to
+    which tokens are sent; None: the model chooses. It does not pay if packing saves little in the dense view, or if
+    traces have so many segments that the kernels cannot take a packed row.
     """
     device = next(model.parameters()).device
     never = torch.iinfo(torch.int32).max
@@ -148,7 +148,7 @@ def packed_replay(
 def pack_rows(
     tokens: Tensor, lengths: Tensor, evicted_at: Tensor, share: bool, routes: Sequence[Tensor] | None = None
 ) -> Packing:
-    """Where the tokens of rows go. evicted_at int32 [N, L, H, T]"""
+    """Compute where the tokens of rows go in a packed row. evicted_at int32 [N, L, H, T]"""
     leader, shared = shared_prefixes(tokens, lengths)
     first = torch.zeros_like(lengths)
     for row in (shared > 0).nonzero()[:, 0].tolist() if share else []:
@@ -165,6 +165,8 @@ def pack_rows(
 
 
 def shares(model: nn.Module) -> bool:
-    """Whether rows may share tokens: not if a layer has a window, whose kernels count distances in the packed row."""
+    """Whether rows may share tokens; not if a layer has a window, because kernels measure distances in
+    the packed row.
+    """
     config = causal_lm_of(model).config.get_text_config(decoder=True)
     return getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True)

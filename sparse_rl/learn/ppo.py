@@ -1,21 +1,21 @@
-"""PPO: a critic says what every token was worth, and the clipped surrogate (loss.py) learns from that.
+"""PPO: a critic estimates what every token was worth, and the clipped surrogate (loss.py) learns from that.
 
     rho_t    = [t is the last response token] reward  - beta (old_t - reference_t)      `kl: reward`; else without beta
     delta_t  = rho_t + gamma V_{t+1} - V_t                                              V after the last token is 0
     A_t      = delta_t + gamma lam A_{t+1}                                              GAE, over response tokens
-    R_t      = A_t + V_t                                                                what the critic learns
+    R_t      = A_t + V_t                                                                the critic's targets
     value    = 1/2 mean_t max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
     loss     = surrogate(A) + beta k3 + value_weight value                              beta k3 only with `kl: loss`
 
-V_t is the value of the state before token t, in the learner's view; V_old comes with the old log-probs. A is whitened
-over the tokens of a step that count; R is not. The mean is `loss.mean`, as everywhere.
+V_t is the value of the state before token t, in the learner's view; V_old is computed with the old log-probs. A is
+whitened over the tokens of a step that count; R is not. The mean is `loss.mean`, as everywhere.
 
-A response that was cut at `rollout.max_new_tokens` ends there: its reward, which the grader gave for what there is,
-counts at its last token, and nothing is added for what might have followed. The limit is a part of the task.
+A response that was cut at `rollout.max_new_tokens` ends there: its reward, given for the text so far, counts at its
+last token, and nothing is added for what might have followed. The limit is part of the task.
 
-A correction drops tokens from the loss and weights the surrogate, as for GRPO. GAE still goes over every response
-token: they happened. The value loss has no weights: a baseline may be any function of the state, and the best one
-predicts what the sampler gets.
+A correction drops tokens from the loss and weights the surrogate, as for GRPO. GAE still covers every response token.
+The value loss has no weights: a baseline may be any function of the state, and the best one predicts what the sampler
+gets.
 
 Shapes: N trajectories, T tokens (padded). All masks are bool [N, T].
 """
@@ -50,16 +50,18 @@ class PPO:
     critic: str = key(
         "what estimates values: a head on the policy's own `trunk`, or a `separate` copy of the starting model", "trunk"
     )
-    gamma: float = key("discount of a reward per token", 1.0)
-    lam: float = key("GAE's lambda: 1 trusts the rewards alone, less trusts the critic more", 0.95)
+    gamma: float = key("discount per token", 1.0)
+    lam: float = key("GAE's lambda: 1 trusts only the rewards; smaller values trust the critic more", 0.95)
     whiten: bool = key("give advantages mean 0 and variance 1 over the tokens of a step", True)
-    value_clip: float | None = key("values count as moved by at most this from the old ones; null: no bound", 0.2)
+    value_clip: float | None = key(
+        "most that a value may differ from its old value in the value loss; null: no bound", 0.2
+    )
     value_weight: float = key("factor of the value loss", 0.1)
     kl: str = key(
-        "where loss.beta's KL to the starting model goes: into each token's `reward`, or the `loss`", "reward"
+        "where the KL to the starting model (loss.beta) is added: to each token's `reward`, or to the `loss`", "reward"
     )
     critic_lr: float | None = key("learning rate of the value head or critic; null: 10 x optimizer.lr", None)
-    warmup_steps: int = key("optimizer steps at the start of a run that train the head or critic alone", 0)
+    warmup_steps: int = key("optimizer steps at the start of a run that train only the value head or critic", 0)
 
     def __post_init__(self):
         for name, known in (("critic", CRITICS), ("kl", KL_PLACES)):
@@ -79,7 +81,7 @@ class PPO:
 
 @dataclass(frozen=True)
 class ActorCritic:
-    """The objective that the learner follows (objective.py)."""
+    """PPO as an objective of the learner (objective.py)."""
 
     ppo: PPO
     loss: Loss
@@ -91,7 +93,7 @@ class ActorCritic:
     def credit(
         self, by_group: Callable[[], Estimated], rewards: Tensor, scored: Scored, corrected: Corrected
     ) -> Credit:
-        """What every token was worth, by the critic."""
+        """Advantages and returns of every token, from the critic's values."""
         assert scored.values is not None, "PPO needs the critic's values"
         response, counts, values = scored.sampled.mask, corrected.mask, scored.values.double()
         earned = terminal_rewards(rewards, response)
@@ -108,7 +110,7 @@ class ActorCritic:
         return batch, {}  # no row depends on another
 
     def active(self, batch: Batch) -> Tensor:
-        return batch.mask.any(1)  # the critic learns from every one
+        return batch.mask.any(1)  # the critic learns from every row
 
     def micro_batch(
         self, logprobs: Tensor, part: Batch, values: Tensor | None = None
@@ -129,7 +131,7 @@ class ActorCritic:
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Every trajectory's reward at its last response token. rewards [N] -> fp64 [N, T]"""
+    """Put every trajectory's reward at its last response token. rewards [N] -> fp64 [N, T]"""
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last, rewards.double()[:, None], 0.0)
 
@@ -137,9 +139,9 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimates over the tokens of the mask, 0 elsewhere. rewards, values [N, T] -> [N, T]
 
-    Tokens off the mask (a prompt, beacons, padding, what others wrote in a conversation) are not steps: the token after
-    one follows the token before it. So the last token of a turn is followed, without a further discount, by the value
-    of the state before the next turn, which has read what was given: what it says comes into the advantage there.
+    Tokens off the mask (prompt, beacons, padding, given tokens of a conversation) are not steps: the token after them
+    directly follows the token before them. So the last token of a turn is followed, without a further discount, by the
+    value of the state before the next turn. That state has read the reply, so the reply affects this advantage.
     """
     found = torch.zeros_like(values)
     after, value_after = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
@@ -163,9 +165,9 @@ def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, scale: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the mean of squared errors, and the tokens at which the bound of moved values was the larger error.
+    """Half the mean squared error, and the tokens at which the clipped value had the larger error.
 
-    values [N, T] carry the gradient; scale [N, T]: so that a sum over tokens is the mean. -> (loss, bool [N, T])
+    values [N, T] carry the gradient; scale [N, T] turns the sum over tokens into the mean. -> (loss, bool [N, T])
     """
     error, clipped = (values - returns).square(), torch.zeros_like(mask)
     if clip is not None:
@@ -176,7 +178,7 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN where returns are equal.
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if all returns are equal.
 
     values, returns [n]
     """
@@ -186,7 +188,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def value_metrics(values: Tensor, returns: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """What the critic knew before the update, over the tokens that count. All [N, T]; advantages before whitening."""
+    """Metrics of the critic before the update, over the tokens that count. All [N, T]; advantages before whitening"""
     if not mask.any():
         return {}
     metrics = {

@@ -1,20 +1,20 @@
-"""Regret: what evicted tokens would have been worth, and what would have been said had they stayed.
+"""Regret: how much evicted tokens were missed, and how log-probs would have changed if they had stayed.
 
-In a forward pass under a trace every query and every key of a trajectory exists, whether its token was evicted or not.
-So one more product of queries and keys, a block of queries at a time, says how much attention each token would have
-received had all been there:
+A forward pass under a trace computes the queries and keys of all tokens, whether they were evicted or not. So one more
+product of queries and keys, a block of queries at a time, says how much attention each token would have received if
+none had been evicted:
 
     A[l, h, j, s] = sum over queries q of segment s of  softmax over i <= q of (q . k_i)  at j,   mean over query heads
 
 Segments run from one eviction to the next. The queries are those of the compressed run, so this is a counterfactual of
-first order, and costs no second pass; `view="dense"` takes the queries of a dense pass instead, to compare.
+first order that needs no second pass; `view="dense"` takes the queries of a dense pass instead, for comparison.
 
     mass[j]    = sum of A[j, s] over segments from the token's eviction on                          of an evicted token
     lost[s]    = sum of A[j, s] over tokens j that are gone by then, per query                      a share of 1
     excess[s]  = (M of those evicted when s begins - the least M of as many) / M of all present     M: A from s on
 
-`excess` is 0 for an eviction that nobody could better, with the later queries known. Counterfactuals are exact: change
-the trace, and one forward pass gives the log-probs of every later token.
+`excess` is 0 for an eviction that could not be improved even if the later queries were known. Counterfactuals are
+exact: with another trace, one forward pass gives the log-probs of every later token.
 
 Shapes: L layers, H KV heads, T tokens, S segments.
 """
@@ -40,7 +40,7 @@ LOGITS = 2**20  # of a head, that may exist at a time on a GPU, which many small
 
 @dataclass(frozen=True)
 class Regret:
-    begins: Tensor  # int64 [S]: the first query of each segment; from the second on something was evicted there
+    begins: Tensor  # int64 [S]: the first query of each segment; all but the first begin with an eviction
     received: Tensor  # fp32 [L, H, T, S]: A
     evicted_at: Tensor  # int64 [L, H, T]
 
@@ -61,7 +61,9 @@ class Regret:
 
     @property
     def queries(self) -> Tensor:
-        """int64 [S]. The last token is fed to nobody, so its query does not count."""
+        """The number of queries in each segment. int64 [S]. The last token is never fed, so its query
+        does not count.
+        """
         ends = torch.cat([self.begins[1:], self.begins.new_tensor([self.evicted_at.shape[-1] - 1])])
         return (ends - self.begins).clamp(min=1)
 
@@ -88,7 +90,7 @@ class Regret:
 
 @torch.no_grad()
 def regret(model: nn.Module, tokens: Tensor, trace: Trace, view: str = "shadow") -> Regret:
-    """The regret of a trajectory's evictions. tokens [T]; view: whose queries ask, those of the `shadow` or of a
+    """The regret of a trajectory's evictions. tokens [T]; view: whether queries are those of the `shadow` or of a
     `dense` pass
     """
     if view not in ("shadow", "dense"):
@@ -102,7 +104,7 @@ def regret(model: nn.Module, tokens: Tensor, trace: Trace, view: str = "shadow")
 
 
 def begins_of(evicted_at: Tensor) -> Tensor:
-    """The first query of each segment; the last token is fed to nobody. [L, H, T] -> [S]"""
+    """The first query of each segment; the last token is never fed. [L, H, T] -> [S]"""
     moments = evicted_at.unique()
     return torch.cat([moments.new_zeros(1), moments[moments < evicted_at.shape[-1] - 1]])
 
@@ -121,7 +123,7 @@ class Watch:
         self.passes[seen.layer] += 1
 
     def regret(self) -> Regret:
-        share = self.received / self.passes.clamp(min=1)[:, None, None, None]  # where layers share slots, their mean
+        share = self.received / self.passes.clamp(min=1)[:, None, None, None]  # for layers that share slots, their mean
         return Regret(self.begins, share, self.evicted_at)
 
 
@@ -145,7 +147,9 @@ def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
 
 
 def _attention(seen: Observed, queries: Tensor, keys: Tensor, start: int) -> Tensor:
-    """What queries from `start` on give to all tokens up to themselves. queries [Hk, G, b, D], keys [Hk, n, D]"""
+    """The attention of queries from `start` on to all tokens up to themselves. queries [Hk, G, b, D],
+    keys [Hk, n, D]
+    """
     logits = queries @ keys[:, None].transpose(-1, -2) * seen.scaling  # [Hk, G, b, n]
     if seen.bias is not None:
         rows = slice(start, start + queries.shape[2])
@@ -181,9 +185,9 @@ def give_back(trace: Trace, chosen: Tensor) -> Trace:
 def counterfactuals(
     model: nn.Module, tokens: Tensor, trace: Trace, others: Sequence[Trace], temperature: float = 1.0, rows: int = 8
 ) -> Tensor:
-    """How the log-prob of every token would change under other traces, `rows` of them in a forward pass. fp32 [n, T]
+    """How the log-prob of every token would change under other traces, `rows` of them per forward pass. fp32 [n, T]
 
-    Where traces have routes, every pass goes through those experts.
+    If traces have routes, every pass goes through these experts.
     """
     require_int(rows=rows)
     device = next(model.parameters()).device

@@ -1,7 +1,8 @@
-"""Recorded routes in the order in which a micro-batch's tokens go through the model, and back (models/routing.py).
+"""Put recorded routes into the order in which a micro-batch's tokens go through the model, and back
+(models/routing.py).
 
 Shapes: B rows, T tokens (padded), S tokens of a packed row, n = B * T or S tokens that the model reads, M layers with
-experts, k experts of a token. Padding goes to the first experts; nobody reads what becomes of it.
+experts, k experts of a token. Padding goes to the first experts, and its results are not used.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ..attention import Replay
 from ..errors import SparseRLError
 from ..models.routing import RouteRecorder, Routing, on_device, routing_of
 
-Routes = tuple[Tensor | None, ...]  # [N]: of every row [t, M, k]; None: another process has it
+Routes = tuple[Tensor | None, ...]  # [N]: the routes of each row, [t, M, k]; None: another process has them
 
 
 def told_by(routes: Routes | None, rows: Tensor) -> list[Tensor] | None:
-    """Those of some rows, all of which this process has."""
+    """The routes of some rows, all of which this process has."""
     if routes is None:
         return None
     told = [route for row in rows.tolist() if (route := routes[row]) is not None]
@@ -28,14 +29,14 @@ def told_by(routes: Routes | None, rows: Tensor) -> list[Tensor] | None:
 
 
 class OldRoutes:
-    """The routes of the pass that scores a step: in the shadow view the sampler's, which it follows; in the dense view
-    its own, which are recorded within `with`. Without a routing it does neither.
+    """The routes of the pass that scores a step. In the shadow view it follows the sampler's; in the dense view its own
+    are recorded within the `with`. Without a routing it does neither.
     """
 
     def __init__(
         self, model: nn.Module, routing: Routing | None, lengths: Tensor, sampler: Sequence[Tensor | None], view: str
     ):
-        """lengths, sampler [N]: of all rows"""
+        """lengths, sampler (its routes) [N]: of all rows"""
         self.model, self.lengths = model, lengths
         self.told = tuple(sampler) if routing is not None and view == "shadow" else None
         self.recorder = RouteRecorder(model, routing) if routing is not None and view == "dense" else None
@@ -43,7 +44,7 @@ class OldRoutes:
 
     @property
     def found(self) -> Routes | None:
-        """What the learner shall follow."""
+        """The routes that the learner must follow."""
         return None if self._found is None else tuple(self._found)
 
     def __enter__(self) -> OldRoutes:
@@ -64,7 +65,7 @@ class OldRoutes:
         return sent_to(self.model, self.told, rows, self.lengths, seen)
 
     def after(self, rows: Tensor, seen: Replay | None) -> None:
-        """Note to which experts a micro-batch went."""
+        """Record to which experts a micro-batch went."""
         if self.recorder is not None and self._found is not None:
             for row, found in zip(rows.tolist(), recorded_by_row(self.recorder, self.lengths[rows], seen), strict=True):
                 self._found[row] = found
@@ -88,7 +89,7 @@ def routes_in_order(model: nn.Module, routes: Sequence[Tensor], lengths: Tensor,
     """
     routing = routing_of(model)
     if routing is None:
-        raise SparseRLError("the trajectories hold routes, but this model has no experts; use the one that sampled.")
+        raise SparseRLError("the trajectories hold routes, but this model has no experts; use the sampler's model.")
     device, counts = next(model.parameters()).device, lengths.tolist()
     for row, tokens in zip(routes, counts, strict=True):
         routing.check(row, tokens)
@@ -107,7 +108,7 @@ def routes_in_order(model: nn.Module, routes: Sequence[Tensor], lengths: Tensor,
 
 
 def recorded_by_row(recorder: RouteRecorder, lengths: Tensor, seen: Replay | None = None) -> list[Tensor]:
-    """The inverse: what a forward pass over rows wrote down, [t, M, k] each, on the CPU."""
+    """The inverse: the routes that a forward pass over rows recorded, [t, M, k] each, on the CPU."""
     assert recorder.into is not None
     found, counts = recorder.into.transpose(0, 1).cpu(), lengths.tolist()  # [n, M, k]
     packing = None if seen is None else seen.packing

@@ -1,8 +1,8 @@
 """A loss scale for float16, whose smallest numbers are far larger than many gradients.
 
-The loss is multiplied by a power of two before backward, and the fp32 gradients are divided by it before anything looks
-at them; so without an overflow the update has the bits of one without a scale. An overflow anywhere makes a gradient
-infinite or NaN: the update is left out and the scale halved. After `INTERVAL` updates without one it is doubled.
+The loss is multiplied by a power of two before backward, and the fp32 gradients are divided by it before they are used,
+so without an overflow the update has the bits of one without a scale. An overflow makes a gradient infinite or NaN; the
+update is then skipped and the scale halved. After `INTERVAL` updates without an overflow the scale is doubled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ START, LARGEST, INTERVAL = 2.0**16, 2.0**24, 200
 @dataclass(frozen=True)
 class LossScale:
     value: float = START
-    updates: int = 0  # since it changed
+    updates: int = 0  # updates since it changed
 
     def after(self, finite: bool) -> LossScale:
-        """The scale after an update whose gradients were finite, or not; never below 1."""
+        """The next scale, after an update whose gradients were finite or not; never below 1."""
         if not finite:
             return LossScale(max(1.0, self.value / 2))
         if self.updates + 1 < INTERVAL:

@@ -1,14 +1,14 @@
-"""Log-probs of tokens that are already there, in the learner's view: dense (stock attention) or shadow (under a trace).
+"""Score given tokens: their log-probs in the learner's view, dense (stock attention) or shadow (under a trace).
 
 The decoder runs once over whole sequences. The head runs on chunks of the target tokens, and again during backward, so
-[tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. What a model does to its
-logits (scales, soft-caps) is kept, because the head is the model's own forward with the decoder's output put in. On a
-GPU a head that is known to be one matrix goes through fused kernels instead (head.py).
+[tokens, vocabulary] never exists: not in the model's dtype, not in fp32, not as a gradient. Scales and soft-caps of
+logits are kept, because the head is the model's own forward with the decoder's output put in. On a GPU, a head that is
+known to be a single matrix goes through fused kernels instead (head.py).
 
 Shapes: B sequences, T tokens (padded at the end, where causal attention never looks), n target tokens, V vocabulary.
 `target_mask` bool [B, T] marks the tokens whose log-probs are wanted; it never marks the first token of a sequence.
-`choices` bool [B, T] marks those whose log-prob is, or holds, that of a choice between folding and going on
-(beacon/choice.py): beacons, and tokens. Without it no beacon may be a target.
+`choices` bool [B, T] marks those whose log-prob includes a choice between folding and continuing (beacon/choice.py):
+beacons, and tokens before which the model could have folded. Without it no beacon may be a target.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def token_logprobs(
     """fp32 [T]: the log-prob of each token given those before it; 0 for the first token and for beacons that were not
     chosen. Differentiable.
 
-    tokens, choices (a trajectory's) [T]. Without a trace every token sees all tokens before it; with one, exactly what
-    the sampler's cache still held, and if the trace has routes, it goes through the sampler's experts. Temperature 0
-    reads as 1, as in the sampler. With a support that has ids, log-probs of the sampled tokens are
-    renormalised over it, and the others are 0.
+    tokens, choices (a trajectory's) [T]. Without a trace, every token sees all tokens before it; with one, exactly what
+    the sampler's cache still held, and it goes through the sampler's experts if the trace has routes. Temperature 0
+    counts as 1, as in the sampler. With a support that has ids, log-probs of the sampled tokens are renormalised over
+    it, and the others are 0.
     """
     device = next(model.parameters()).device
     tokens = torch.as_tensor(tokens, device=device)[None]
@@ -105,7 +105,7 @@ def logprobs_of(
     choices: Tensor | None = None,
     support: Tensor | None = None,
 ) -> Tensor:
-    """`batch_logprobs` from hidden states that were computed already."""
+    """`batch_logprobs`, from hidden states that were computed already."""
     if choices is not None:
         assert support is None, "a policy that chooses its folds draws from all tokens"
         said, chosen = _apart(model, tokens, target_mask, choices)
@@ -127,8 +127,9 @@ def statistics_of(
     choices: Tensor | None = None,
     support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`logprobs_of`, to the bit, and from the same pass through the head: entropies of the targets' distributions, and
-    ranks of the targets there (1: likeliest). fp32 [B, T] each, 0 elsewhere. Only the log-probs are differentiable.
+    """`logprobs_of` with the same bits and, from the same pass through the head, entropies of the targets'
+    distributions and ranks of the targets in them (1: likeliest). fp32 [B, T] each, 0 elsewhere. Only log-probs are
+    differentiable.
     """
     if choices is not None:
         said, chosen = _apart(model, tokens, target_mask, choices)
@@ -181,7 +182,7 @@ def _over_targets(
 def _fused_statistics(
     model: nn.Module, states, tokens: Tensor, target_mask: Tensor, temperature: float, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Log-probs, entropies and ranks of the target tokens, [n] each; None: the head is not known to be one matrix."""
+    """Log-probs, entropies and ranks of the target tokens, [n] each; None if the head is not known to be one matrix."""
     known = plain_head(causal_lm_of(model))
     if known is None:
         return None
@@ -194,12 +195,14 @@ def _fused_statistics(
 
 
 def choice_statistics(model: nn.Module, states, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and ranks (1 or 2) of choices between folding and going on. chosen bool [B, T] -> [B, T]"""
+    """Log-probs, entropies and ranks (1 or 2) of choices between folding and continuing. chosen bool
+    [B, T] -> [B, T]
+    """
     beacon = beacon_of(model)
     if beacon is None or beacon.choice is None:
         raise SparseRLError(
-            "the trajectories hold choices of where to fold, but this model does not choose; use the one that sampled "
-            "them."
+            "the trajectories hold choices of where to fold, but this model cannot make such choices; use the model "
+            "that sampled them."
         )
     logits, folds = beacon.choice_logits(states_before(states.last_hidden_state, chosen)), beacon.is_beacon(tokens)
     logits = logits.new_zeros(tokens.shape).masked_scatter(chosen, logits)
@@ -208,17 +211,17 @@ def choice_statistics(model: nn.Module, states, tokens: Tensor, chosen: Tensor) 
 
 
 def _apart(model: nn.Module, tokens: Tensor, target_mask: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the targets: those that the vocabulary has, and those that were chosen in the other sense. bool [B, T] each"""
+    """Split targets into tokens of the vocabulary and choices about folding. bool [B, T] each"""
     beacon = beacon_of(model)
     said = target_mask if beacon is None else target_mask & ~beacon.is_beacon(tokens)
     return said, target_mask & choices
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None, routes: Tensor | None = None):
-    """What the decoder hands to the head, as the model's own output record.
+    """The decoder's output, as the model's own output record.
 
     tokens [B, T] -> last_hidden_state [B, T, hidden]. With a packing (packing.py) the decoder reads one packed row.
-    routes [M, n, k]: the experts to which it sends the tokens that it reads (routes.py); None: it chooses.
+    routes [M, n, k]: the experts to which tokens are sent (routes.py); None: the model chooses.
     """
     decoder, caught = decoder_of(model), []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
@@ -229,9 +232,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
         inputs["input_ids"], positions = pack_tokens(tokens, replay.lengths, packing)
     elif beacon is not None:
         positions = beacon.positions(tokens)
-    if "position_ids" in taken_by(model):  # as the engine counts: some models would begin elsewhere
+    if "position_ids" in taken_by(model):  # counted as in the engine: some models would begin with another number
         inputs["position_ids"] = positions
-    inputs |= last_logits_only(model, inputs["input_ids"])  # the head's turn comes later
+    inputs |= last_logits_only(model, inputs["input_ids"])  # the head is run later
     try:
         if replay is None and routes is None:
             model(**inputs)
@@ -246,9 +249,9 @@ def hidden_states(model: nn.Module, tokens: Tensor, replay: Replay | None = None
             "supported."
         )
     states = caught[0]
-    if packing is not None:  # as a lookup, whose backward adds up what shared tokens are asked for, in fp32
+    if packing is not None:  # as a lookup, whose backward adds up the gradients of shared tokens in fp32
         states.last_hidden_state = nn.functional.embedding(packing.place, states.last_hidden_state[0])
-    if beacon is not None:  # the token after a beacon was predicted by the state before the beacon
+    if beacon is not None:  # a token after a beacon was predicted by the state before the beacon
         after = states.last_hidden_state
         states.last_hidden_state = torch.where(beacon.is_beacon(tokens)[..., None], after.roll(1, 1), after)
     return states
@@ -282,7 +285,7 @@ def over_chunks(
 ) -> Tensor:
     """function(logits fp32 [c, V], *per_token [c]) -> [c, ...] for chunks of the target tokens, put together: [n, ...].
 
-    The logits of a token are those that predict it, made from the state before it.
+    The logits of a token are those that predict it, from the state before it.
     """
     before = states.last_hidden_state[:, :-1][target_mask[:, 1:]]  # [n, hidden]
 
@@ -295,7 +298,7 @@ def over_chunks(
 
 
 def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
-    """The logits that the model makes of given hidden states, in fp32. [n, hidden] -> [n, V]"""
+    """The model's logits for given hidden states, in fp32. [n, hidden] -> [n, V]"""
     causal_lm = causal_lm_of(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
@@ -303,14 +306,14 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     decoder = getattr(holder, name)
     setattr(holder, name, _FixedOutput(given, decoder))
     try:
-        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # nobody reads them
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # their values do not matter
         return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
     finally:
         setattr(holder, name, decoder)
 
 
 def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """For `over_chunks`: log-probs of the targets."""
+    """A function for `over_chunks`: log-probs of the targets."""
 
     def function(logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits / temperature
@@ -320,7 +323,7 @@ def chosen_logprobs(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """For `over_chunks`: the target's log-prob, its distribution's entropy, its rank there (1: likeliest). -> [n, 3]"""
+    """A function for `over_chunks`: log-prob, entropy and rank (1: likeliest) of each target. -> [n, 3]"""
 
     def function(logits: Tensor, targets: Tensor) -> Tensor:
         logprobs = (logits / temperature).log_softmax(-1)
@@ -332,7 +335,7 @@ def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], T
 
 
 def _logprobs_and_others(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """For `over_chunks`: `chosen_logprobs`, and entropies and ranks without a gradient. -> [n, 3]"""
+    """A function for `over_chunks`: `chosen_logprobs`, and entropies and ranks without a gradient. -> [n, 3]"""
     chosen, others = chosen_logprobs(temperature), logprobs_entropies_ranks(temperature)
 
     def function(logits: Tensor, targets: Tensor) -> Tensor:
@@ -350,7 +353,7 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
 
 
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:
-    """The traces side by side, padded with "never": int32 [B, L, H, T]"""
+    """Stack the traces, padded with "never": int32 [B, L, H, T]"""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
     layers, heads, longest = num_slot_layers(config), num_slot_heads(config), max(len(tokens) for tokens, _ in items)
     padded = torch.full((len(items), layers, heads, longest), torch.iinfo(torch.int32).max, dtype=torch.int32)
@@ -375,7 +378,7 @@ def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tenso
 
 
 class _FixedOutput(nn.Module):
-    """A stub of the decoder that returns the output it was made with, and has the decoder's plain settings."""
+    """A stand-in for the decoder that has its plain settings and returns a given output."""
 
     def __init__(self, output, decoder: nn.Module):
         super().__init__()

@@ -1,10 +1,10 @@
-"""A model whose weights, gradients and moments are divided among the processes (FSDP2).
+"""Divide a model's weights, gradients and moments among the processes (FSDP2).
 
-Every process still samples and scores with whole weights of its own; only learning, which takes 16 bytes or more per
-parameter, is divided. Shards are fp32, whatever the model's dtype: they are the masters, and their rounding goes
-through the model.
+Every process still samples and scores with its own whole weights; only learning, which takes 16 bytes or more per
+parameter, is divided. Shards are fp32, whatever the model's dtype: they are the masters, and the model computes with
+them rounded.
 
-FSDP gathers weights when a module is called, on all processes at once. So everything that the learner does with the
+FSDP gathers weights when a module is called, in all processes at once. So everything that the learner does with the
 model happens inside one call (`Sharded.forward`), and every process makes as many calls as the others.
 """
 
@@ -33,14 +33,14 @@ T = TypeVar("T")
 class Sharded(nn.Module):
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = model, dtype  # the dtype in which it computes
+        self.model, self.dtype = model, dtype  # dtype: in which it computes
 
     def forward(self, run: Callable[[nn.Module], T]) -> T:
         return run(self.model)
 
 
 def shard(model: nn.Module, processes: int) -> Sharded:
-    """The model, divided among all processes: layer by layer, then the rest. The model is changed, not copied."""
+    """Divide the model among all processes: layer by layer, then the rest. The model is changed, not copied."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -68,7 +68,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be divided."""
+    """The whole of a tensor that may be divided."""
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
@@ -88,7 +88,7 @@ def put(whole: Tensor, into: Tensor) -> None:
 
 
 def save_shards(tensors: dict[str, DTensor], folder: Path) -> None:
-    """Every process writes its own part: the pieces that it has of each tensor, and in the header where they belong."""
+    """Write this process's part: its pieces of each tensor, and in the header where they belong."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = {name: tensor.to_local().detach().contiguous().cpu() for name, tensor in tensors.items()}
     layout = {name: {"shape": list(tensor.shape), "offset": _region(tensor)[0]} for name, tensor in tensors.items()}
@@ -98,15 +98,15 @@ def save_shards(tensors: dict[str, DTensor], folder: Path) -> None:
 
 @torch.no_grad()
 def load_shards(into: dict[str, Tensor], folder: Path) -> None:
-    """Read what any number of processes wrote, into tensors that are whole or divided in any other way.
+    """Read what any number of processes wrote into tensors that are whole, or divided in any other way.
 
-    The files hold numbers and their places, nothing that could run; ValueError if they are not the whole of a tensor.
+    The files hold only numbers and their places, no code. Raises ValueError if a tensor is incomplete.
     """
     if (folder / ".metadata").exists():
         raise SparseRLError(
-            f"an earlier version wrote {folder} in a form that only running code from it can read; go on for one step "
-            "with that version and --model.shard false, which writes a checkpoint without shards, and then with this "
-            "one."
+            f"an earlier version wrote {folder} in a format that cannot be read without running code from it; do one "
+            "step with that version and --model.shard false, which writes a checkpoint without shards, and continue "
+            "with this version."
         )
     missing = {name: whole_or_part(tensor).numel() for name, tensor in into.items()}
     for path in sorted(folder.glob("process-*.safetensors")):
@@ -124,7 +124,7 @@ def load_shards(into: dict[str, Tensor], folder: Path) -> None:
 
 
 def _copy_overlap(piece: Any, start: list[int], into: Tensor) -> int:
-    """Copy what a piece that begins at `start` and a tensor have in common; returns how many numbers that is."""
+    """Copy the overlap of a tensor with a piece that begins at `start`; returns how many numbers were copied."""
     target, begin = whole_or_part(into), _region(into)[0]
     ends = [min(a + n, b + m) for a, n, b, m in zip(start, piece.get_shape(), begin, target.shape, strict=True)]
     low = [max(a, b) for a, b in zip(start, begin)]

@@ -1,15 +1,14 @@
-"""Students: copies of the model that learn from its rollouts to reason while their chunks are folded into beacons.
+"""Train students: copies of the model that learn from its rollouts to reason while chunks are folded into beacons.
 
-The method is Breadcrumbs. For every minibatch of a step's trajectories, which the teacher (the model that sampled them)
-sees whole:
+The method is Breadcrumbs. The teacher is the model that sampled, and sees trajectories whole. For every minibatch of a
+step's trajectories:
 
-    insert a beacon into each trajectory after every chunk: c tokens, drawn for the sequence or for every chunk
+    insert a beacon into each trajectory after every chunk of c tokens; c is drawn per sequence or per chunk
     KL( sg(teacher) || student ) of every response token, exact over the vocabulary, in chunks
     one optimizer step of the student
 
-So the students learn from the teacher's rollouts, which its own learning has paid for already; a batch costs one more
-forward pass of the teacher and one forward-backward pass of each student. Shapes: B rows, T tokens as fed, beacons
-included, n response tokens of a micro-batch.
+So students need no rollouts of their own: a batch costs one more forward pass of the teacher and one forward-backward
+pass of each student. Shapes: B rows, T tokens as fed, beacons included, n response tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -55,13 +54,15 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 @dataclass(frozen=True)
 class StudentSettings:
     chunks: list[Any] = key(
-        "students that fold their reasoning into beacons, each by its tokens per chunk: 8, or a list; []: none", []
+        "one entry per student that folds its reasoning into beacons: its tokens per chunk, such as 8, or a list of "
+        "chunk sizes; []: no students",
+        [],
     )
-    draw: str = key("with several chunk sizes, one is drawn for every `sequence` or for every `chunk`", "sequence")
+    draw: str = key("whether one of several chunk sizes is drawn for every `sequence` or every `chunk`", "sequence")
     position: str = key("the RoPE position of a beacon: shared (with the last token of its chunk) or own", "shared")
-    lr: float = key("learning rate of the students; all other settings are those of the optimizer section", 1e-4)
+    lr: float = key("learning rate of the students; all other settings come from the optimizer section", 1e-4)
     lora_rank: int = key(
-        "0: a student has weights of its own; else it is the current teacher with adapters of this rank", 0
+        "rank of a student's adapters, which are laid over the current teacher; 0: a student has its own weights", 0
     )
     lora_alpha: int = key("scale of the adapters: alpha / rank", 16)
     freeze_teacher: bool = key("the model is a finished teacher: it samples, but only students learn", False)
@@ -69,7 +70,7 @@ class StudentSettings:
     def __post_init__(self):
         if not isinstance(self.chunks, (list, tuple)) or not all(map(sizes_of, self.chunks)):
             raise SparseRLError(
-                f"student.chunks is {self.chunks!r}; give a list with an entry per student, such as [2, 8, [2, 4, 8]]."
+                f"student.chunks is {self.chunks!r}; give a list with one entry per student, such as [2, 8, [2, 4, 8]]."
             )
         names = [name_of(sizes_of(entry)) for entry in self.chunks]
         if len(set(names)) < len(names):
@@ -103,11 +104,11 @@ def name_of(sizes: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """What the teacher made of a micro-batch, without beacons."""
+    """The teacher's states for a micro-batch, without beacons."""
 
     model: nn.Module
     output: Any  # the decoder's output
-    states: Tensor  # [n, hidden]: those that predict each response token
+    states: Tensor  # [n, hidden]: the states that predict each response token
 
 
 class Student:
@@ -126,15 +127,15 @@ class Student:
             self.model = with_lora(self.model, settings.lora_rank, settings.lora_alpha, key="student.lora_rank")
         self.optimizer = MasterAdamW(self.model.parameters(), replace(optimizer, lr=settings.lr))
         self.version = 0  # optimizer steps
-        self.skipped = 0  # steps in a row that were skipped because a number was not finite
+        self.skipped = 0  # consecutive steps that were skipped because a number was not finite
 
     def insert_beacons(
         self, tokens: Tensor, prompts: Tensor, lengths: Tensor, streams: list[int], sampled: Tensor | None = None
     ) -> BeaconLayout:
-        """Trajectories with this student's beacons.
+        """Insert this student's beacons into trajectories.
 
-        tokens int64 [B, T - beacons]; prompts, lengths [B]; streams: one random stream per row, for the sizes drawn;
-        sampled bool like tokens: those of the response that the policy sampled; None: it sampled all
+        tokens int64 [B, T - beacons]; prompts, lengths [B]; streams: one random stream per row, for drawing sizes;
+        sampled: bool like tokens: the response tokens that the policy sampled; None: all of them
         """
         beacon = beacon_of(self.model)
         assert beacon is not None
@@ -160,9 +161,9 @@ class Student:
         return over_chunks(self.model, hidden, fed.sampled.to(device), divergence_of, teacher.states)
 
     def update(self, kl: float, max_skipped: int) -> float:
-        """One optimizer step; returns its gradient norm.
+        """Do one optimizer step and return its gradient norm.
 
-        A step in which a number is not finite changes nothing; too many such steps in a row end the run.
+        A step in which a number is not finite changes nothing; too many consecutive ones end the run.
         """
         norm, _ = self.optimizer.step(self.version, kl)
         self.version += math.isfinite(norm)
@@ -182,7 +183,7 @@ class Student:
             mine.copy_(theirs)
 
     def to_save(self) -> nn.Module:
-        """The model as a folder holds it: adapters merged into the weights."""
+        """The model as it is saved: with adapters merged into the weights."""
         if not self.settings.lora_rank:
             return self.model
         from peft import PeftModel
@@ -220,7 +221,7 @@ class Students:
         self.members = [Student(teacher, sizes_of(entry), settings, optimizer, seed) for entry in settings.chunks]
 
     def learn(self, teacher: nn.Module, sampled: Sampled, minibatches: int, step: int) -> dict[str, float]:
-        """One optimizer step of every student per minibatch. The teacher is as it was when it sampled."""
+        """One optimizer step of every student per minibatch. The teacher must be as it was when it sampled."""
         if not self.members:
             return {}
         found: dict[str, list[tuple[float, float]]] = {student.name: [] for student in self.members}
@@ -292,7 +293,7 @@ def teacher_states(teacher: nn.Module, sampled: Sampled, rows: Tensor) -> Teache
 
 
 def copied(model: AnyModule) -> AnyModule:
-    """A deep copy, which shares the handles of hooks that transformers keeps: a second copy would lose them."""
+    """A deep copy that shares the hook handles which transformers keeps; copies of these would lose their hooks."""
     handles = [
         h
         for m in model.modules()
@@ -303,6 +304,8 @@ def copied(model: AnyModule) -> AnyModule:
 
 
 def _in_order(student: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
-    """For each of the student's parameters, the teacher's of that name; for the beacon, which it alone has, itself."""
+    """For each of the student's parameters, the teacher's of the same name; for the beacon, which only
+    it has, itself.
+    """
     theirs = dict(teacher.named_parameters())
     return [theirs.get(name, mine) for name, mine in student.named_parameters()]

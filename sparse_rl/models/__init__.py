@@ -1,4 +1,6 @@
-"""Models: shape, what is refused and why, loading by name, records of training, logits, stop ids, tiny models."""
+"""Models: their shapes, loading by name, what is refused and why, records of training, logits, stop
+ids, tiny models.
+"""
 
 from .adapters import base_of, is_adapter, record_base, set_base
 from .companion import (

@@ -1,8 +1,8 @@
-"""Adapters on disk, and the base model that they need: where it was, and where it is now.
+"""Find the base model that adapters on disk need, also if it was moved.
 
 adapter_config.json    names the base as transformers finds it: a hub id, or the full path of a folder
-sparse_rl.json         base: {name, path, relative, seed}; for bases that moved along, and for those that transformers
-                       cannot find: a GGUF file, or random weights
+sparse_rl.json         base: {name, path, relative, seed}; for bases that were moved with the adapters, and for those
+                       that transformers cannot find: a GGUF file, or random weights
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 def record_base(folder: Path, model) -> None:
-    """Write the record of an adapter's model beside it, and where its base is."""
+    """Write the record of an adapter's model, and the place of its base, beside the adapters."""
     record = record_of(model) or Record()
     loaded = record.start if str(record.start).endswith(".gguf") else getattr(model.config, "_name_or_path", "")
     here = Path(loaded).resolve() if loaded and Path(loaded).exists() else None
@@ -57,7 +57,7 @@ def set_base(folder: Path, base: str) -> None:
 
 
 def base_of(folder: str) -> tuple[str, int]:
-    """(name, seed) with which `load_model` loads the base of adapters; one that is missing is named."""
+    """(name, seed) with which `load_model` loads the base of adapters; raises if it is missing."""
     path, found = Path(folder) / CONFIG, _read(folder, FILE).get("base")
     about = {key: value for key, value in found.items() if type(value) in (str, int)} if type(found) is dict else {}
     named = str(_read(folder, CONFIG).get(_BASE) or "")
@@ -73,8 +73,8 @@ def base_of(folder: str) -> tuple[str, int]:
     if about.get("path") or Path(named).is_absolute() or name.split("/")[0] in (".", "..", "models", "runs"):
         was = about.get("path") or named
         raise SparseRLError(
-            f"{folder} holds adapters of the model {name!r}, which was in {was} when they were trained and now is not; "
-            f"put it back, or name its place as {_BASE} in {path} and remove `base` from {FILE} there."
+            f"{folder} holds adapters of the model {name!r}, which was in {was} when they were trained but is not "
+            f"there now; put it back, or write its new place as {_BASE} in {path} and remove `base` from {FILE} there."
         )
     return name, seed
 

@@ -1,6 +1,7 @@
-"""Weights that arrive from elsewhere and are copied into a model, in place, so that captured steps stay.
+"""Find the place in a model for weights that arrive from elsewhere and are copied in place, so that captured steps
+stay valid.
 
-They come under the names of the model, or, of experts that transformers 5 keeps packed, as they lie in checkpoints:
+They come under the names of the model; weights of experts, which transformers 5 packs, may come as in checkpoints:
 
     mlp.experts.3.gate_proj.weight [I, D]  -> mlp.experts.gate_up_proj [E, 2 I, D], [3, :I]
     mlp.experts.3.up_proj.weight   [I, D]  -> mlp.experts.gate_up_proj              [3, I:]
@@ -21,23 +22,25 @@ from .companion import companions_of
 
 LEARNED = "learned"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
-Arrived = dict[int, dict[str, int]]  # of a parameter (by identity) that came: names that were sent -> their elements
+Arrived = dict[
+    int, dict[str, int]
+]  # for each parameter (by identity) that came: names that were sent -> their numbers of elements
 
 
 class Place(NamedTuple):
-    whole: Tensor  # the model's own tensor
-    part: Tensor  # what of it a name stands for
+    whole: Tensor  # the model's tensor
+    part: Tensor  # the part of it that a name stands for
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All that a weight that arrives may be called; tied weights by each of their names."""
+    """The model's tensors by every name under which a weight may arrive; tied weights by each of their names."""
     learned = companions_of(model).get(LEARNED)
     beside = {} if learned is None else {f"{LEARNED}:{name}": tensor for name, tensor in learned.tensors.items()}
     return {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False)), **beside}
 
 
 def place_of(name: str, own: Mapping[str, Tensor]) -> Place | None:
-    """None: the model has nothing of this name."""
+    """The place of a weight in the model; None if the model has nothing of this name."""
     if name in own:
         return Place(own[name], own[name])
     if found := _EXPERT.fullmatch(name):
@@ -53,6 +56,6 @@ def note(arrived: Arrived, name: str, place: Place) -> None:
 
 
 def missing(model: nn.Module, arrived: Arrived) -> list[str]:
-    """Parameters that did not come, or of which parts did not come."""
+    """Parameters of which all or some parts did not come."""
     named = model.named_parameters()
     return [name for name, own in named if sum(arrived.get(id(own), {}).values()) < own.numel()]

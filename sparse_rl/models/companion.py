@@ -1,7 +1,7 @@
-"""What a compressor has learned about a model: a small file beside it, NAME.safetensors for the compressor NAME.
+"""Companions: what a compressor NAME has learned about a model, in a small file NAME.safetensors beside it.
 
-The model carries its tensors along, so checkpoints and exports have them too. What they mean is the compressor's
-affair; a file may be a stranger's, so it checks their names and shapes.
+The model carries the tensors along, so checkpoints and exports have them, too. Only the compressor knows what they
+mean. A file may be a stranger's, so the compressor checks names and shapes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PLACE = "_sparse_rl_companions"  # an attribute of the model
 
 @dataclass(frozen=True)
 class Companion:
-    tensors: dict[str, Tensor]  # on any device; whoever trains them changes them in place
+    tensors: dict[str, Tensor]  # on any device; training changes them in place
     about: dict[str, str] = field(default_factory=dict)
 
 
 def companions_of(model: nn.Module) -> dict[str, Companion]:
-    """What a model carries, by the compressor's name. Wrappers such as adapters are looked through."""
+    """The companions of a model by compressor, also if the model is wrapped, for example by adapters."""
     for module in model.modules():
         if (found := vars(module).get(_PLACE)) is not None:
             return found
@@ -44,18 +44,16 @@ def set_companion(model: nn.Module, name: str, companion: Companion) -> None:
 
 
 def companion_of(model: nn.Module, name: str, remedy: str) -> Companion:
-    """What the compressor `name` has learned; without it the model is refused."""
+    """The companion for the compressor `name`; refuses a model without one."""
     found = companions_of(model).get(name)
     if found is None:
-        raise SparseRLError(
-            f"{name} knows nothing about this model: there is no {name}.safetensors beside it; {remedy}"
-        )
+        raise SparseRLError(f"{name} needs {name}.safetensors, but there is none beside this model; {remedy}")
     return found
 
 
 @torch.no_grad()
 def copy_companions(source: nn.Module, target: nn.Module) -> None:
-    """Put what a model's compressors have learned into those of a copy of it."""
+    """Copy the companions of a model into those of its copy."""
     copies = companions_of(target)
     for name, companion in companions_of(source).items():
         for key, tensor in companion.tensors.items():
@@ -63,7 +61,7 @@ def copy_companions(source: nn.Module, target: nn.Module) -> None:
 
 
 def check_companion(name: str, companion: Companion, shapes: dict[str, tuple[int, ...]], remedy: str) -> None:
-    """Refuse what was learned of another model, or is damaged."""
+    """Refuse a companion that is damaged or belongs to another model."""
     given = {key: tuple(tensor.shape) for key, tensor in companion.tensors.items()}
     if given != shapes:
         raise SparseRLError(
@@ -75,14 +73,14 @@ def check_companion(name: str, companion: Companion, shapes: dict[str, tuple[int
 
 
 def save_companions(folder: Path, model: nn.Module) -> None:
-    """Write what the model carries beside its weights."""
+    """Write the model's companions beside its weights."""
     for name, companion in companions_of(model).items():
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in companion.tensors.items()}
         replace_file(Path(folder) / f"{name}.safetensors", save(tensors, metadata=companion.about or None))
 
 
 def load_companions(source: str | Path, model: nn.Module) -> None:
-    """Give a model what lies beside it in its folder."""
+    """Give a model the companions that lie in its folder."""
     for name in NAMES:
         path = Path(source) / f"{name}.safetensors"
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Where the decoder of a model is, inside whatever wraps the model."""
+"""Find the decoder of a model, inside anything that wraps the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def causal_lm_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside whatever wraps it."""
+    """The transformers model inside anything that wraps it."""
     from transformers import PreTrainedModel
 
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
@@ -34,15 +34,15 @@ def _parameters(kind: type) -> Collection[str]:
 
 
 def last_logits_only(model: nn.Module, tokens: Tensor) -> dict[str, Any]:
-    """The argument with which the head computes the logits of the last token alone, if the model takes one. [B, T]
+    """The argument that makes the head compute only the logits of the last token, if the model takes one. [B, T]
 
-    Where layers share keys and values, a number would also make the decoder drop the other tokens from its last layers
-    (Gemma 4 since transformers 5.23), whose queries compressors and the learner need. A tensor of places does not.
+    If layers share keys and values, a number would also make the decoder drop the other tokens from its last layers
+    (Gemma 4 since transformers 5.23), but compressors and the learner need their queries. A tensor of places does not.
     """
     if "logits_to_keep" not in taken_by(model):
         return {}
     shares = getattr(causal_lm_of(model).config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
-    if not shares or tokens.shape[1] == 1:  # a captured step brings one token, and must not make tensors on the host
+    if not shares or tokens.shape[1] == 1:  # a captured step has one token and must not make tensors on the host
         return {"logits_to_keep": 1}
     return {"logits_to_keep": torch.full((1,), tokens.shape[1] - 1, device=tokens.device)}
 
@@ -58,7 +58,7 @@ def decoder_place(model: nn.Module) -> tuple[nn.Module, str]:
     base = getattr(causal_lm, name, None)
     if base is None:
         raise SparseRLError(f"{type(causal_lm).__name__} has no decoder named {name!r}: it is not supported.")
-    if isinstance(getattr(base, "decoder", None), nn.Module):  # models that were cut out of an encoder-decoder, and OPT
+    if isinstance(getattr(base, "decoder", None), nn.Module):  # models cut out of an encoder-decoder, and OPT
         return base, "decoder"
     return causal_lm, name
 

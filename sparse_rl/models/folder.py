@@ -1,5 +1,5 @@
-"""Model folders as strangers leave them: truncated, half copied or edited. What is checked before and after
-transformers reads one, and one sentence for whatever it raises in between.
+"""Read model folders that may be truncated, half copied or edited: checks before and after transformers reads one, and
+one sentence for anything that it raises.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 @contextmanager
 def reading(name: str, others: str = "give a hub id, a folder, a .gguf file, or `tiny`.") -> Iterator[None]:
-    """transformers reads a model without a word; whatever it raises about the files becomes one sentence.
+    """Let transformers read a model silently, and turn anything that it raises about the files into one sentence.
 
-    `others`: the remedy where there are no such files.
+    `others`: the remedy if there are no such files
     """
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report on tensors takes a screen; `check_tensors` says it in a sentence
+    logging.set_verbosity_error()  # its report on tensors fills a screen; `check_tensors` says it in a sentence
     try:
         with no_progress_bar():
             yield
@@ -41,7 +41,7 @@ def reading(name: str, others: str = "give a hub id, a folder, a .gguf file, or 
         why = " ".join(str(error).split())[:300] or type(error).__name__
         if "trust_remote_code" in str(error):
             raise SparseRLError(
-                f"{name!r} needs Python code that its folder brings along, which is never run; give another model."
+                f"{name!r} needs the Python code in its folder, which is never run; use another model."
             ) from error
         damaged = Path(name).exists() and not isinstance(error, ImportError)
         again = "its files are damaged or do not belong together: copy them again, or give another model."
@@ -89,7 +89,7 @@ def check_layers(source: str) -> None:
 
 
 def check_size(folder: str, kind: Any = None) -> None:
-    """Refuse a folder whose files could not hold the model of its config, before memory is taken for that model.
+    """Refuse a folder whose files are too small for the model of its config, before memory is allocated for it.
 
     `kind`: transformers' class that makes it; None: the one for language models.
     """
@@ -107,20 +107,20 @@ def check_size(folder: str, kind: Any = None) -> None:
 
 
 def check_tensors(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse a model with tensors that its files lack or have in another shape: they would be random.
+    """Refuse a model with tensors that its files lack or have in another shape, because these would be random.
 
-    `info` is the loading info of transformers, which exempts tied heads and buffers that are computed.
+    `info`: the loading info of transformers, which exempts tied heads and computed buffers
     """
     missing = sorted(info["missing_keys"])
     other = [f"{key} is {list(there)}, not {list(wanted)}" for key, there, wanted in sorted(info["mismatched_keys"])]
     if missing:
         raise SparseRLError(
-            f"{name} lacks {len(missing)} of its model's tensors ({_some(missing)}); copy its weights again, or use "
-            "the config.json that belongs to them."
+            f"{name} has no weights for {len(missing)} of its model's tensors ({_some(missing)}); copy the weights "
+            "again, or use the config.json that belongs to them."
         )
     if other:
         raise SparseRLError(
-            f"{name} has {len(other)} tensors of another shape than its config.json says ({_some(other)}); use the "
+            f"{name} has {len(other)} tensors whose shape differs from its config.json ({_some(other)}); use the "
             "config.json that belongs to the weights."
         )
     if unused := sorted(info["unexpected_keys"]):

@@ -1,5 +1,5 @@
-"""Configs, models and tokenizers by name: a hub id, a folder, a GGUF file, the built-in model, a character-level model
-of any size, or a public architecture with random weights. Also adapters, evaluation mode and the encoding of prompts.
+"""Load configs, models and tokenizers by name: a hub id, a folder, a GGUF file, the built-in model, a character-level
+model of any size, or a public architecture with random weights. Also adapters, evaluation mode and encoding prompts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def load_model(
 
     `tiny-sums` is built in and can add a little; `tiny` is the same model with random weights made from `seed`;
     `tiny:4x256` has another size (layers x width); `random:SHAPE` is a public architecture with random weights and the
-    tiny tokenizer, to measure speed and memory. Of a run folder it is the newest checkpoint. `logits`: `float32`,
-    whatever the dtype of the weights, or `model`, in that dtype; None: as in training, else `float32`. `quantize`:
-    `4bit`, which needs bitsandbytes; adapters that were trained so are loaded so.
+    tiny tokenizer, to measure speed and memory. A run folder stands for its newest checkpoint. `logits`: `float32`
+    whatever the weights' dtype, or `model` for that dtype; None: as in training, else `float32`. `quantize`: `4bit`,
+    which needs bitsandbytes; adapters that were trained so are loaded so.
     """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,20 +77,20 @@ def load_model(
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=chosen or config.dtype)
         tokenizer = tiny_tokenizer()
-        if model.generation_config.eos_token_id is not None:  # a shape's own default is an id of another tokenizer
+        if model.generation_config.eos_token_id is not None:  # the default of a shape is an id of another tokenizer
             model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         if quantize:
             quantise(model, device)
         return set_logits(model.eval(), logits or "float32"), tokenizer
     if name.lower() in SHAPES:
         raise SparseRLError(
-            f"{name} names a shape without weights, for `sparse-rl plan`; give a hub id or a folder, or random:{name}."
+            f"{name} is a shape without weights, for `sparse-rl plan`; give a hub id, a folder or random:{name}."
         )
     name = str(BUILT_IN[name]) if name in BUILT_IN else find_model(name)
     check_folder(name)
     source, options = source_of(name)
     if needs_hub(source):
-        file_on_hub(source, "config.json")  # one question; the tokenizer would ask several
+        file_on_hub(source, "config.json")  # one request; the tokenizer would make several
     with reading(name):
         check_layers(source)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
@@ -160,7 +160,7 @@ def source_of(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
-    """The unpacked weights of a GGUF file are ordinary; without this, transformers would refuse to save them."""
+    """Mark the unpacked weights of a GGUF file as ordinary; otherwise transformers would refuse to save them."""
     model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
     model.is_quantized = False  # pyright: ignore[reportArgumentType]
     if hasattr(model.config, "quantization_config"):
@@ -188,10 +188,10 @@ def _ends_in(name: str, target: str) -> bool:
 def with_lora(
     model: nn.Module, rank: int, alpha: int, targets: Sequence[str] = (), key: str = "model.lora_rank"
 ) -> nn.Module:
-    """The model with low-rank adapters in its linear layers (`adapted_layers`); only these, and a beacon if there is
-    one, are trained.
+    """Add low-rank adapters to linear layers of a model (`adapted_layers`); only these, and a beacon if there is one,
+    are trained.
 
-    `key` names the setting in the error message.
+    `key`: the setting that error messages name
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -210,7 +210,9 @@ def with_lora(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode (no dropout, no gradient checkpointing); afterwards every module returns to the mode it had."""
+    """Put a model into eval mode (no dropout, no gradient checkpointing), and afterwards every module back into its
+    own.
+    """
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

@@ -1,11 +1,11 @@
-"""Logits in fp32 from a head in bf16: the head's product is summed in fp32 anyway, so its result is not rounded.
+"""Get fp32 logits from a bf16 head: its product is summed in fp32 anyway, so the result need not be rounded.
 
     logits = x W^T      x [n, hidden], W [V, hidden] in the model's dtype; logits [n, V] in fp32
 
-Rounding logits of size 25 to bf16 moves log-probs by 0.02 on average, and sampler and learner round differently. The
+Rounding logits of size 25 to bf16 changes log-probs by 0.02 on average, and sampler and learner round differently. The
 head module itself returns fp32, so decoding, scoring, loss and every other caller of the model see the same logits, and
-the model's own scales and soft-caps work in fp32 too. The weights keep their dtype: as parameters, in files, in
-adapters and in shards.
+the model's own scales and soft-caps are computed in fp32, too. The weights keep their dtype: as parameters, in files,
+in adapters and in shards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in fp32 or, if they are, wider. x [n, hidden], W [V, hidden], of one dtype -> [n, V]"""
+    """x W^T in fp32, or in a wider dtype of x and W. x [n, hidden], W [V, hidden], of one dtype -> [n, V]"""
     if weight.dtype.itemsize >= 4:
         return F.linear(x, weight)
     if x.is_cuda and len(x):
@@ -70,7 +70,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def set_logits(model: nn.Module, dtype: str = "float32") -> nn.Module:
-    """Let the model's head return logits in fp32, or (`model`) in its own dtype again; a head in fp32 stays."""
+    """Let the model's head return logits in fp32, or (`model`) in its own dtype again; an fp32 head is not changed."""
     check_logits(dtype)
     head = head_of(model)
     if dtype == "model":

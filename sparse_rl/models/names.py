@@ -1,4 +1,4 @@
-"""Names of models that cannot be had: answered at once where that is possible, else after one question to the hub."""
+"""Refuse names of models that do not exist: at once if possible, otherwise after a single request to the hub."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .shape import SHAPES
 from .tiny import is_tiny
 
 BUILT_IN = {"tiny-sums": Path(__file__).parent.parent / "assets" / "tiny-sums"}  # made by recipes/tiny-sums-warmup.yaml
-_LOCAL = ("", ".", "..", "~", "models", "runs")  # first parts that no account of the hub has
+_LOCAL = ("", ".", "..", "~", "models", "runs")  # first parts of a path that are no account on the hub
 _CLOSE = 0.8  # of difflib: `tiny-sum` is meant to be `tiny-sums`
 
 
 def needs_hub(name: str) -> bool:
-    """Whether a name means neither a file or folder that is here, nor a model that is made here."""
+    """Whether a name is neither a local file or folder nor a model that is made here."""
     return not (Path(name).exists() or is_tiny(name) or name in BUILT_IN or name.startswith("random:"))
 
 
@@ -31,7 +31,7 @@ def check_folder(name: str, known: Iterable[str] = ("tiny", *BUILT_IN)) -> None:
     first, *rest = name.split("/")
     if rest and (first in _LOCAL or first.startswith("~")):
         raise SparseRLError(
-            f"there is no model in {name}; make it first (a recipe's first lines say how), or give a hub id."
+            f"there is no model in {name}; make it first (the first lines of a recipe say how), or give a hub id."
         )
     close = [] if rest else difflib.get_close_matches(name.lower()[:100], known, n=1, cutoff=_CLOSE)
     if close and not _downloaded(name):
@@ -39,7 +39,7 @@ def check_folder(name: str, known: Iterable[str] = ("tiny", *BUILT_IN)) -> None:
 
 
 def file_on_hub(source: str, file: str) -> Path | None:
-    """A file of a model on the hub; None if that model lacks it. A model that cannot be had is one sentence."""
+    """A file of a model on the hub; None if that model lacks it. Raises one sentence if the model cannot be fetched."""
     from transformers.utils.hub import cached_file
 
     with reading(source):
@@ -51,7 +51,7 @@ def file_on_hub(source: str, file: str) -> Path | None:
 
 @cache
 def _ask(source: str) -> None:
-    """One request, which raises if there is no such model or no connection; a download would try many times."""
+    """Make one request, which raises if there is no such model or no connection; a download would try many times."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -1,8 +1,8 @@
-"""4-bit base weights under adapters (QLoRA), through bitsandbytes: nf4, with quantised scales.
+"""Quantise the base weights under adapters to 4 bits (QLoRA), with bitsandbytes: nf4, with quantised scales.
 
 Every linear layer but the head is replaced by one that holds 4 bits per weight and dequantises it to the model's dtype
-whenever it is called, forward and backward; only adapters are trained. The same weights give the same 4 bits, so files
-hold adapters and the name of their base alone, and whoever loads them quantises the base again.
+whenever it is called, forward and backward; only adapters are trained. The same weights always give the same 4 bits, so
+files only hold adapters and the name of their base, and loading quantises the base again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTES = (
 
 
 def check_quantize(value: str | None, key: str) -> None:
-    """Refuse a way that is not known."""
+    """Refuse an unknown way to quantise."""
     if value is not None and value not in QUANTIZE:
         raise SparseRLError(f"{key} is {value!r}; {nearest(str(value), QUANTIZE)}")
 
@@ -36,12 +36,12 @@ def _bitsandbytes() -> Any:
 
 
 def quantised_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that are quantised, by name: all that are linear, without the head."""
+    """The layers to quantise, by name: all linear ones but the head."""
     head = cast(Any, model).get_output_embeddings()
     found = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
     if not found:
         raise SparseRLError(
-            f"{type(model).__name__} has no linear layers of the usual kind, so 4-bit weights would save nothing; set "
+            f"{type(model).__name__} has no ordinary linear layers, so 4-bit weights would save nothing; set "
             "model.quantize to null."
         )
     return found
@@ -58,17 +58,17 @@ def quantise(model: nn.Module, device: str) -> None:
                 linear.in_features, linear.out_features, bias=biased, compute_dtype=dtype, **quiet
             )
         layer.weight = library.nn.Params4bit(linear.weight.data, requires_grad=False, **quiet)
-        layer.support_avx512bf16_for_cpu = False  # on a CPU it would repack weights, and then compute no gradients
+        layer.support_avx512bf16_for_cpu = False  # on a CPU it would repack weights and then compute no gradients
         if biased:
             layer.bias = nn.Parameter(linear.bias.data, requires_grad=False)
         _put(model, name, layer.to(device).train(linear.training))
         linear.weight = None  # pyright: ignore[reportAttributeAccessIssue]  # frees it before the next is made
-    vars(model)["is_loaded_in_4bit"] = True  # by this peft knows
+    vars(model)["is_loaded_in_4bit"] = True  # tells peft
 
 
 @torch.no_grad()
 def dequantise(model: nn.Module) -> None:
-    """Put ordinary linear layers, with the weights that the 4-bit ones compute with, in their place."""
+    """Replace 4-bit layers by ordinary linear layers with the weights that they compute with."""
     library = _bitsandbytes()
     modules: list[tuple[str, Any]] = list(model.named_modules())
     for name, layer in modules:
@@ -83,7 +83,7 @@ def dequantise(model: nn.Module) -> None:
 
 
 def quantised_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a quantised model's weights, with one matrix dequantised, and one more in its backward pass."""
+    """Bytes of a quantised model's weights, plus one dequantised matrix and one more in the backward pass."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

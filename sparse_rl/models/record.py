@@ -1,4 +1,4 @@
-"""What a checkpoint was trained for: its cache, its task and how it ends. Whoever runs it later can do as training did.
+"""The record of a model's training: its cache, its task and its stop tokens, so that it can later be run the same way.
 
     config.json       {..., "sparse_rl": {"compressor": "rkv", "budget": 512, ...}}
     sparse_rl.json    the same beside adapters, which have no config.json
@@ -39,21 +39,21 @@ _LONGEST = 100_000  # characters of a text
 
 @dataclass(frozen=True)
 class Record:
-    """None: not known, or the training did not have it."""
+    """What a checkpoint was trained for. None: not known, or the training did not have it."""
 
-    start: str | None = None  # the model that training began with, as its recipe names it
-    start_seed: int | None = None  # of its weights, if they were random
+    start: str | None = None  # the starting model, as the recipe names it
+    start_seed: int | None = None  # seed of its weights, if they were random
     method: str | None = None
     view: str | None = None
     step: int | None = None
-    compressor: str | None = None  # None: no cache of its own, as after warm-up
-    options: dict[str, Any] = field(default_factory=dict)  # the compressor's
-    budget: int | None = None  # in force at this step
+    compressor: str | None = None  # None: no cache was set, as in a warm-up
+    options: dict[str, Any] = field(default_factory=dict)  # those of the compressor
+    budget: int | None = None  # at this step
     interval: int | None = None
     task: str | None = None
-    task_options: dict[str, Any] = field(default_factory=dict)  # of its held-out prompts
+    task_options: dict[str, Any] = field(default_factory=dict)  # options of its held-out prompts
     template: str | None = None
-    stop_ids: list[int] = field(default_factory=list)  # all tokens that ended a response
+    stop_ids: list[int] = field(default_factory=list)  # all tokens that end a response
     max_new_tokens: int | None = None
     temperature: float | None = None  # of evaluations
     max_turns: int | None = None  # of its conversations, if the task replies
@@ -62,12 +62,12 @@ class Record:
     quantize: str | None = None  # of the base, where adapters were trained
 
     def options_at(self, budget: int) -> dict[str, Any]:
-        """The compressor's options under this budget: what layers keep belongs to the budget of training."""
+        """The compressor's options under this budget; layer_budgets only apply to the budget of training."""
         return {k: v for k, v in self.options.items() if k != "layer_budgets" or budget == self.budget}
 
     @property
     def task_names(self) -> list[str]:
-        """Its task, and the tasks of a mixture."""
+        """The task and, if it is a mixture, the tasks in it."""
         return [name for name in (self.task, *tasks_in(self.task_options)) if name is not None]
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,9 +76,9 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Any, where: str) -> Record:
-        """A record that was written by this version or another one: keys that are not known are left out.
+        """A record that any version has written; unknown keys are ignored.
 
-        `where` names its file in error messages; its content may be a stranger's.
+        `where`: the file, for error messages; its content may be a stranger's
         """
         if not isinstance(values, Mapping):
             raise SparseRLError(f"the sparse_rl record of {where} is {values!r:.80}; it must hold keys.")
@@ -124,7 +124,9 @@ def read_record(source: str) -> Record | None:
     A Python file that it names without a folder is one beside the model.
     """
     here = Path(source).exists()
-    for name in (FILE, "config.json") if here else ("config.json", FILE):  # the hub is asked for what most models have
+    for name in (
+        (FILE, "config.json") if here else ("config.json", FILE)
+    ):  # on the hub, most models only have the second
         path = _find(source, name)
         if path is None or not path.is_file():
             continue
@@ -135,7 +137,7 @@ def read_record(source: str) -> Record | None:
 
 
 def find_model(name: str) -> str:
-    """The model that a name means: of a run folder its newest checkpoint, of a link what it points to."""
+    """The model that a name stands for: a run folder for its newest checkpoint, a link for what it points to."""
     path = Path(name)
     if path.is_symlink() and path.name == BEST:
         return str(path.parent / path.readlink())
@@ -143,7 +145,9 @@ def find_model(name: str) -> str:
         return name
     found = find_checkpoints(path / "checkpoints")
     if not found:
-        raise SparseRLError(f"{name} is a run without a checkpoint; wait for its first one, or go on with --resume.")
+        raise SparseRLError(
+            f"{name} is a run without a checkpoint; wait for its first one, or continue it with --resume."
+        )
     return str(found[-1][1])
 
 
@@ -155,7 +159,7 @@ def _from_config(values: Mapping[str, Any], where: str) -> Record | None:
 
 
 def _with_files_beside(source: str, record: Record) -> Record:
-    """The record, in which Python files that were exported with the model have the place that they have now."""
+    """The record with the present places of Python files that were exported with the model."""
 
     def place(path: Path) -> str | Path:
         here = _find(source, path.name)

@@ -1,8 +1,8 @@
 """A reward model: a sequence classifier with one label, whose score says how good a response to a prompt is.
 
-It reads a conversation through its own tokenizer: chat messages and the response through its chat template, where it
-has one, and otherwise the text of the prompt and the response, one after the other. Its folder or hub id is read as any
-model's: without code of its own.
+It reads a conversation with its own tokenizer: chat messages and the response through its chat template, if it has one;
+otherwise the text of the prompt followed by the response. It is loaded like any model, without running code from its
+folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Scores completions. `batch_tokens`: tokens of a forward pass, padding included; a longer text goes alone."""
+    """Scores completions. `batch_tokens`: tokens in a forward pass, padding included; a longer text goes alone"""
 
     def __init__(
         self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_tokens: int = 16384
@@ -58,7 +58,7 @@ class RewardModel:
     def _through_template(self, messages: list[dict]) -> list[int]:
         try:
             encoded: Any = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-        except Exception as error:  # a template is a program, and may refuse what it is given
+        except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise SparseRLError(
                 f"the chat template of the reward model {self.name} fails ({type(error).__name__}: "
@@ -67,11 +67,11 @@ class RewardModel:
         return list(encoded["input_ids"])
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """The ids, if the model has a vector for each."""
+        """The ids; refuses them if the model does not have an embedding for each."""
         if (highest := max(ids, default=0)) >= self.vocabulary:
             raise SparseRLError(
                 f"the tokenizer of the reward model {self.name} gave the id {highest}, but the model has only "
-                f"{self.vocabulary} tokens: they do not belong together; give the folder of another."
+                f"{self.vocabulary} tokens, so they do not belong together; use another reward model."
             )
         return ids
 
@@ -89,7 +89,7 @@ class RewardModel:
         return batches
 
     def _forward(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """fp32 [rows]"""
+        """The scores of some texts. fp32 [rows]"""
         width, pad, device = len(ids[0]), self.model.config.pad_token_id or 0, self.model.device
         tokens = torch.tensor([[*row, *[pad] * (width - len(row))] for row in ids], device=device)
         seen = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=device)
@@ -132,16 +132,16 @@ def reward_config(name: str) -> Any:
         raise SparseRLError(f"the reward model {name} is a {generators[0]}, which scores nothing; {OTHERS}")
     if config.num_labels != 1:
         raise SparseRLError(
-            f"the reward model {name} has {config.num_labels} labels, but a reward is one number; use a classifier "
-            "with one label."
+            f"the reward model {name} has {config.num_labels} labels, but a reward is a single number; use a "
+            "classifier with one label."
         )
     return config
 
 
 def context_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokens that a model was made for, as its config or its tokenizer says; the tokenizer's may be astronomical.
+    """The longest text of a model, by its config and its tokenizer; the tokenizer's limit may be astronomical.
 
-    Both count: of RoBERTa's table of positions, two rows are for no token.
+    The smaller limit counts: two rows of RoBERTa's table of positions cannot be used.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)

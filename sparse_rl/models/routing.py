@@ -1,15 +1,15 @@
-"""Mixtures of experts: which experts a token goes to, written down and replayed.
+"""Record and replay which experts a token of a mixture of experts goes to.
 
-A router scores all experts and takes the best k. Where two scores are nearly equal, rounding decides, and the sampler
-and the learner round differently: the token then goes through other experts, and its log-prob is another. So the
-sampler's choices are recorded (`RouteRecorder`), and the learner repeats them (`replaying_routes`):
+A router scores all experts and takes the best k. If two scores are almost equal, rounding decides. The sampler and the
+learner round differently, so the token would go through other experts and get another log-prob. So the sampler's
+choices are recorded (`RouteRecorder`) and the learner repeats them (`replaying_routes`):
 
     sampler    I = the k best of s        weights = f(s, I)
-    learner    I = the sampler's          weights = f(s, I)        s its own scores, through which gradients flow
+    learner    I = the sampler's          weights = f(s, I)        s: its own scores, through which gradients flow
 
-Replaying runs a router's own forward function, in which the one call of `topk` over all experts gives the recorded ids
-and their scores. So f (a softmax before or after, sigmoids, norms, scales) is the model's own, to the bit. No class is
-patched: instances get a forward function for the length of a `with`, and hooks record.
+Replaying runs a router's own forward function, in which the only call of `topk` over all experts returns the recorded
+ids and their scores. So f (a softmax before or after, sigmoids, norms, scales) is the model's own, to the bit. No class
+is patched: instances get another forward function within a `with`, and hooks record.
 
 Shapes: M layers with experts, n tokens in the order in which the model reads them, k experts of a token.
 """
@@ -33,24 +33,24 @@ from .shape import without_storage
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routers of a model choose."""
+    """How the routers of a model choose, and the format of their records."""
 
-    layers: int  # M: those that have experts
-    experts: int  # of a layer
-    chosen: int  # k: of a token
+    layers: int  # M: layers with experts
+    experts: int  # in a layer
+    chosen: int  # k: experts of a token
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of recorded ids."""
+        """The dtype of recorded ids."""
         return torch.uint8 if self.experts <= 256 else torch.uint16
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's record."""
+        """Bytes of a token's record."""
         return self.layers * self.chosen * self.dtype.itemsize
 
     def check(self, routes: Tensor, tokens: int) -> None:
-        """Refuse a record that is not one of this model's. routes [T, M, k]"""
+        """Refuse routes that do not fit this model or these tokens. routes [T, M, k]"""
         expected = (tokens, self.layers, self.chosen)
         if tuple(routes.shape) != expected:
             raise SparseRLError(
@@ -71,12 +71,12 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """The routers of a model, layer by layer: modules that score all experts and choose some of each token's."""
+    """The routers of a model, layer by layer: modules that score all experts and choose some for each token."""
     return [m for m in model.modules() if _kind(m).endswith(("Router", "Gate")) and isinstance(_top_k(m), int)]
 
 
 def routing_of(model: nn.Module) -> Routing | None:
-    """What a model's routers choose, from their settings alone; None: it has no experts, or no routers of one size."""
+    """The routing of a model, from its routers' settings; None if it has no experts, or routers of different sizes."""
     sizes = {(getattr(router, "num_experts", None), _top_k(router)) for router in routers(model)}
     if len(sizes) != 1 or not all(isinstance(size, int) for size in next(iter(sizes))):
         return None
@@ -86,16 +86,16 @@ def routing_of(model: nn.Module) -> Routing | None:
 
 
 def routing_from(config: Any) -> Routing | None:
-    """The same of a config's model."""
+    """The routing of a model, from its config alone."""
     return routing_of(without_storage(config))
 
 
 @torch.no_grad()
 def why_not_replayed(model: nn.Module) -> str | None:
-    """Why a model's routing cannot be replayed, to follow its name; None: it can.
+    """Why a model's routing cannot be replayed, as words that follow its name; None if it can be.
 
-    Three tokens are fed: routers must say what they chose, give the same weights when told the same, and follow when
-    told something else.
+    Three tokens are fed. Routers must return what they chose, give the same weights when told the same choice, and
+    follow another choice.
     """
     if not has_experts(model):
         return "has no experts"
@@ -116,7 +116,9 @@ def why_not_replayed(model: nn.Module) -> str | None:
 
 
 def _try(model: nn.Module, told: Tensor | None, routing: Routing) -> str | tuple[Tensor, Tensor]:
-    """Feed three tokens. -> weights and ids of all routers, [M, 3, k] each, or what is unusual about a router."""
+    """Feed three tokens -> weights and ids of all routers, [M, 3, k] each, or words about what is
+    unusual in a router.
+    """
     outputs: list[Any] = []
     device = next(model.parameters()).device
     handles = [r.register_forward_hook(lambda _, __, output: outputs.append(output)) for r in routers(model)]
@@ -144,7 +146,7 @@ def _is_usual(output: Any, tokens: int, chosen: int | None) -> bool:
 class RouteRecorder:
     """Within `with recorder:`, every forward pass of the model writes its routes into `recorder.into`, if that is set.
 
-    The hooks are the same objects each time, so a captured graph stays valid (rollout/capture.py).
+    The hooks are the same objects every time, so a captured graph stays valid (rollout/capture.py).
     """
 
     def __init__(self, model: nn.Module, routing: Routing):
@@ -165,7 +167,7 @@ class RouteRecorder:
         self._handles, self.into = [], None
 
     def empty(self, tokens: int, device: torch.device) -> Tensor:
-        """Room for a forward pass, set as `into`. uint8, or uint16 as int16 bits, which every operation supports"""
+        """Allocate `into` for a forward pass. uint8, or uint16 as int16 bits, which more operations support"""
         shape = (self.routing.layers, tokens, self.routing.chosen)
         self.into = torch.empty(shape, dtype=on_device(self.routing.dtype), device=device)
         return self.into
@@ -176,18 +178,18 @@ class RouteRecorder:
 
 
 def records_routes(hook: Any) -> bool:
-    """Whether a hook is one of a `RouteRecorder`, which looks on and changes nothing."""
+    """Whether a hook is one of a `RouteRecorder`'s, which change nothing."""
     return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), RouteRecorder)
 
 
 def on_device(dtype: torch.dtype) -> torch.dtype:
-    """In which ids are kept while tensors are still written to."""
+    """The dtype in which ids are kept while tensors are still being written."""
     return torch.int16 if dtype == torch.uint16 else dtype
 
 
 @contextmanager
 def replaying_routes(model: nn.Module, routes: Tensor) -> Iterator[None]:
-    """Send every token to the experts of `routes` [M, n, k]. For checkpointed layers, enter it again in backward."""
+    """Within the `with`, send every token to the experts of `routes` [M, n, k]. Checkpointed layers enter it again."""
     found = routers(model)
     assert len(found) == len(routes), f"{len(found)} routers, routes of {len(routes)}"
     before = [vars(router).get("forward") for router in found]
@@ -203,16 +205,18 @@ def replaying_routes(model: nn.Module, routes: Tensor) -> Iterator[None]:
 
 
 class RoutingNotReplayed(SparseRLError):
-    """A router did not choose as it was told. The message follows the name of a model."""
+    """A router did not make the choice that it was told. The message continues the name of a model."""
 
 
 class _Replayed:
-    """A router's forward function that chooses what it is told."""
+    """A forward function for a router that makes the choice it is told."""
 
     def __init__(self, router: Any, ids: Tensor):
-        """ids [n, k]"""
+        """ids [n, k]: the experts to choose"""
         forward = router.forward
-        self.forward = forward.forward if isinstance(forward, _Replayed) else forward  # of two, the later one counts
+        self.forward = (
+            forward.forward if isinstance(forward, _Replayed) else forward
+        )  # if it is replayed already, the later one counts
         self.router, self.ids = router, ids
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +233,7 @@ class _TopK(NamedTuple):
 
 
 class _Told(TorchFunctionMode):
-    """Within it, the k best of all experts are those that it was made with."""
+    """Within it, `topk` over all experts returns the given ids."""
 
     def __init__(self, ids: Tensor, experts: int):
         super().__init__()
@@ -243,7 +247,10 @@ class _Told(TorchFunctionMode):
         if scores.dim() != 2 or (scores.shape[1], k) != (self.experts, self.ids.shape[1]):  # a choice of groups
             return func(*args, **kwargs)
         if len(scores) != len(self.ids):
-            raise SparseRLError(f"routes of {len(self.ids)} tokens were given to a forward pass of {len(scores)}.")
+            raise SparseRLError(
+                f"routes of {len(self.ids)} tokens were given to a forward pass of {len(scores)}; give the routes of "
+                "these tokens."
+            )
         self.times += 1
         return _TopK(scores.gather(1, self.ids), self.ids)
 

@@ -1,5 +1,5 @@
-"""`ModelShape`: what the engine must know about a model before it runs, read from its config alone. Also public
-architectures by name, the bytes of a model's weights, and dtypes by name.
+"""`ModelShape`: what the engine must know about a model before it runs, read from its config alone. Also shapes of
+public architectures by name, the bytes of a model's weights, and dtypes by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the recurrent layers of a model keep of a row, read from its config, per family of architectures.
+"""Read from a config the shapes of the states that recurrent layers keep for a row, per family of architectures.
 
-A family is one kind of recurrent layer in transformers. What is read here is compared with what a layer hands over
-when it runs (attention/recurrent.py), so a config that says something else is refused.
+A family is one kind of recurrent layer in transformers. The shapes are compared with what a layer hands over when it
+runs (attention/recurrent.py), so a config that says something else is refused.
 """
 
 from __future__ import annotations

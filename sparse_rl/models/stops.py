@@ -1,14 +1,14 @@
-"""Which tokens end a response, and which of them a model is taught: one answer for warm-up, rollouts, evaluation, TRL.
+"""Decide which tokens end a response, and which of them a model learns to write, for all parts of the package.
 
 Four sources name such tokens, and they do not always agree:
 
     chat template        the token that follows an assistant's content; decides for chats
     generation config    the ids at which `model.generate` stops; they always stop a response
     model config         the same for models without a generation config; otherwise a second opinion
-    tokenizer            its eos token; some GGUF files name the token that begins a turn
+    tokenizer            its eos token; in some GGUF files that is the token which begins a turn
 
-So an eos token that neither config nor the template knows is ignored if a template says what ends a turn, and refused
-if none does.
+    So if neither the configs nor the template know the eos token, it is ignored if a template says what ends a turn,
+    and refused if there is no template.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Ends:
         first = next((i for i in (self.turn, self.tokenizer, *self.model) if i in stops), None)
         if first is None:
             raise SparseRLError(
-                "neither tokenizer nor model has an end token, so a solution could not end; set tokenizer.eos_token."
+                "neither the tokenizer nor the model has an end token, so a solution could not end; set "
+                "tokenizer.eos_token."
             )
         return first
 

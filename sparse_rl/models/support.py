@@ -1,4 +1,4 @@
-"""Which models are refused, and why: architectures whose own cache a slot cache cannot replace."""
+"""Refuse models whose own cache a slot cache cannot replace, and say why."""
 
 from __future__ import annotations
 

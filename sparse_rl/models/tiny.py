@@ -1,4 +1,4 @@
-"""A character-level Llama of any size and its tokenizer, for tests, demos and studies on small machines."""
+"""A character-level Llama of any size, and its tokenizer, for tests, demos and studies on small machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tiny_size(name: str) -> tuple[int, int, int, int]:
     if size is None:
         raise SparseRLError(
             f"{name!r} does not name a size; write tiny:LAYERSxWIDTH, such as tiny:4x256 for 4 layers of width 256, or "
-            f"tiny:4x256@16384 for that many positions instead of {TINY_POSITIONS}."
+            f"tiny:4x256@16384 for 16384 positions instead of {TINY_POSITIONS}."
         )
     layers, hidden = int(size[1]), int(size[2])
     if hidden % (2 * TINY_HEAD):
@@ -77,7 +77,7 @@ def tiny_tokenizer():
 
 
 def unknown_to_tiny(tokenizer, texts: Iterable[str]) -> list[str]:
-    """What users should know where a tiny tokenizer reads characters that it does not have: nothing, or one line."""
+    """A line for users if a tiny tokenizer reads characters that it does not have; otherwise an empty list."""
     known, count, characters = set(_CHARACTERS), 0, {}
     if set(tokenizer.get_vocab()) != {"<pad>", "<eos>", *_CHARACTERS}:
         return []

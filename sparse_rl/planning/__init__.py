@@ -1,1 +1,1 @@
-"""Memory plans: memory.py of a rollout, training.py of a training run. Plans import no engine."""
+"""Memory plans, for a rollout (memory.py) and for a training run (training.py). Plans do not import the engine."""

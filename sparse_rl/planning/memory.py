@@ -1,4 +1,4 @@
-"""The memory plan of a rollout, known before it runs, from the model's config alone.
+"""The memory plan of a rollout, made from the model's config alone before anything runs.
 
 Weights, cache, scratch, trace and recorded tokens are exact. The working set (logits, prefill activations, eviction
 copies) is an upper estimate, and 5 % of the memory is left to the allocator.
@@ -29,7 +29,7 @@ ALLOCATOR_SHARE = 0.05  # of the memory, left free
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rollout takes: the bytes of each part, per row, slot or token, and their sums."""
+    """The memory of a rollout: the bytes of each part, per row, slot or token, and their sums."""
 
     compressor: str
     rule: str  # what a row holds, in words

@@ -1,4 +1,4 @@
-"""The memory plan of a training run: what every process takes, from the plan of its rollouts and the model's shape."""
+"""The memory plan of a training run: what every process needs, from its rollouts' plan and the model's shape."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from ..distributed.world import BUCKET
 from ..models import MLP_CHUNK, ModelShape, head_chunk
 from .memory import ALLOCATOR_SHARE, Plan, aligned, scan_token_bytes, size
 
-WORKSPACE = 2**28  # what libraries of a GPU allocate for themselves, such as 32 MiB per stream for matrix products
+WORKSPACE = 2**28  # what GPU libraries allocate for themselves, such as 32 MiB per stream for matrix products
 
-CONTEXT = 2**29  # what CUDA takes for every further process on a GPU (estimate)
+CONTEXT = 2**29  # what CUDA needs for every further process on a GPU (estimate)
 
 OFFLOADED = 2 * 2**25  # trained parameters whose masters and moments are on the device at a time (learn/offload.py)
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training step takes on every process.
+    """The memory of a training step in every process.
 
     Rollout and update take turns, so only the larger of their working sets counts. Rollouts that run ahead of the
-    learner run beside the update, and then both count.
+    learner run at the same time as the update, and then both count.
     """
 
     rollout: Plan
-    # fp32 masters (unless the weights are fp32), two moments, gradients; a shard if divided; only gradients if the
-    # others are offloaded to the host
+    # fp32 masters (unless the weights are fp32), two moments and gradients; a shard of them if they are divided; only
+    # gradients if the others are offloaded to the host
     optimizer_bytes: int
     reference_bytes: int
     update_bytes: int  # estimate: activations of a micro-batch, in the update or in scoring, and the head's chunk
     eval_bytes: int  # the dense cache of held-out evaluations
     student_bytes: int = 0  # weights and optimizers of all students
     reward_model_bytes: int = 0
-    grading_bytes: int = 0  # estimate: activations of the reward model; they take turns with the rollout
+    grading_bytes: int = 0  # estimate: activations of the reward model, which takes turns with the rollout
     critic_bytes: int = 0  # weights and optimizer of a separate critic
-    learner_bytes: int = 0  # the learner's own weights, if the sampler has a copy of its own and nothing is divided
-    host_bytes: int = 0  # offloaded to the host's memory: masters and moments, inputs of layers
+    learner_bytes: int = 0  # the learner's weights, if the sampler has a separate copy and nothing is divided
+    host_bytes: int = 0  # in host memory: offloaded masters and moments, inputs of layers
     divided_by: int = 1  # processes among which the learner's weights, gradients and moments are divided
     ahead: bool = False
     offloads_optimizer: bool = False
     scoring_bytes: int = 0  # estimate: the part of `update_bytes` that scoring alone would need
-    beside_bytes: int = 0  # samplers of a pool, in processes of their own on the same device
+    beside_bytes: int = 0  # samplers of a pool, in separate processes on the same device
 
     @property
     def total_bytes(self) -> int:
@@ -55,8 +55,8 @@ class TrainingPlan:
         return plan.total_bytes - plan.working_bytes + held + max(working, self.eval_bytes)
 
     def sampler_bytes(self, scores: bool) -> int:
-        """What a sampler of a pool takes in a process of its own: no optimizer, no update. scores: it also scores what
-        it samples, for which it has the reference and a critic's weights where the run has them.
+        """The memory of a pool's sampler in a separate process, without optimizer and update. scores: it also scores
+        what it samples, for which it has the reference's and a critic's weights if the run has them
         """
         plan = self.rollout
         critic = plan.weight_bytes if self.critic_bytes else 0
@@ -64,7 +64,7 @@ class TrainingPlan:
         return plan.total_bytes - plan.working_bytes + models + WORKSPACE + max(plan.working_bytes, working)
 
     def with_samplers(self, count: int, scores: bool) -> TrainingPlan:
-        """The plan where so many samplers of a pool share the device."""
+        """The plan with this many samplers of a pool on the same device."""
         return replace(self, beside_bytes=count * (self.sampler_bytes(scores) + CONTEXT))
 
     def fits(self, memory: int) -> bool:
@@ -72,7 +72,7 @@ class TrainingPlan:
         return self.total_bytes <= memory * (1 - ALLOCATOR_SHARE)
 
     def text(self, memory: int | None = None) -> str:
-        """The plan as a table for people."""
+        """The plan as a table to print."""
         plan = self.rollout
         turns = "rollout, update and evaluation take turns"
         if self.ahead:
@@ -142,20 +142,20 @@ def make_training_plan(
 ) -> TrainingPlan:
     """The plan of a training run, from the plan of its rollouts.
 
-    `trained`: the number of trained parameters. `micro_batch_tokens` may be less than one trajectory, which is then a
-    micro-batch of its own, or more than there are: a process has `trajectories` in a step, and an optimizer step one
+    `trained`: the number of trained parameters. `micro_batch_tokens` may be less than one trajectory, which is then
+    a micro-batch alone, or more than there are: a process has `trajectories` in a step, and an optimizer step has one
     of `minibatches` parts of them. `shadow`: attention follows a trace, by segments. `distills`: the other view also
     passes through the model. `students` copies of the model, with `student_trained` trained parameters each, learn
     one after the other in micro-batches of the same size.
 
     `shard`: the learner is divided among the processes, in fp32, and every process also has whole weights to sample
     with; a layer is whole while it runs, and so are embeddings and head. Without it, gradients are summed in buckets.
-    `ahead`: sampler and learner have weights of their own and work at the same time. `critic`: a separate one, of the
-    model's size and with as many trained parameters; its activations are there together with the policy's.
-    `reward_model`: bytes of its weights, and of a forward pass. `offload`: masters and moments are on the host, and
-    pass through the device in buckets; activations are gone by then. `long_rows`: what checkpointing keeps is on the
-    host, too, and MLPs run by chunks (learn/long.py). `routes`: bytes of a token's experts, if they are replayed.
-    `support`: the most ids of tokens that could be drawn in a token's place, if log-probs are renormalised over them.
+    `ahead`: sampler and learner have separate weights and work at the same time. `critic`: a separate one, of the
+    model's size and with as many trained parameters; its activations exist together with the policy's.
+    `reward_model`: bytes of its weights and of a forward pass. `offload`: masters and moments are on the host and pass
+    through the device in buckets, when activations are already freed. `long_rows`: what checkpointing keeps is on the
+    host as well, and MLPs run by chunks (learn/long.py). `routes`: bytes of a token's experts, if they are replayed.
+    `support`: the most tokens that could be drawn at one place, if log-probs are renormalised over them.
     """
     divided = shard and processes > 1
     item = shape.dtype.itemsize
@@ -177,7 +177,7 @@ def make_training_plan(
     )
     update = max(update, scoring)
     dense_rows = max(1, rollout.cache_bytes // rollout.dense_row_bytes)
-    on_host = (8 if shape.dtype == torch.float32 else 12) if offload else 0  # bytes of a trained parameter
+    on_host = (8 if shape.dtype == torch.float32 else 12) if offload else 0  # bytes per trained parameter
     per_parameter = (12 if shape.dtype == torch.float32 else 16) - on_host
     learners = trained * (1 + critic) + students * student_trained
     passing = 3 * 4 * min(OFFLOADED, trained) if offload else 0
@@ -206,10 +206,10 @@ def make_training_plan(
 
 
 def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
-    """What autograd keeps of a layer of the Llama family for one token: the inputs of products, norms and attention.
+    """Bytes that autograd keeps per token of a layer of the Llama family: inputs of products, norms and attention.
 
-    Norms work in fp32, also those of queries and keys, which not every model has. Adapters are in fp32, and each keeps
-    a copy of its input in fp32; frozen weights keep nothing.
+    Norms compute in fp32, also those of queries and keys, which not every model has. Adapters are in fp32 and keep a
+    copy of their input in fp32; frozen weights keep nothing.
     """
     item = shape.dtype.itemsize
     hidden, intermediate = shape.hidden, shape.intermediate
@@ -226,7 +226,7 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
 
 
 def mlp_bytes(shape: ModelShape, adapters: bool = False) -> int:
-    """The part of `layer_bytes` that goes by chunks where rows are long: what is kept of an MLP but its input."""
+    """The part of `layer_bytes` that goes by chunks with `long_rows`: what an MLP keeps besides its input."""
     item, intermediate = shape.dtype.itemsize, shape.intermediate
     if not adapters:
         return 4 * intermediate * item
@@ -238,13 +238,15 @@ def _update_bytes(
 ) -> int:
     """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk.
 
-    passes: forward passes whose activations are kept until the backward pass.
+    passes: forward passes whose activations are kept until the backward pass
     """
     item = shape.dtype.itemsize
     layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
     activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
-    if long_rows:  # inputs that go, that are here and that come; one layer, one chunk of its MLP, and their gradients
+    if (
+        long_rows
+    ):  # inputs being copied out, in use, and copied in; one layer, one chunk of its MLP, and their gradients
         activations = 5 * kept + 2 * _layer_in_chunks(shape, tokens, adapters)
     scans = 1 if checkpointing or long_rows else len(shape.states)  # whose activations exist at a time
     activations += scans * tokens * 2 * scan_token_bytes(shape)
@@ -254,13 +256,13 @@ def _update_bytes(
 
 
 def _layer_in_chunks(shape: ModelShape, tokens: int, adapters: bool) -> int:
-    """`layer_bytes` of `tokens` tokens, of whose MLP only a chunk is there at a time."""
+    """`layer_bytes` of `tokens` tokens, with only a chunk of the MLP at a time."""
     mlp = mlp_bytes(shape, adapters)
     return tokens * (layer_bytes(shape, adapters) - mlp) + min(tokens, MLP_CHUNK) * mlp
 
 
 def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool, long_rows: bool) -> int:
-    """Estimate: one layer of a forward pass over `tokens` tokens that keeps nothing, and the head's chunk."""
+    """Estimate: one layer of a forward pass over `tokens` tokens without gradients, and the head's chunk."""
     item = shape.dtype.itemsize
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     layer = _layer_in_chunks(shape, tokens, adapters) if long_rows else tokens * layer_bytes(shape, adapters)
@@ -268,9 +270,8 @@ def _scoring_bytes(shape: ModelShape, tokens: int, *, adapters: bool, long_rows:
 
 
 def _told_bytes(shape: ModelShape, tokens: int, routes: int, support: int) -> int:
-    """What a micro-batch is told of its rollout: the experts of its tokens, and the ids of their supports. Of a chunk
-    of the head also the ids as they are searched for and gathered by (int64), and their logits (estimate: four in
-    fp32).
+    """Bytes of what a micro-batch takes from its rollout: the experts of its tokens and the ids of their supports. For
+    a chunk of the head, also the ids as int64 for search and gathering, and their logits (estimate: four fp32 copies).
     """
     return tokens * (routes + 4 * support) + min(tokens, head_chunk(shape.vocabulary)) * support * (2 * 8 + 8 + 4 * 4)
 
@@ -284,8 +285,8 @@ def classifier_bytes(hidden: int, intermediate: int, item: int, tokens: int, lon
 def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int, kept: bool = False) -> int:
     """Estimate: a micro-batch's trace, its segments and the search for them, and fp32 gradients of one layer's K, V.
 
-    Where kernels do not go by segments, also the masks of a layer, and as numbers that are added to logits; kept: those
-    of all layers are there until the backward pass.
+    If kernels do not go by segments, also the masks of a layer, also as numbers that are added to logits; kept: the
+    masks of all layers exist until the backward pass
     """
     lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # bytes per token, layer and KV head
     masks = tokens * (rollout.prompt_tokens + rollout.new_tokens) * shape.learner_masks

@@ -1,6 +1,6 @@
-"""Samplers that come and go: who samples what, what happens when one is lost, and how they are reached.
+"""A pool of samplers that may come and go: it hands out work, redoes what was lost, and reaches samplers over Ray.
 
-pieces.py says what is asked for, ledger.py who has it (pure code), pool.py drives members that a transport reaches,
-worker.py is a member's side, and cluster.py is the transport over Ray. No room of ours is imported here: what a member
-computes is its `Hands`, which train/remote.py makes from a recipe.
+pieces.py defines the pieces of work, ledger.py records who has which (pure code), pool.py drives the members through a
+transport, worker.py is a member's side, and cluster.py is the transport over Ray. This folder imports no other part of
+the package: what a member computes is its `Hands`, which train/remote.py makes from a recipe.
 """

@@ -1,11 +1,11 @@
-"""Members as actors of a Ray cluster.
+"""The transport over Ray: members are actors of a Ray cluster.
 
-    ray               a cluster of this machine's own, which nothing outside it can reach; it ends with the run
-    ray://HOST:PORT   a cluster that runs already, by the address of its head; this machine is one of its nodes
-    ray://auto        the cluster that this machine is a node of
+    ray               a new cluster on this machine, which nothing outside can reach; it ends with the run
+    ray://HOST:PORT   a running cluster, by the address of its head; this machine must be one of its nodes
+    ray://auto        the running cluster of which this machine is a node
 
-Weights go through Ray's object store, once for every version and node; results come back with the answers to polls.
-Ray unpickles what it is sent: the network of a cluster must be trusted (SECURITY.md).
+Weights go through Ray's object store, once per version and node; results come back with the answers to polls. Ray
+unpickles what it receives, so the network of a cluster must be trusted (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MINIMUM = 128 * 2**20  # bytes of an object store
 
 
 class Actor:
-    """What runs in a member's process."""
+    """The actor that runs in a member's process."""
 
     def __init__(self, make_hands: Callable[[], Hands]):
         self.hands = make_hands()

@@ -1,13 +1,13 @@
-"""Who has which piece. Pure code: no clock, no network, no weights; pool.py tells it what happened.
+"""Record which member has which piece of work. Pure code without clock, network or weights; pool.py reports events.
 
     ask       a request is cut into pieces, which wait
-    join      a member is there, and idle
-    assign    waiting pieces go to idle members: oldest request first, longest pieces first, each to whom has least
+    join      a member has joined and is idle
+    assign    waiting pieces go to idle members: oldest request first, longest pieces first, each to the least busy
     finish    a member has brought a piece; the first result counts, and later ones are compared with it
-    end       a member has come to the end of what it was handed
-    lose      a member is gone; what it held waits again, unless someone else holds it
+    end       a member has finished what it was handed
+    lose      a member is gone; its pieces wait again, unless another member holds them
 
-A piece is in one of three states: it waits, members hold it, or it is done. It becomes done once.
+A piece is in one of three states: waiting, held by members, or done. It becomes done only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT = 4  # requests that are done and whose digests are kept, to compare result
 
 
 class Brought(Enum):
-    """What the result of a piece was."""
+    """What became of the result that a member brought."""
 
     FIRST = "the first result of its piece"
     SAME = "another one, equal to the first"

@@ -1,7 +1,7 @@
-"""A piece of work: some completions of one prompt. Whoever computes it, the result is the same.
+"""A piece of work: some completions of one prompt, with the same result whoever computes it.
 
 What a completion samples depends on its prompt, how often this prompt has occurred in the request, its number in the
-group, the seed, the weights and the budget: all of it is here.
+group, the seed, the weights and the budget. A piece holds or names all of these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A pool of samplers, any of which may be lost at any time: what was asked for is then asked for elsewhere.
+"""A pool of samplers, any of which may be lost at any time; another one then does its work.
 
-Whoever waits for a request drives the pool, so nothing runs between steps. Several threads may wait for requests of
-their own. Members are reached through a `Transport`: Ray (cluster.py), or threads in tests.
+Whoever waits for a request drives the pool, so nothing runs between steps. Several threads may wait for different
+requests. Members are reached through a `Transport`: Ray (cluster.py), or threads in tests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Event = Joined | Answered | Lost
 
 
 class Transport(Protocol):
-    """How members are reached. Nothing here waits, except `events`."""
+    """The interface through which the pool reaches members. Only `events` waits."""
 
     def room(self) -> int:
         """How many members there can be now."""
@@ -88,7 +88,7 @@ class Transport(Protocol):
 
 @dataclass
 class Sampler:
-    """What the pool knows of a member."""
+    """What the pool knows about a member."""
 
     about: About | None = None  # None: it has not joined yet
     moved: float = 0.0  # when it last got on with its work, or was given some
@@ -103,7 +103,7 @@ class Sampler:
 
 @dataclass
 class Counts:
-    """Since the pool began."""
+    """Counts since the pool was started."""
 
     lost: int = 0
     joined: int = 0

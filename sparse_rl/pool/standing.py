@@ -1,4 +1,4 @@
-"""Where the members of a pool are and what they have done, for people."""
+"""Records for people: where the members of a pool are and what they have done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Standing:
-    """A member that has joined. Counts are since then."""
+    """A member that has joined, with counts since then."""
 
     sampler: int  # its number: members of a pool are counted from 0, those that were lost included
     node: str

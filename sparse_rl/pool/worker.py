@@ -1,4 +1,4 @@
-"""A member's side: it computes what it is handed in a thread, and answers polls meanwhile."""
+"""A member's side of the pool: it computes its work in a thread and answers polls meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Deliver = Callable[[Place, bytes], None]
 
 
 class Hands(Protocol):
-    """What computes pieces."""
+    """The interface of what computes pieces in a member."""
 
     rows: int
 
@@ -45,7 +45,7 @@ class Hands(Protocol):
 
 @dataclass(frozen=True)
 class About:
-    """Who a member is."""
+    """The identity of a member: its node, host and device."""
 
     rows: int
     host: str
@@ -60,7 +60,7 @@ class About:
 
 @dataclass
 class Answer:
-    """What a member says when it is polled."""
+    """A member's answer to a poll."""
 
     finished: list[tuple[Place, bytes]] = field(default_factory=list)
     busy: bool = False

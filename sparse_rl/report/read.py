@@ -130,7 +130,9 @@ def read_runs(paths: Sequence[str | os.PathLike], may_vanish: bool = False) -> t
 def read_run(folder: str | os.PathLike) -> Run:
     folder = Path(folder)
     if not is_run(folder):
-        raise SparseRLError(f"{folder} is not a run: it has neither a recipe.yaml nor a metrics.jsonl.")
+        raise SparseRLError(
+            f"{folder} has neither a recipe.yaml nor a metrics.jsonl, so it is not a run; name another."
+        )
     notes: list[str] = []
     outside = [name for name in ("recipe.yaml", *EXPECTED, POOL) if not lies_in(folder / name, folder)]
     notes += [f"{name} is a link out of the run's folder and is not read" for name in outside]

@@ -1,8 +1,8 @@
-"""Running decode steps: one by one on the CPU; on a GPU by replaying one captured CUDA graph per row count.
+"""Run decode steps: one by one on a CPU; on a GPU by replaying a captured CUDA graph for each row count.
 
-A graph holds addresses. Everything it reads or writes lives as long as it does: cache and row state belong to the
-engine, weights are the model's own and are updated in place, so an update needs no new capture. When something has
-changed, `addresses` differ.
+A graph holds addresses, so everything that it reads or writes must live as long as the graph: cache and row state
+belong to the engine, and weights are the model's own, updated in place, so an update needs no new capture. If something
+was moved or changed, `addresses` differ and the step is captured again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Decoder:
         waits: bool,
         recorder: RouteRecorder | None = None,
     ):
-        """`sampling`: of all rows; None: every row has its own, stop ids included (`RowState.settings`).
-        `waits`: rows that are full or idle must stay unchanged, because several steps run between two syncs, or idle
-        rows are held.
-        `recorder`: writes down through which experts tokens go.
+        """`sampling`: settings of all rows; None: every row has its own, stop ids included (`RowState.settings`).
+        `waits`: full or idle rows must stay unchanged, because several steps run between two syncs or idle rows are
+        held.
+        `recorder`: records the experts that tokens go through.
         """
         self.recorder = recorder
         self.model, self.cache, self.state, self.sampling, self.stop_ids = model, cache, state, sampling, stop_ids
@@ -50,26 +50,28 @@ class Decoder:
         rules = ops.rules(cache.device)
         fused = rules.fuses and FusedForward.fits(model, cache)
         self.waits = waits or fused or rules.captures or compressor.folds
-        self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it comes before `addresses`
+        self.forward = FusedForward(model, cache) if fused else None  # moves weights, so it must precede `addresses`
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if rules.captures else None
         self.pool = torch.cuda.graph_pool_handle() if rules.captures else None
         self.experts = experts_to_switch(model)
         self.addresses = addresses(model)
 
     def run(self, width: int, steps: int, span: int) -> None:
-        """`steps` tokens for each of the first `width` rows that runs. span: slots to read, for kernels that need it"""
+        """Do `steps` steps for those of the first `width` rows that run. span: slots to read, for
+        kernels that need it
+        """
         if self.graphs is None:
             for _ in range(steps):
                 self.step(width, span)
             return
         if width not in self.graphs:
             self.capture(width)
-            return self.run(width, steps, span)  # without graphs, if the step could not be captured
+            return self.run(width, steps, span)  # one by one, if the step could not be captured
         for _ in range(steps):
             self.graphs[width].replay()
 
     def step(self, width: int, span: int) -> None:
-        """Feed a token to each of the first `width` rows that runs, and sample the next."""
+        """Feed a token to each running row among the first `width`, and sample the next one."""
         with computing_experts(self.experts):
             self._step(width, span)
 
@@ -105,7 +107,7 @@ class Decoder:
     def logits_and_states(
         self, token: Tensor, position: Tensor, live: Tensor | None, span: int
     ) -> tuple[Tensor, Tensor]:
-        """The same, and the states that the logits were made of. -> [B, V], [B, hidden]"""
+        """`logits`, and the hidden states from which the head computed them. -> [B, V], [B, hidden]"""
         if self.forward is None:
             return forward_and_states(self.model, self.cache, self.state, token, position, live, span)
         assert live is not None
@@ -113,7 +115,7 @@ class Decoder:
         return self.forward.head(states), states
 
     def sample(self, logits: Tensor) -> None:
-        """Sample a token for every row that runs, and write it down. logits [B, V]"""
+        """Sample a token for every running row and record it. logits [B, V]"""
         sampling = self.sampling
         if sampling is None:
             return ops.sample_by_row(logits, self.state)
@@ -122,14 +124,14 @@ class Decoder:
         ops.sample_and_record(logits, self.state, sampling.temperature, self.stop_ids, *limits, records)
 
     def capture(self, width: int) -> None:
-        """Record one step. While it is tried out every row is done, so it changes nothing."""
+        """Capture one step. Meanwhile every row counts as done, so the trial runs change nothing."""
         done = self.state.done.clone()
         self.state.done.fill_(True)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles kernels, lets cuBLAS choose
+                for _ in range(2):  # compiles kernels and lets cuBLAS choose its own
                     self.step(width, self.cache.capacity)
             torch.cuda.current_stream().wait_stream(stream)
             assert self.graphs is not None
@@ -148,16 +150,16 @@ class Decoder:
 
     def record(self, width: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a learner may be at work in another thread
+        # thread_local: a learner may be working in another thread
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             self.step(width, self.cache.capacity)
         return graph
 
 
 def addresses(model: nn.Module) -> tuple:
-    """What a captured graph takes for granted: where tensors lie, every module's plain settings and hooks.
+    """What a captured graph depends on: the addresses of tensors, and the plain settings and hooks of every module.
 
-    Settings include those of adapters and scales.
+    The settings include adapters and scales.
     """
     tensors = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
     settings = tuple(_settings(module) for module in model.modules())

@@ -1,4 +1,4 @@
-"""From rows that are done to trajectories: their tokens, log-probs and traces are copied to the CPU."""
+"""Turn finished rows into trajectories: copy their tokens, log-probs and traces to the CPU."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def collect(
     version: int,
     phases: Phases,
 ) -> list[Trajectory]:
-    """The trajectories of rows that are done.
+    """The trajectories of finished rows.
 
-    sequences, counts (tokens sampled): those of `rows`; records: what of the tokens that could be drawn
+    sequences, counts (tokens sampled): those of `rows`; records: what was recorded of the tokens that could be drawn
     """
     prompts = [torch.tensor(sequence.waiting.prompt) for sequence in sequences]
     with phases("collect"):
@@ -64,14 +64,14 @@ def collect(
 
 
 def support_of(trajectory: Trajectory, kept: Kept, row: int, has_ids: bool) -> Support:
-    """What the sampler recorded of the tokens that it could draw. kept [N, n]"""
+    """What the sampler recorded about the tokens that could be drawn in a row. kept [N, n]"""
     mask = trajectory.response_mask
     count = kept.count[row, : int(mask.sum())]
     if len(count) and int(count.max()) > MOST:
         raise SparseRLError(
-            f"prompt {trajectory.prompt_index}, sample {trajectory.sample_index}: {int(count.max())} tokens are all "
-            f"the likeliest, but the learner renormalises over at most {MOST}; set top_k to 0 and top_p to 1, or use a "
-            "model that prefers some tokens."
+            f"prompt {trajectory.prompt_index}, sample {trajectory.sample_index}: {int(count.max())} tokens are "
+            f"equally likely, but the learner renormalises over at most {MOST}; set top_k to 0 and top_p to 1, or use "
+            "a model that prefers some tokens."
         )
     counts = torch.zeros(len(mask), dtype=torch.int32).masked_scatter(mask, count)
     margins = torch.zeros(len(mask)).masked_scatter(mask, kept.margin[row, : len(count)])
@@ -91,7 +91,7 @@ def traced(
     responses: Tensor,
     logprobs: Tensor,
 ) -> list[dict[str, Any]]:
-    """Tokens, log-probs and traces of rows, as fields of their trajectories. responses, logprobs [N, n]"""
+    """The tokens, log-probs and trace of each row, as fields of its trajectory. responses, logprobs [N, n]"""
     lengths = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
     routes = state.routes_of(rows, [sequence.prompt_routes for sequence in sequences], counts)
     traces = [replace(t, routes=r) for t, r in zip(state.traces_of(rows, lengths), routes, strict=True)]

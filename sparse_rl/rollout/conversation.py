@@ -1,9 +1,9 @@
-"""A conversation: what the host knows of a sequence that may go on after it has stopped.
+"""A conversation: what the host knows about a sequence that may continue after it has stopped.
 
     waiting -> running -> stopped -> (extended) waiting -> running -> ... -> ended
 
-Tokens are the prompt, then by turns what the policy sampled and what it was given. The host learns sampled tokens at
-every sync; the trace stays with the row until the conversation is released.
+Its tokens are the prompt, then in turns what the policy sampled and what it was given. The host learns the sampled
+tokens at every sync; the trace stays with the row until the conversation is released.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .sampling import Sampling
 
 @dataclass(frozen=True)
 class Parked:
-    """A row in host memory. Put back into any row, it goes on to the bit."""
+    """A copy of a row in host memory. Restored into any row, the conversation continues with the same bits."""
 
-    slots: list[Tensor]  # of the cache: those in use, recent queries, attention received, states
-    trace: Tensor  # [L, H, T] as rows write it
+    slots: list[Tensor]  # slots in use, recent queries, attention received, states
+    trace: Tensor  # [L, H, T] in the form in which rows write it
 
 
 @dataclass(eq=False)
@@ -43,22 +43,22 @@ class Conversation:
     prompt_index: int = 0
     sample_index: int = 0
     status: str = "waiting"  # running, stopped; ended: cancelled, released or failed
-    finish_reason: str | None = None  # of the last turn: stop, length; cancelled
+    finish_reason: str | None = None  # how the last turn ended: stop or length; or cancelled
     tokens: list[int] = field(default_factory=list)  # prompt, sampled and given
-    given: list[bool] = field(default_factory=list)  # of the tokens: whether the policy did not sample them
-    logprobs: list[float] = field(default_factory=list)  # 0 where it did not
-    version: int | None = None  # of the oldest weights that sampled a token
+    given: list[bool] = field(default_factory=list)  # by token: whether it was given, not sampled
+    logprobs: list[float] = field(default_factory=list)  # by token; 0 for given ones
+    version: int | None = None  # version of the oldest weights that sampled a token
     stop_strings: tuple[str, ...] = ()
-    text: Any = None  # of the turn, where stop strings are looked for
+    text: Any = None  # looks for stop strings in this turn, if there are any
     matched: str | None = None  # the stop string that ended the last turn
     row: int | None = None
-    sequence: Row | None = None  # what its row does
-    ahead: list[int] = field(default_factory=list)  # tokens that are to be fed: the last sampled one and given ones
+    sequence: Row | None = None  # the state of its row
+    ahead: list[int] = field(default_factory=list)  # tokens still to be fed: the last sampled one and given ones
     count: int = 0  # tokens sampled by the end of the last turn
     since: float = 0.0  # when it stopped
     parked: Parked | None = None
-    trace: Trace | None = None  # of a conversation that has neither a row nor a copy of one
-    restored: bool = False  # whether its row was made from tokens and trace for this turn
+    trace: Trace | None = None  # if it has neither a row nor a copy of one
+    restored: bool = False  # whether its row was rebuilt from tokens and trace in this turn
     told: int = 0  # tokens that `read` has returned
     supports: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)  # count, margin, ids by turn
     routes: list[Tensor] = field(default_factory=list)  # [n, M, k] of prompt, turns and given tokens, if recorded
@@ -91,7 +91,7 @@ class Conversation:
         self.tokens += tokens
 
     def trajectory(self, trace: Trace) -> Trajectory:
-        """Its record. trace: of all its tokens"""
+        """The conversation as one trajectory. trace: of all its tokens"""
         tokens, logprobs = torch.tensor(self.tokens), torch.tensor(self.logprobs)
         given, prompt = torch.tensor(self.given), len(self.prompt)
         given[:prompt] = False

@@ -1,8 +1,7 @@
-"""One decode step for all rows: feed the last token, sample the next, write it down. The host takes no part in it.
+"""One decode step for all rows, without the host: feed the last token, sample the next one, record it.
 
-A row runs while it is not done and has a free slot; a row whose slots are full waits, unchanged, until it has been
-evicted. So the host may run several steps before it syncs, and what a sequence does is the same however many they
-are.
+A row runs while it is not done and has a free slot; a full row waits, unchanged, until an eviction frees slots. So the
+host may run several steps before it syncs, and their number does not change what a sequence does.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class RowState:
-    """What every row is doing. R rows, N new tokens at most, T tokens at most; `trace` holds uint16 as int16 bits, and
-    so do routes.
+    """The state of every row, on the device. R rows, at most N new tokens and T tokens in all; `trace` and routes hold
+    uint16 as int16 bits.
     """
 
-    token: Tensor  # [R] the token that was sampled last, and is fed next
+    token: Tensor  # [R] the token that was sampled last and is fed next
     index: Tensor  # [R] its feed index
     used: Tensor  # [R] slots in use
     stream: Tensor  # [R] the sequence's random stream
@@ -44,13 +43,13 @@ class RowState:
     tokens: Tensor  # [R, N]
     logprobs: Tensor  # [R, N] fp32
     trace: Tensor  # [R, L, H, T]
-    limit: Tensor  # [R] tokens sampled when a row ends at the latest, at most N
+    limit: Tensor  # [R] most tokens that a row may sample, at most N
     capacity: Tensor  # [1] slots at which a row of this call is full, at most the cache's
     chunks: Chunks | None = None  # of rows that fold
-    routes: Tensor | None = None  # [R, N, M, k] experts of the sampled tokens that were fed, if they are recorded
-    step_routes: Tensor | None = None  # [M, R, k] of the tokens that a step feeds
-    kept: Kept | None = None  # where it is recorded which tokens could be drawn
-    settings: RowSettings | None = None  # how each row samples, where rows differ
+    routes: Tensor | None = None  # [R, N, M, k] experts of sampled tokens that were fed, if recorded
+    step_routes: Tensor | None = None  # [M, R, k] experts of the tokens that a step feeds
+    kept: Kept | None = None  # the tokens that could be drawn, if recorded
+    settings: RowSettings | None = None  # how each row samples, if rows differ
     slots: SlotFormat | None = None  # the cache's, for the traces
 
     @classmethod
@@ -95,7 +94,7 @@ class RowState:
 
     @property
     def never(self) -> int:
-        """`evicted_at` of a token that stays, in the bits of `trace`."""
+        """The value of `evicted_at` that means "never", in the bits of `trace`."""
         return never_in(self.trace)
 
     @property
@@ -106,7 +105,7 @@ class RowState:
         return [tensor for tensor in own if tensor is not None]
 
     def has_room(self, room: int | None) -> bool:
-        """Whether it can be recorded which tokens could be drawn, as `Sampling.room` says."""
+        """Whether there is room to record the tokens that could be drawn (see `Sampling.room`)."""
         return room is None or (self.kept is not None and self.kept.ids.shape[-1] == room)
 
     def begin(self, new: int, capacity: int) -> None:
@@ -129,7 +128,7 @@ class RowState:
         self.done[source] = True
 
     def start(self, rows: Tensor, used: Tensor, fed: Tensor, stream: Tensor) -> None:
-        """Fresh sequences whose prompts have been fed; their first tokens are recorded next. All [N]"""
+        """Begin sequences whose prompts have been fed; their first tokens are recorded next. All arguments [N]"""
         self.used[rows], self.index[rows], self.stream[rows] = used, fed - 1, stream
         self.count[rows], self.done[rows] = 0, False
         self.trace[rows] = self.never
@@ -145,9 +144,9 @@ class RowState:
         live: Tensor,
         kept: Kept | None = None,
     ) -> None:
-        """Write down what was sampled for those rows that run. tokens, logprobs, live [B]; stop_ids [S] or [B, S]
+        """Record what running rows sampled. tokens, logprobs, live [B]; stop_ids [S] or [B, S]
 
-        A log-prob that is not finite ends the row too, so that it is the last one written when the host syncs.
+        A log-prob that is not finite also ends the row, so that the host finds it as the row's last one.
         """
         place = self.count[rows].clamp(max=self.tokens.shape[1] - 1)
         which = torch.arange(len(self.count), device=tokens.device)[rows]
@@ -164,7 +163,7 @@ class RowState:
         self.done[rows] |= live & ended
 
     def record_routes(self, width: int, live: Tensor | None) -> None:
-        """Write down through which experts the tokens went that were just fed to the first rows. live bool [B]"""
+        """Record the experts of the tokens that were just fed to the first rows. live bool [B]"""
         if self.routes is None or self.step_routes is None:
             return
         rows = torch.arange(width, device=self.routes.device)
@@ -174,13 +173,13 @@ class RowState:
         self.routes[rows, place] = new
 
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
-        """Copies on the CPU (rows are reused) of as many tokens as each trajectory has."""
+        """The trace of each trajectory, copied to the CPU because rows are reused. tokens: the length of each"""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
         return [as_trace(copied[i, :, :, :n], self.slots) for i, n in enumerate(tokens)]
 
     def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
-        """Likewise the routes of all tokens, prompts (their routes [P, M, k]) included. [T, M, k] each; None: none are
-        recorded. The last token was never fed, so its experts are just some.
+        """The routes of each trajectory on the CPU, [T, M, k]; None if they are not recorded. prompts: routes [P, M,
+        k]. The last token was never fed, so its experts are arbitrary.
         """
         if self.routes is None:
             return [None] * len(rows)
@@ -194,18 +193,18 @@ class RowState:
 
 
 def empty_trace(cache: SlotCache, tokens: int) -> Tensor:
-    """[R, L, H, T], to be filled; uint16 as int16 bits, which every operation supports."""
+    """An uninitialised trace [R, L, H, T]; uint16 as int16 bits, because more operations support these."""
     dtype = torch.int32 if trace_dtype(tokens) == torch.int32 else torch.int16
     return torch.empty(cache.rows, cache.shape.layers, cache.shape.heads, tokens, dtype=dtype, device=cache.device)
 
 
 def never_in(trace: Tensor) -> int:
-    """`evicted_at` of a token that stays, in the bits of a tensor that `empty_trace` made."""
+    """The value of `evicted_at` that means "never", in the bits of a tensor from `empty_trace`."""
     return -1 if trace.dtype == torch.int16 else never(trace.dtype)
 
 
 def as_trace(evicted_at: Tensor, slots: SlotFormat | None) -> Trace:
-    """A copy of what rows have written. [L, H, T], uint16 as int16 bits or int32"""
+    """A trace with a copy of what a row has written: [L, H, T], uint16 as int16 bits, or int32"""
     dtype = trace_dtype(evicted_at.shape[-1])
     evicted_at = evicted_at.clone()
     if evicted_at.dtype == torch.int16:
@@ -218,9 +217,8 @@ def as_trace(evicted_at: Tensor, slots: SlotFormat | None) -> Trace:
 def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     """Logits [B, V] after the last of the tokens being fed, tokens [B, T]; with `feed.ends`, after the last real token.
 
-    On the CPU a matrix product rounds a row the same way whatever the number of rows, from four rows
-    on (with several threads: in multiples of four). Padding to that makes what a sequence does independent, to the
-    bit, of how many run beside it.
+    On a CPU a matrix product rounds a row the same way for any number of rows from four on (with several threads: for
+    multiples of four). Padding to such numbers makes a sequence independent, to the bit, of how many run beside it.
     """
     rows, length = tokens.shape
     padding = -rows % ops.rules(tokens.device).row_multiple if length < 4 else 0
@@ -248,7 +246,7 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
 
 
 def _states(feed: Feed, padding: int) -> dict[str, FedStates]:
-    """The states of recurrent layers as the model takes them, for as long as it is fed; nothing if it has none."""
+    """The states of recurrent layers in the form that the model takes; empty if it has none."""
     if feed.cache.states is None and not feed.cache.shape.latent:
         return {}
     from ..attention.recurrent import FedStates
@@ -257,7 +255,7 @@ def _states(feed: Feed, padding: int) -> dict[str, FedStates]:
 
 
 def _logits_at(model: nn.Module, place: Tensor, **inputs) -> Tensor:
-    """Logits [B, 1, V] of one token per row: the head is shown these tokens alone. place [B]"""
+    """Logits [B, 1, V] of one token per row, for which the head is computed only there. place [B]"""
     rows = torch.arange(len(place), device=place.device)
     head = cast("PreTrainedModel", model).get_output_embeddings()
     assert head is not None
@@ -279,7 +277,7 @@ def forward_modules(
 ) -> Tensor:
     """Logits after feeding a token to each of the first rows, by the model's own modules. token, position [B]
 
-    It works for every architecture that is supported.
+    This works for every supported architecture.
     """
     width = len(token)
     slot = state.used[:width].clamp(max=cache.capacity - 1)[:, None]
@@ -290,7 +288,7 @@ def forward_modules(
 def forward_and_states(
     model: nn.Module, cache: SlotCache, state: RowState, token: Tensor, position: Tensor, live: Tensor | None, span: int
 ) -> tuple[Tensor, Tensor]:
-    """`forward_modules`, and the states [B, hidden] that its logits were made of: the decoder's output."""
+    """`forward_modules`, and the decoder's output [B, hidden] from which the logits were computed."""
     caught = []
     hook = decoder_of(model).register_forward_hook(lambda module, args, output: caught.append(output))
     try:
@@ -299,6 +297,6 @@ def forward_and_states(
         hook.remove()
     if not caught:
         raise SparseRLError(
-            f"{type(model).__name__} does not run its decoder as a whole: it cannot choose its folds; use beacon:N."
+            f"{type(model).__name__} does not run its decoder as a whole, so it cannot choose its folds; use beacon:N."
         )
     return logits, caught[0].last_hidden_state[: len(token), -1]

@@ -1,9 +1,8 @@
-"""The rollout engine: completions of prompts on a fixed-capacity, evicting KV cache, by a Hugging Face causal LM that
-docs/models.md lists as supported.
+"""The rollout engine: samples completions on a KV cache of fixed capacity that evicts, with any Hugging Face causal LM
+that docs/models.md lists as supported.
 
-The model's weights are used in place, so after an update the next rollout needs no copy and no new capture. What
-happens in a call is in schedule.py, its memory in storage.py, one decode step in decode.py, the capture of a step in
-capture.py.
+The model's weights are used in place, so after an update the next rollout needs no copy and no new capture. schedule.py
+has the loop of a call, storage.py its memory, decode.py one decode step, and capture.py the capture of steps.
 
     engine = Engine(model, compressor="rkv", budget=512, interval=128, rows=64)
     trajectories = engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=4096), seed=0)
@@ -36,8 +35,8 @@ from .sampling import Sampling
 from .schedule import GenerateCall, OnTokens, stop_ids_of
 from .storage import Storage
 
-_DECODERS = 4  # kept with their graphs, one for each way of sampling
-_STOPS = 16  # ids that may end a turn of an open engine, at most
+_DECODERS = 4  # decoders kept with their graphs, one for each way of sampling
+_STOPS = 16  # the most ids that may end a turn of an open engine
 
 
 class Engine:
@@ -54,14 +53,14 @@ class Engine:
         poll: tuple[int, int] | None = None,
         record_routes: bool = False,
     ):
-        """`max_tokens` (prompt + new) sizes rows that hold whole responses (`dense`, `prompt-only`) once and for all;
+        """`max_tokens` (prompt + new) fixes the size of rows that hold whole responses (`dense`, `prompt-only`);
         without it they grow with the longest call.
 
-        `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: how many prompts they may belong to; `poll`: the
-        least and the most decode steps between two syncs with the device. By default 512, 1 and (1, 1) on a CPU;
-        16,384, as many as that holds, and (8, 16) on a GPU.
+        `prefill_chunk`: prompt tokens fed at a time; `prefill_rows`: the most prompts fed together; `poll`: the least
+        and the most decode steps between two syncs with the device. Defaults: 512, 1 and (1, 1) on a CPU; 16,384, as
+        many as that holds, and (8, 16) on a GPU.
 
-        `record_routes`: of a mixture of experts, write into the traces through which experts each token went.
+        `record_routes`: for a mixture of experts, record in the traces which experts each token went through.
         """
         rules = ops.rules(next(model.parameters()).device)
         prefill_chunk = default_prefill_chunk(rules.on_gpu) if prefill_chunk is None else prefill_chunk
@@ -78,35 +77,37 @@ class Engine:
         check_model(model)
         self.model, self.rows, self.prefill_chunk = model, rows, prefill_chunk
         self.shape = ModelShape.of(model.config, next(model.parameters()).dtype)
-        self.largest = make(compressor).bind(budget, interval)  # what rows are made for
-        self.compressor = self.largest  # what evicts now
+        self.largest = make(compressor).bind(budget, interval)  # the budget for which rows are made
+        self.compressor = self.largest  # the present budget
         self.compressor.check_model(model)
         self.compressor.attach(model)
         if self.largest.prompt_chunk and not all(state.continues for state in self.shape.states):
             raise SparseRLError(
-                f"prompt_chunk is {self.largest.prompt_chunk}, but recurrent layers of {self.shape.architecture} take "
-                "a prompt only whole; leave it out."
+                f"prompt_chunk is {self.largest.prompt_chunk}, but the recurrent layers of {self.shape.architecture} "
+                "can only read a prompt as a whole; leave it out."
             )
         if (stored := cache_shape(self.shape, self.largest).slots) is not None:
             check_slots(self.device, stored.kind)
         if self.largest.folds and has_alibi(model):
-            raise SparseRLError(f"{self.shape.architecture} has no positions that a beacon could take: it cannot fold.")
+            raise SparseRLError(
+                f"{self.shape.architecture} has no positions that a beacon could take; use another model."
+            )
         with use_attention(model, "slots"):
-            pass  # refuses models whose attention cannot be replaced, before anything is allocated
+            pass  # refuse models whose attention cannot be replaced before anything is allocated
         self.recorder = self._recorder() if record_routes else None
         routing = None if self.recorder is None else self.recorder.routing
         self.storage = Storage(model, self.shape, self.largest, rows, max_tokens, prefill_chunk, prefill_rows, routing)
-        self.version = 0  # optimizer steps behind the weights; stamped on trajectories
+        self.version = 0  # optimizer steps behind the weights; written into trajectories
         self.seconds: dict[str, float] = {}  # of the last call, by phase
         self.steps = 0  # decode steps of the last call
         self.waited = 0  # steps that full rows waited for the end of a round, summed over rows
         self.rounds = 0  # of the loop so far, in all calls: it changes as long as a call gets on
         self.calls = 0  # so far; the next call cuts off a stream
-        self.stopped = False  # set from another thread, it ends the running call as Ctrl-C would
-        self.keeps_state = rules.captures  # captured steps hold the addresses of what rows write down
+        self.stopped = False  # set by another thread, it ends the running call as Ctrl-C would
+        self.keeps_state = rules.captures  # captured steps hold the addresses of the row state
 
     def _recorder(self) -> RouteRecorder:
-        """What writes down through which experts tokens go."""
+        """Records the experts that tokens go through."""
         why = "folds chunks into beacons" if self.largest.folds else why_not_replayed(self.model)
         if why is not None:
             raise SparseRLError(f"{self.shape.architecture} {why}: its routes cannot be recorded.")
@@ -125,13 +126,13 @@ class Engine:
 
     @property
     def scratch(self) -> SlotCache:
-        """Where prompts are prefilled."""
+        """The cache in which prompts are prefilled."""
         assert self.storage.scratch is not None, "the first call allocates it"
         return self.storage.scratch
 
     @property
     def state(self) -> RowState:
-        """What every row is doing."""
+        """The state of every row."""
         assert self.storage.state is not None, "a call allocates it; on a CPU it is freed afterwards"
         return self.storage.state
 
@@ -141,33 +142,31 @@ class Engine:
 
     @property
     def capacity(self) -> int:
-        """Slots at which a row is full: all it has, unless `set_budget` asked for less."""
+        """Slots at which a row is full: all that it has, unless `set_budget` asked for fewer."""
         return self.compressor.capacity(0, 0) if self.compressor.evicts_response else self.cache.capacity
 
     def set_budget(self, budget: int) -> None:
-        """Keep `budget` slots at an eviction from the next call on, at most as many as the engine was made with.
+        """From the next call on, keep `budget` slots at an eviction; not more than the engine was made with.
 
-        Rows stay as they are, and less of them is used; so nothing is allocated or captured anew.
+        Rows stay as they are and are used in part, so nothing is allocated or captured again.
         """
         if not self.compressor.has_budget:
             name = self.compressor.name
-            raise SparseRLError(
-                f"{name} chooses nothing to evict, so it has no budget to set to {budget}; use another compressor."
-            )
+            raise SparseRLError(f"{name} has no budget that could be set to {budget}; use another compressor.")
         bound = self.compressor.bind(budget, self.compressor.interval)
         if budget > self.largest.budget:
             raise SparseRLError(
-                f"the budget cannot be set to {budget}: rows of this engine were made for {self.largest.budget}; "
-                f"make it with Engine(..., budget={budget})."
+                f"the budget cannot be set to {budget}, because the rows of this engine were made for "
+                f"{self.largest.budget}; make the engine with Engine(..., budget={budget})."
             )
         self.compressor = bound
 
     def plan(self, prompt_tokens: int, new_tokens: int, sampling: Sampling | None = None) -> Plan:
-        """What a call with prompts of up to `prompt_tokens` takes; sampling: if it records what could be drawn."""
+        """The memory plan of a call with prompts of up to `prompt_tokens`. sampling: if it records the support"""
         return self.storage.plan(prompt_tokens, new_tokens, self._room(sampling))
 
     def reserve(self, prompt_tokens: int, new_tokens: int, sampling: Sampling | None = None) -> None:
-        """Allocate now what a call of that size will take, so that smaller calls before it allocate nothing."""
+        """Allocate now what a call of this size needs, so that it and smaller calls allocate nothing."""
         self.storage.reserve(prompt_tokens, new_tokens, self._room(sampling))
 
     def _room(self, sampling: Sampling | None) -> int | None:
@@ -183,7 +182,7 @@ class Engine:
     ) -> float:
         """1 - allocated bytes of the cache / bytes that dense rows of the longest trajectory would take.
 
-        `allocated`: by so many engines like this one; None: by this one
+        `allocated`: bytes of all caches if `engines` like this one sampled; None: this engine's cache
         """
         longest = max(t.num_text_tokens for t in trajectories)
         shape = cache_shape(self.shape, self.largest)
@@ -204,17 +203,17 @@ class Engine:
     ) -> list[Trajectory]:
         """`group_size` completions of every prompt (lists of token ids), prompt by prompt.
 
-        `on_finish` is called with each trajectory the moment it is complete; `on_tokens` with (prompt index, sample
-        index, token ids) whenever the host syncs with the device, with what was sampled since: every token of a
-        response once, in order. Neither may run the model. On Ctrl-C, the `RolloutInterrupted` that is raised holds
-        what was finished.
+        `on_finish` is called with each trajectory as soon as it is complete; `on_tokens` with (prompt index, sample
+        index, token ids) whenever the host syncs with the device, with the tokens sampled since then: every token of a
+        response once, in order. Neither may run the model. On Ctrl-C a `RolloutInterrupted` is raised, which holds the
+        finished trajectories.
 
-        `samples` says for every prompt which members of its group are wanted, instead of `range(group_size)`. They
-        are the completions that a call for whole groups of the same prompts gives, so what an interrupted call
-        omitted can be asked for later.
+        `samples` lists for every prompt the members of its group that are wanted, instead of `range(group_size)`. They
+        are the same completions as in a call for whole groups, so what an interrupted call did not finish can be
+        sampled later.
 
-        Without `keep` only `on_finish` gets the trajectories, and nothing is returned: traces of thousands of long
-        responses take gigabytes.
+        Without `keep`, only `on_finish` gets the trajectories and nothing is returned, because the traces of thousands
+        of long responses take gigabytes.
         """
         sampling = sampling or Sampling()
         prompts = [token_list(p) for p in prompts]
@@ -247,10 +246,10 @@ class Engine:
     def stream(
         self, prompt: Sequence[int], sampling: Sampling | None = None, seed: int = 0
     ) -> Generator[list[int], None, None]:
-        """The tokens of one completion as they are sampled, some at a time: those of `generate([prompt])`.
+        """The tokens of the completion `generate([prompt])`, some at a time as they are sampled.
 
-        Nothing runs between two pieces, and the model is then as it was before, so it may be used. Closing the
-        iterator ends the rollout. A later call of this engine takes its rows, and cuts the stream off.
+        Nothing runs between two pieces, and the model is restored, so it may be used in between. Closing the iterator
+        ends the rollout. A later call of this engine takes its rows and cuts the stream off.
         """
         sampling = sampling or Sampling()
         prompts = [token_list(prompt)]
@@ -264,7 +263,7 @@ class Engine:
                 if self.calls != number:
                     raise SparseRLError(
                         f"this stream was cut off after {call.num_tokens} tokens, because its engine was used for "
-                        "another call; read it to its end before, or use a second engine."
+                        "another call; read a stream to its end first, or use a second engine."
                     )
                 with self._switched():
                     next(rounds)
@@ -289,20 +288,22 @@ class Engine:
     ) -> LiveEngine:
         """Open the engine for conversations (live.py): prompts of up to `prompt_tokens`, `max_tokens` in all.
 
-        `sampling`: only what is recorded of the tokens that could be drawn counts; every turn brings its own settings.
-        `waiting` conversations may wait for a row, `conversations` may be open (by default four times as many as there
-        are rows, and those that wait). `hold`: rows of conversations that stopped are held at most (all), for
-        `hold_seconds` (until others need the row); then they are parked in host memory, at most `park` of them (four
-        times as many as there are rows), and go on to the bit; then only their traces are kept, and they go on up to
-        rounding. `patience`: seconds for which a held row is kept from others, because its conversation may soon go on;
-        None: as long as that costs less than moving it. `tokenizer`: for stop strings.
+        `sampling`: only its record of the tokens that could be drawn matters; every turn brings its own settings.
+        `waiting`: conversations that may wait for a row. `conversations`: those that may be open (default: four times
+        as many as rows, plus those that wait).
+
+        A conversation that stopped keeps its row: at most `hold` of them (default: all), for `hold_seconds` (default:
+        until others need the row). Then it is parked in host memory, at most `park` of them (default: four times as
+        many as rows), and continues with the same bits. Beyond that only its trace is kept, and it continues up to
+        rounding. `patience`: seconds for which a held row is not given to others, because its conversation may soon
+        continue; None: as long as that costs less than moving it. `tokenizer`: for stop strings.
         """
         require_int(prompt_tokens=prompt_tokens, waiting=waiting)
         require_int(at_least=prompt_tokens + 1, max_tokens=max_tokens)
         hold, park = self.rows if hold is None else hold, 4 * self.rows if park is None else park
         require_int(at_least=0, hold=hold, park=park)
         if hold_seconds is not None and (not isinstance(hold_seconds, int | float) or not hold_seconds >= 0):
-            raise SparseRLError(f"hold_seconds is {hold_seconds!r}; it must be a number from 0 on, or None.")
+            raise SparseRLError(f"hold_seconds is {hold_seconds!r}; it must be a number of at least 0, or None.")
         conversations = 4 * self.rows + waiting if conversations is None else conversations
         require_int(conversations=conversations)
         check_conversations(max_tokens, self.shape, self.compressor)
@@ -313,8 +314,8 @@ class Engine:
         )
 
     def decoder(self, sampling: Sampling | None) -> Decoder:
-        """What runs decode steps for these settings (None: every row has its own): kept from earlier calls, with its
-        graphs, if nothing has moved.
+        """The decoder for these settings (None: every row has its own), kept with its graphs from earlier calls if
+        nothing has moved.
         """
         settings, stop_ids = ("by row",), torch.empty(0, dtype=torch.int64, device=self.device)
         if sampling is not None:
@@ -323,7 +324,7 @@ class Engine:
             settings = (*ways, tuple(stop_ids.tolist()))
         now = addresses(self.model) if self.decoders else None
         if any(known.addresses != now for known in self.decoders.values()):
-            self.decoders.clear()  # they hold what has moved or changed since
+            self.decoders.clear()  # they refer to what has been moved or changed
         if settings not in self.decoders:
             while len(self.decoders) >= _DECODERS:
                 self.decoders.pop(next(iter(self.decoders)))
@@ -337,9 +338,9 @@ class Engine:
     def _call(
         self, prompt_tokens: int, sampling: Sampling, finished: list[Trajectory], max_tokens: int | None = None
     ) -> Iterator[int]:
-        """Reserve what a call of that size needs; yields the call's number. Errors carry what was finished.
+        """Reserve the memory of a call and yield the call's number. Errors get the finished trajectories.
 
-        max_tokens: of the conversations of an open engine
+        max_tokens: the longest conversation of an open engine
         """
         self.calls += 1
         number, new_tokens = self.calls, sampling.max_new_tokens
@@ -356,7 +357,7 @@ class Engine:
                 yield number
             except BaseException:
                 if self.calls == number:
-                    self.storage.clear()  # a NaN left in a slot nobody reads would still be multiplied by zero, later
+                    self.storage.clear()  # a NaN in an unused slot would later be multiplied by zero, which gives NaN
                 raise
         except KeyboardInterrupt:
             raise RolloutInterrupted(_in_order(finished)) from None
@@ -375,7 +376,7 @@ class Engine:
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
-        """The model as a rollout needs it."""
+        """Put the model into the state that a rollout needs, and restore it afterwards."""
         recording = nullcontext() if self.recorder is None else self.recorder
         with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"), recording:
             yield

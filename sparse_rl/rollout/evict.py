@@ -1,4 +1,4 @@
-"""One eviction: the compressor looks at full rows, they are compacted, and the trace says which tokens are gone."""
+"""Evict once: the compressor chooses slots of full rows, the rows are compacted, and the trace records the rest."""
 
 from collections.abc import Sequence
 
@@ -27,12 +27,12 @@ def evict(
     replies: Tensor | None = None,
     tokens: int = 0,
 ) -> Tensor:
-    """Compress rows that all have `used` slots in use down to the budget; rows that are not live stay as they are.
+    """Compress rows, all with `used` slots in use, down to the budget; rows that are not live stay as they are.
 
     rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T]
-    tokens: where layers have different budgets, fed to each row; `used` is then of the smallest layer (see `alike`)
+    tokens: if layers have different budgets, tokens fed to each row; `used` then counts the smallest layer (`alike`)
     replies int64 [N, T]: the number of the reply that a token was given in, from 1; 0 if it was not given
-    -> bool: whether the compressor returned what it must
+    -> bool: whether the compressor returned valid slots
     """
     shape, n = cache.shape, len(rows)
     streams = eviction_streams(streams, shape.layers, shape.heads)  # [L, N, H]
@@ -44,9 +44,9 @@ def evict(
         held, own = stored.used(used, tokens), compressor.with_extra(stored.extra)
         budget = own.budget
         if held <= budget:
-            continue  # a larger layer need not let go yet
+            continue  # a larger layer has no need to evict yet
         feed = stored.feed[:, rows, :, :held]  # [l, N, H, S]
-        num_queries = min(own.num_queries, held)  # at least so many tokens, so as many queries, have been fed
+        num_queries = min(own.num_queries, held)  # `held` tokens were fed, so there are as many queries
         queries = cache.recent_queries(layers, rows, fed, num_queries)
         keys, values = cache.read(layers, rows, held, own.uses_values)
         view = CacheView(
@@ -66,7 +66,7 @@ def evict(
         kept = choose(own, view, budget)
         fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), held, own)
         if ops.rules(rows.device).defers_checks:
-            kept = kept.clamp(0, held - 1)  # until the host checks, a wrong number must not reach another row
+            kept = kept.clamp(0, held - 1)  # until the host checks it, a wrong number must not reach another row
         else:
             check_fine(bool(fine), held, own)
         ops.compact(
@@ -77,7 +77,7 @@ def evict(
 
 
 def _ages(replies: Tensor, feed: Tensor, fed: Tensor) -> Tensor:
-    """How many replies ago the tokens of slots were given; -1: they were not. replies [N, T], feed [l, N, H, S]"""
+    """How many replies ago the token of each slot was given; -1: not given. replies [N, T], feed [l, N, H, S]"""
     past = torch.arange(replies.shape[1], device=feed.device) < fed[:, None]
     last = (replies * past).amax(1)[:, None, None]  # [N, 1, 1]
     number = replies[:, None].expand(-1, feed.shape[2], -1)  # [N, H, T]
@@ -94,7 +94,7 @@ def _common(per_layer: list, what: str) -> float | None:
     values = set(per_layer)
     if len(values) != 1:
         raise SparseRLError(
-            f"layers {what} their attention logits differently ({values}): this architecture is not supported."
+            f"layers {what} their attention logits in different ways ({values}), so this architecture is not supported."
         )
     return values.pop()
 
@@ -110,7 +110,7 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
 
 
 def _check_kept(kept: object, shape: tuple[int, int, int], used: int, compressor: Compressor) -> Tensor:
-    """Refuse another shape at once. -> bool: whether the numbers are valid, which the host may ask later"""
+    """Refuse a wrong shape at once. -> bool on the device: whether the slot numbers are valid"""
     if not isinstance(kept, Tensor) or tuple(kept.shape) != shape or kept.dtype != torch.int64:
         given = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
         raise SparseRLError(f"{compressor.name}.keep must return int64 slot numbers {list(shape)}, not {given}.")
@@ -118,7 +118,7 @@ def _check_kept(kept: object, shape: tuple[int, int, int], used: int, compressor
 
 
 def evict_as(cache: SlotCache, used: int, evicted_at: Tensor, fed: int) -> int:
-    """Evict from the first row what is gone after `fed` tokens. evicted_at int64 [L, H, T] -> slots left
+    """Evict from the first row what its trace says is gone after `fed` tokens. evicted_at int64 [L, H, T] -> slots left
 
     Slots are counted in the smallest layer.
     """
@@ -140,10 +140,10 @@ def evict_as(cache: SlotCache, used: int, evicted_at: Tensor, fed: int) -> int:
 
 
 def alike(fed: Sequence[int], used: int, extra: int) -> list[list[int]]:
-    """Full rows by the slots that their layers use: the places of those that are evicted together.
+    """Group full rows whose layers use equally many slots, so that each group is evicted together.
 
-    fed: tokens fed to each; used: slots of the smallest layer; extra: those that the largest layer has more. Rows
-    differ only while the largest layer holds all that was fed.
+    fed: tokens fed to each; used: slots in use in the smallest layer; extra: how many more the largest layer has. Rows
+    differ only while the largest layer still holds everything that was fed.
     """
     groups: dict[int, list[int]] = {}
     for place, tokens in enumerate(fed):

@@ -1,9 +1,9 @@
-"""Experts of a decode step, computed without asking the host.
+"""Compute the experts of a decode step without a sync with the host.
 
-What torch offers for experts (its grouped product) asks the host where each expert's tokens begin, except in bf16; and
-a step that asks the host cannot be captured in a CUDA graph. So a decode step computes experts by a product of ours
-(kernels/experts.py) in the dtypes that `Rules.own_experts` names. It is one more function of transformers' experts
-interface, registered on first use and switched on for a step; prefill and the learner keep the model's own.
+Except in bf16, torch's grouped product asks the host where each expert's tokens begin, and a step that does so cannot
+be captured in a CUDA graph. So decode steps compute experts by a kernel of ours (kernels/experts.py) in the dtypes that
+`Rules.own_experts` names. It is registered with transformers' experts interface on first use and switched on for a
+step; prefill and the learner keep the model's own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from ..kernels import ops
 
 NAME = "sparse_rl"
-_REPLACED = {"grouped_mm", "eager"}  # those that ask the host; what else a user chose stays
+_REPLACED = {"grouped_mm", "eager"}  # implementations that ask the host; others that a user chose stay
 
 
 def experts_forward(experts: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What transformers' experts modules compute, rounded where its grouped product rounds.
+    """Compute what transformers' experts modules do, with rounding at the same places as its grouped product.
 
     hidden [n, N]; of each token's k experts ids [n, k] and weights [n, k] -> [n, N]
     """
@@ -47,12 +47,12 @@ def experts_forward(experts: Any, hidden: Tensor, ids: Tensor, weights: Tensor) 
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """What computes a module's experts, by its name in transformers' interface; None: it has none."""
+    """The name in transformers' interface of what computes a module's experts; None: it has no experts."""
     return getattr(getattr(module, "config", None), "_experts_implementation_internal", None)
 
 
 def experts_to_switch(model: nn.Module) -> list[Any]:
-    """The configs by which `computing_experts` switches a model's experts; none where they stay as they are."""
+    """The configs by which `computing_experts` switches a model's experts; empty if they stay as they are."""
     found = [module for module in model.modules() if _is_dispatched(module)]
     others = {id(module.config) for module in found if not _fits(module)}
     return list({id(m.config): m.config for m in found if id(m.config) not in others}.values())
@@ -60,7 +60,7 @@ def experts_to_switch(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def computing_experts(configs: Sequence[Any]) -> Iterator[None]:
-    """Compute the experts of these configs by our product, then by what they had before."""
+    """Switch the experts of these configs to our kernel, and afterwards back to what they were."""
     if configs:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

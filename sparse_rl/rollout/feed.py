@@ -1,4 +1,4 @@
-"""Given tokens: feed them to rows that stopped, chunk by chunk; and read a conversation again under its trace.
+"""Feed given tokens to rows that stopped, chunk by chunk; also rebuild a row by reading its tokens under its trace.
 
 A chunk ends where its row is full or its turn ends, so where chunks lie depends on the row alone. Rows are copied to
 the scratch cache, fed there together, and copied back; on a CPU one at a time, so that rounding does not depend on
@@ -22,7 +22,7 @@ from .prefill import pieces
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens for one row."""
+    """Given tokens to feed to one row at a time."""
 
     row: int
     tokens: list[int]
@@ -32,16 +32,18 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Feeder:
-    """What given tokens are fed with."""
+    """Feeds given tokens to rows of a cache."""
 
     model: nn.Module
     cache: SlotCache
     scratch: SlotCache
-    together: int  # tokens that are fed at a time, about
+    together: int  # about how many tokens are fed at a time
     recorder: RouteRecorder | None = None
 
     def groups(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        """Chunks that go together. Padding would change the states of recurrent layers: there only equal lengths do."""
+        """Chunks that are fed together; with recurrent layers, whose states padding would change, only
+        equal lengths.
+        """
         parts = [chunks]
         if self.scratch.states is not None:
             parts = [[c for c in chunks if len(c.tokens) == n] for n in sorted({len(c.tokens) for c in chunks})]
@@ -49,7 +51,9 @@ class Feeder:
         return [part[i : i + most] for part in parts for i in range(0, len(part), most)]
 
     def feed(self, chunks: list[Chunk]) -> tuple[Tensor, list[Tensor] | None]:
-        """-> logits [N, V] after the last token of each; with a recorder the experts of the tokens, [n, M, k] each"""
+        """Feed chunks -> logits [N, V] after the last token of each; with a recorder also their experts,
+        [n, M, k] each
+        """
         n, device = len(chunks), self.cache.device
         rows = torch.tensor([chunk.row for chunk in chunks], device=device)
         desk = torch.arange(n, device=device)
@@ -60,7 +64,7 @@ class Feeder:
         return logits, routes
 
     def _feed(self, scratch: SlotCache, chunks: list[Chunk], first: bool) -> tuple[Tensor, list[Tensor] | None]:
-        """Feed chunks to the rows of `scratch`. first: these are empty"""
+        """Feed chunks to the rows of `scratch`. first: whether these are empty"""
         n, device = len(chunks), scratch.device
         lengths = [len(chunk.tokens) for chunk in chunks]
         longest, short = max(lengths), min(lengths)
@@ -87,7 +91,7 @@ class Feeder:
         return logits, [r[:length].clone() for r, length in zip(torch.cat(routes, 1), lengths, strict=True)]
 
     def recall(self, row: int, tokens: list[int], evicted_at: Tensor) -> int:
-        """Read tokens again into a row, evicting what their trace says when it says so. -> slots in use
+        """Read tokens into a row again, with the evictions that their trace records. -> slots in use
 
         evicted_at int64 [L, H, T], T at least the number of tokens, on the device
         """

@@ -1,10 +1,9 @@
-"""Beacons while decoding: a row whose chunk is complete feeds the beacon instead of its next token, and keeps its
-entry.
+"""Fold while decoding: a row whose chunk is complete feeds a beacon instead of its next token, and keeps only the
+beacon's cache entry.
 
-A step is the same for all rows, tensors only: what is fed (`begin`), the model's forward pass, sampling for the rows
-that fed a token, and for those that fed a beacon the move of its entry to where the chunk began (`fold`). The token
-sampled before the beacon waits. Where the policy chooses its folds (beacon/choice.py), it chooses in `begin`, from the
-state after the token fed last.
+All rows do the same step, on tensors: choose what to feed (`begin`), run the model, sample in rows that fed a token,
+and in rows that fed a beacon move its entry to where the chunk began (`fold`). The token sampled before the beacon
+waits. If the policy chooses its folds (beacon/choice.py), it does so in `begin`, from the state after the last token.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chunks:
-    """What every row's response has been folded into so far. R rows, N new tokens at most."""
+    """How far every row has been folded. R rows, at most N new tokens."""
 
     open: Tensor  # [R] tokens fed since the last beacon
     folded: Tensor  # [R] beacons fed
-    surprise: Tensor  # [R] fp32: minus the log-probs of the open tokens
+    surprise: Tensor  # [R] fp32: minus the sum of the open tokens' log-probs
     ends: Tensor  # bool [R, N]: the response tokens after which a beacon was fed
     logit: Tensor  # [R] fp32: z of the choice, after the token fed last
     choices: Tensor  # fp32 [R, N]: log-probs of the choices before the response tokens; [R, 0] if nothing is chosen
@@ -57,7 +56,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Turn:
-    """What each of the first B rows feeds in this step. All [B]"""
+    """What each of the first B rows feeds in this step. All fields [B]"""
 
     token: Tensor
     position: Tensor
@@ -65,7 +64,7 @@ class Turn:
 
 
 class Folding:
-    """The decode steps of rows that fold, and what such rows fed."""
+    """Runs decode steps of rows that fold, and collects what such rows fed."""
 
     def __init__(self, model: nn.Module, cache: SlotCache, state: RowState, compressor: Compressor):
         beacon = beacon_of(model)
@@ -79,8 +78,8 @@ class Folding:
         forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
         sample: Callable[[Tensor], None],
     ) -> None:
-        """One step of the first `width` rows. forward: (token, position) [B] -> logits [B, V], and the states [B,
-        hidden] that they were made of, if the policy chooses its folds; sample: from logits
+        """One step of the first `width` rows. forward: (token, position) [B] -> logits [B, V] and, if the policy
+        chooses its folds, the states [B, hidden] before the head; sample: samples from logits
         """
         done = self.state.done[:width]
         turn = begin(self.state, width, live, self.beacon, self.compressor)
@@ -96,7 +95,7 @@ class Folding:
     def evidence(
         self, rows: list[int], prompts: list[Tensor], counts: list[int], responses: Tensor, logprobs: Tensor
     ) -> list[dict[str, Any]]:
-        """What rows fed, beacons among the tokens, as fields of their trajectories. responses, logprobs [N, n]"""
+        """What each row fed, tokens and beacons, as fields of its trajectory. responses, logprobs [N, n]"""
         shape, before = self.cache.shape, torch.tensor([len(prompt) for prompt in prompts])
         whole = [torch.cat([p, response[:n]]) for p, response, n in zip(prompts, responses, counts, strict=True)]
         tokens, lengths = pad_sequence(whole, batch_first=True), before + torch.tensor(counts)
@@ -123,8 +122,8 @@ class Folding:
         return evidence
 
     def chosen(self, rows: list[int], counts: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For every row: bool [n] after which tokens a beacon was fed, bool [n] before which there was a choice, and
-        the log-probs of the choices, fp32.
+        """For every row: bool [n], the tokens after which a beacon was fed; bool [n], the tokens before which there was
+        a choice; and the log-probs of these choices, fp32.
         """
         chunks, (least, most) = self.state.chunks, (self.compressor.least, self.compressor.chunk)
         assert chunks is not None and least is not None
@@ -137,7 +136,7 @@ class Folding:
 
 
 def begin(state: RowState, width: int, live: Tensor, beacon: BeaconEmbedding, compressor: Beacon) -> Turn:
-    """live bool [B]"""
+    """Choose what each of the first rows feeds: its next token or a beacon. live bool [B]"""
     chunks, index = state.chunks, state.index[:width]
     assert chunks is not None
     tokens, folded, surprise = chunks.open[:width], chunks.folded[:width], chunks.surprise[:width]
@@ -154,7 +153,7 @@ def begin(state: RowState, width: int, live: Tensor, beacon: BeaconEmbedding, co
 
 
 def choose(state: RowState, width: int, asked: Tensor) -> Tensor:
-    """Which of the first rows choose to fold, of those that are asked; the choices are written down. bool [B]"""
+    """Which of the rows that are asked choose to fold; records the choices. bool [B]"""
     chunks = state.chunks
     assert chunks is not None
     logit, place = chunks.logit[:width], (state.count[:width] - 1).clamp(min=0)  # the token that waits
@@ -165,7 +164,7 @@ def choose(state: RowState, width: int, asked: Tensor) -> Tensor:
 
 
 def fold(cache: SlotCache, state: RowState, turn: Turn) -> None:
-    """Rows that have fed a beacon keep its entry where their chunk began; the chunk is gone."""
+    """In rows that fed a beacon, move its entry to where the chunk began, and free the chunk's slots."""
     chunks, folding = state.chunks, turn.folding
     assert chunks is not None
     width = len(folding)

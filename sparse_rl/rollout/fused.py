@@ -1,21 +1,21 @@
-"""The decode step of the Llama family with fused kernels: the weights and the rounding of the Hugging Face modules,
-fewer launches.
+"""The decode step of the Llama family with fused kernels: fewer launches, with the weights and the rounding of the
+Hugging Face modules.
 
     x = embed(token)
     for each layer:  norm, [q k v], rotate + store + attend over slots, out, add + norm, [gate up], silu * up, down, add
     logits = head(norm(x))
 
-Layers with experts (Qwen3-MoE, Mixtral) do the same but for the part between two norms, where router and experts are
-the model's own modules, so that routes are recorded as ever; what multiplies experts is chosen in experts.py.
+Layers with experts (Qwen3-MoE, Mixtral) keep the model's own router and experts in place of the MLP, so that routes are
+recorded as usual; experts.py chooses what computes the experts.
 
-For one new token per row the modules of transformers launch several times as many kernels, most of which read and
-write a few kilobytes. Only models that are known to compute exactly this are taken (`FusedForward.fits`); any other
-architecture, an adapter, a quantised layer or a module with hooks runs through its own modules, captured all the
-same.
+For one new token per row, the modules of transformers launch several times as many kernels, most of which read and
+write a few kilobytes. Only models that are known to compute exactly this are accepted (`FusedForward.fits`). Any other
+architecture, an adapter, a quantised layer or a module with hooks runs through its own modules, which are captured
+just the same.
 
-The three projections of a layer that read the same input are one matrix product. Their weights are laid side by side in
-memory once, and every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and
-loaded as before. (A `state_dict` taken before the first rollout no longer follows the model after it: take it again.)
+Projections that read the same input are one matrix product. Their weights are laid side by side in memory once, and
+every parameter becomes a view of its part: still the learner's own tensor, updated in place, saved and loaded as
+before. (A `state_dict` taken before the first rollout no longer follows the model; take it again.)
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ..models.routing import records_routes
 from .decode import RowState
 
 _HARMLESS_HOOKS = {"output_capturing_hook", "make_inputs_require_grads"}
-_AS_MADE = {BeaconEmbedding: nn.Embedding, Float32Head: nn.Linear}  # our modules, and those whose result they compute
-_STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # the others depend on the sequence's length, on the host
+_AS_MADE = {BeaconEmbedding: nn.Embedding, Float32Head: nn.Linear}  # our modules -> the ones that compute the same
+_STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # others need the sequence length on the host
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Product:
         return F.linear(x, self.weight, self.bias)
 
     def in_parts(self, x: Tensor) -> Tensor:
-        """The product; where its tiles are too few to fill the chip, the parts of a sum over the inner dimension.
+        """The product; if it has too few tiles to fill the chip, as parts of a sum over the inner dimension.
 
         The parts are fp32 [S, B, out]. The kernel that adds the result to the residual also adds the parts, in fp32.
         """
@@ -65,7 +65,9 @@ class Product:
 
 
 def parts_for(rows: int, out: int, inner: int) -> int:
-    """Parts to cut a product's inner dimension into. Measured on an H200, which 128 tiles of 128 x 128 fill."""
+    """Into how many parts to cut a product's inner dimension. Measured on an H200, which 128 tiles of
+    128 x 128 fill.
+    """
     tiles = -(-rows // 128) * -(-out // 128)
     return next((s for s in (4, 2) if inner >= 4096 and inner % (8 * s) == 0 and s * tiles <= 128), 1)
 
@@ -88,7 +90,7 @@ class DenseMLP:
 
 @dataclass(frozen=True)
 class ExpertsMLP:
-    module: nn.Module  # router and experts, as they are
+    module: nn.Module  # the model's router and experts
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x[:, None])[:, 0]
@@ -101,15 +103,15 @@ class Layer:
     qkv: Product
     out: Product
     mlp: DenseMLP | ExpertsMLP
-    norms: tuple[Tensor, Tensor, float] | None  # weights of the norms of queries and keys, and epsilon; None: no norms
+    norms: tuple[Tensor, Tensor, float] | None  # weights of the query and key norms, and epsilon; None: no such norms
     scaling: float
 
 
 class FusedForward:
-    """Logits after feeding a token to each of the first rows of a cache. A drop-in for `forward_modules`."""
+    """Computes logits after feeding a token to each of the first rows of a cache, like `forward_modules`."""
 
     def __init__(self, model: Any, cache: SlotCache):
-        """model: one that `fits`"""
+        """model: one for which `fits` is true"""
         decoder = model.model
         self.cache, self.embed, self.rotary = cache, decoder.embed_tokens, decoder.rotary_emb
         self.norm, self.head = _norm(decoder.norm), model.lm_head
@@ -119,7 +121,9 @@ class FusedForward:
 
     @staticmethod
     def fits(model: Any, cache: SlotCache) -> bool:
-        """Whether the model is known to compute exactly this, and the cache records nothing that only modules do."""
+        """Whether the model is known to compute exactly this, and the cache needs nothing that only its
+        modules record.
+        """
         if cache.shape.mass or not is_plain(model):
             return False
         config, layers = model.config, model.model.layers
@@ -141,7 +145,7 @@ class FusedForward:
         return self.head(self.states(state, token, position, live))  # in fp32 where the model's is
 
     def states(self, state: RowState, token: Tensor, position: Tensor, live: Tensor) -> Tensor:
-        """What the head makes logits of. [B, hidden]"""
+        """The states from which the head computes logits. [B, hidden]"""
         cache, shape, width = self.cache, self.cache.shape, len(token)
         used, index = state.used[:width], state.index[:width]
         places = {stored.extra: place_in(stored.extra, used, index) for stored in cache.stored}
@@ -185,14 +189,14 @@ def _layer(layer: Any) -> Layer:
 
 
 def _projections(layer: Any) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """Those that read what attention reads, and what a dense MLP reads; of experts, none."""
+    """The projections that read attention's input, and those that read a dense MLP's; none for experts."""
     attention, mlp = layer.self_attn, layer.mlp
     dense = [] if hasattr(mlp, "experts") else [mlp.gate_proj, mlp.up_proj]
     return [attention.q_proj, attention.k_proj, attention.v_proj], dense
 
 
 def _joint(layer: Any) -> list[list[Tensor]]:
-    """The parameters of a layer that are to lie side by side."""
+    """Groups of a layer's parameters that should lie side by side."""
     projections = [linears for linears in _projections(layer) if linears]
     groups = [[linear.weight for linear in linears] for linears in projections]
     biases = [_biases(linears) for linears in projections]
@@ -205,7 +209,7 @@ def _biases(linears: Iterable[nn.Linear]) -> list[Tensor]:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether this is one of the family as transformers makes it: its types of modules, none hooked or wrapped."""
+    """Whether a model of this family is as transformers makes it: its own types of modules, none hooked or wrapped."""
     import transformers
 
     names = ("Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3Moe", "Mixtral")
@@ -216,7 +220,7 @@ def is_plain(model: nn.Module) -> bool:
         with torch.device("meta"):
             fresh = type(model)(model.config)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
-        return False  # a config that was changed until it describes no model
+        return False  # the config was changed and no longer describes a model
     ours = [(name, _AS_MADE.get(type(m), type(m))) for name, m in model.named_modules()]
     if ours != [(name, type(m)) for name, m in fresh.named_modules()]:
         return False
@@ -226,7 +230,7 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def changing_hooks(module: nn.Module) -> list:
-    """A module's hooks, except for two of transformers' own that change no value.
+    """A module's hooks, except two of transformers' own that change no value.
 
     One records hidden states when they are asked for, one marks embeddings for gradient checkpointing.
     """
@@ -241,7 +245,7 @@ def _is_harmless(hook: Any) -> bool:
 
 @torch.no_grad()
 def side_by_side(*linears: nn.Linear) -> Product:
-    """Lay the weights of linear layers side by side in memory, unless they are; their parameters become views."""
+    """Lay the weights of linear layers side by side in memory, if they are not yet; their parameters become views."""
     weight, biases = _joined([linear.weight for linear in linears]), _biases(linears)
     assert len(biases) in (0, len(linears))
     return Product(weight, _joined(biases) if biases else None)

@@ -1,4 +1,4 @@
-"""An engine that stays open: prompts come at any time, each with its own settings; a conversation that stopped goes on.
+"""An engine that stays open: prompts come at any time with their own settings, and conversations can be continued.
 
     with engine.open(prompt_tokens=512, max_tokens=4096) as live:
         chat = live.submit(prompt, Sampling(max_new_tokens=256), seed=0)
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class QueueFull(SparseRLError):
-    """More conversations wait than may: try again when some have ended."""
+    """Too many conversations are waiting; try again when some have ended."""
 
 
 class LiveEngine:
-    """What `Engine.open` returns. Leaving its `with` ends all conversations and frees the rows."""
+    """The open engine that `Engine.open` returns. Leaving its `with` ends all conversations and frees the rows."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class LiveEngine:
         self.engine, self.prompt_tokens, self.max_tokens, self.tokenizer = engine, prompt_tokens, max_tokens, tokenizer
         self.most_waiting, self.most_conversations = waiting, conversations
         self._call, self._number = call, call.__enter__()
-        self._inbox: list[Callable[[], None]] = []  # what other threads asked for since the last round
-        self._lock = threading.Lock()  # of the inbox and of what callers are refused by; never held for long
-        self._open: dict[int, Conversation] = {}  # by number: those that have not ended
-        self._news: dict[int, Conversation] = {}  # by number: what `step` has to say
+        self._inbox: list[Callable[[], None]] = []  # requests of other threads since the last round
+        self._lock = threading.Lock()  # guards the inbox and the counts of conversations; held briefly
+        self._open: dict[int, Conversation] = {}  # conversations that have not ended, by number
+        self._news: dict[int, Conversation] = {}  # conversations that `step` will return, by number
         self._waiting = self._submitted = 0
         self.closed = False
         try:
@@ -84,8 +84,8 @@ class LiveEngine:
         prompt_index: int = 0,
         stop_strings: Sequence[str] = (),
     ) -> Conversation:
-        """Begin a conversation. Its first turn is the completion that `generate([prompt], ..., seed=seed)` has as its
-        `sample`-th. More conversations than may wait are refused (`QueueFull`).
+        """Begin a conversation. Its first turn is the `sample`-th completion of `generate([prompt], ..., seed=seed)`.
+        Raises `QueueFull` if too many conversations are waiting.
         """
         self._check_open()
         prompt, sampling = token_list(prompt), sampling or Sampling()
@@ -124,8 +124,8 @@ class LiveEngine:
         *,
         stop_strings: Sequence[str] = (),
     ) -> None:
-        """Go on with a conversation that stopped: feed it `tokens` after what it said last, then sample. Without
-        tokens it goes on as if it had not stopped.
+        """Continue a conversation that stopped: feed it `tokens` after its last turn, then sample. Without tokens it
+        continues as if it had not stopped.
         """
         self._check_own(conversation)
         given, sampling = token_list(tokens), sampling or conversation.sampling
@@ -136,13 +136,14 @@ class LiveEngine:
         if sampling.support != conversation.sampling.support:
             raise SparseRLError(
                 f"support is {sampling.support!r}, but this conversation began with {conversation.sampling.support!r}; "
-                "keep it for all of its turns."
+                "use that one for all of its turns."
             )
         with self._lock:
             self._check_open()
             if conversation.status != "stopped":
                 raise SparseRLError(
-                    f"conversation {conversation.number} is {conversation.status}; only one that stopped can go on."
+                    f"conversation {conversation.number} is {conversation.status}; wait until it has stopped to "
+                    "continue it."
                 )
             conversation.status = "waiting"
 
@@ -155,7 +156,9 @@ class LiveEngine:
             self._inbox.append(go_on)
 
     def cancel(self, conversation: Conversation) -> None:
-        """End a conversation, wherever it is, and free its row. Its trajectory is lost; its tokens so far stay."""
+        """End a conversation in any state and free its row. Its trajectory is lost, but its tokens can
+        still be read.
+        """
         self._check_own(conversation)
         with self._lock:
             self._check_open()
@@ -165,15 +168,15 @@ class LiveEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether a round would do nothing, and say nothing."""
+        """Whether a round would do nothing and return nothing."""
         return not self._inbox and not self._news and self._loop.idle
 
     def step(self, sample: bool = True) -> list[Conversation]:
-        """One round: some tokens for every conversation that runs. -> those of which there is news: tokens, or a stop
+        """One round: some tokens for every running conversation. -> those with news: new tokens, or a stop
 
-        sample: False: only what was asked for is taken in: who was cancelled leaves, and others wait.
-        An interrupt is held back until the round has ended, so nothing is lost, and one may step on: the news of the
-        round that it came in are those of the next one, too.
+        sample: False: only take in requests, so that cancelled conversations end and others wait.
+        An interrupt is held back until the round has ended, so nothing is lost and one may continue to step: the next
+        round also returns the news of the interrupted one.
         """
         self._check_open()
         with uninterrupted():
@@ -183,7 +186,7 @@ class LiveEngine:
                 if sample and (not self._loop.idle or (self._loop.held and self._loop.hold_seconds is not None)):
                     with self.engine._switched():
                         self._loop.round()
-            except KeyboardInterrupt:  # another thread asked for it, before the round began
+            except KeyboardInterrupt:  # another thread requested it before the round began
                 raise
             except BaseException as error:
                 self._leave(error)
@@ -195,24 +198,24 @@ class LiveEngine:
         return [conversation for conversation in news.values() if conversation.status != "ended"]
 
     def run(self) -> None:
-        """Rounds until every conversation has stopped."""
+        """Do rounds until every conversation has stopped."""
         while not self.idle or self._loop.queue:
-            if self.idle:  # every row is kept for a conversation that may go on
+            if self.idle:  # every row is held for a conversation that may continue
                 time.sleep(min(self.until_yield, 0.01))
             self.step()
 
     def trajectory(self, conversation: Conversation) -> Trajectory:
-        """The record of a conversation that stopped: all its turns under one trace."""
+        """The trajectory of a conversation that stopped: all its turns under one trace."""
         self._check_own(conversation)
         if conversation.status != "stopped":
             raise SparseRLError(
-                f"conversation {conversation.number} is {conversation.status}; its trajectory is there when it has "
-                "stopped."
+                f"conversation {conversation.number} is {conversation.status}; wait until it has stopped to read its "
+                "trajectory."
             )
         return conversation.trajectory(self._loop.trace_of(conversation))
 
     def release(self, conversation: Conversation) -> Trajectory:
-        """The record of a conversation that stopped, which ends; its row is free."""
+        """End a conversation that stopped, free its row, and return its trajectory."""
         trajectory = self.trajectory(conversation)
         reason = conversation.finish_reason
         assert reason is not None
@@ -221,7 +224,7 @@ class LiveEngine:
 
     @property
     def until_yield(self) -> float:
-        """Seconds until a row that is kept for its conversation goes to one that waits; infinite: none will."""
+        """Seconds until a held row is given to a conversation that waits; infinite if none will be."""
         return self._loop.until_yield()
 
     @property
@@ -267,7 +270,7 @@ class LiveEngine:
             del self._open[conversation.number]
 
     def _leave(self, error: BaseException | None) -> None:
-        """Close. After an error, what rows hold is not trusted."""
+        """Close. After an error, the content of rows is discarded."""
         self.closed = True
         with self._lock:
             left, self._open, self._inbox = list(self._open.values()), {}, []
@@ -283,18 +286,18 @@ class LiveEngine:
         if self.engine.calls != self._number:
             self.closed = True
             raise SparseRLError(
-                "this open engine was cut off, because its engine was used for another call; close it before, or use a "
-                "second engine."
+                "this open engine was cut off, because its engine was used for another call; close it before such a "
+                "call, or use a second engine."
             )
 
     def _check_own(self, conversation: Conversation) -> None:
-        """Numbers of conversations are those of one engine: a stranger would be taken for another one."""
+        """Refuse a conversation of another engine; its number could be that of one of ours."""
         self._check_open()
         if not isinstance(conversation, Conversation):
-            raise SparseRLError(f"{conversation!r:.60} is no conversation; give what `submit` returned.")
+            raise SparseRLError(f"{conversation!r:.60} is not a conversation; give what `submit` returned.")
         if conversation.status != "ended" and self._open.get(conversation.number) is not conversation:
             raise SparseRLError(
-                f"conversation {conversation.number} was begun with another open engine; ask the one that it is from."
+                f"conversation {conversation.number} was begun with another open engine; use that engine."
             )
 
     def _check_tokens(self, tokens: list[int], what: str) -> None:
@@ -317,7 +320,7 @@ class LiveEngine:
             )
 
     def _check_sampling(self, sampling: Sampling, stop_strings: Sequence[str]) -> tuple[list[int], StopText | None]:
-        """-> stop ids, and what looks for stop strings"""
+        """Refuse settings that this engine cannot use. -> stop ids, and what looks for stop strings"""
         if not isinstance(sampling, Sampling):
             raise SparseRLError(f"sampling is {sampling!r:.60}; give a Sampling, such as Sampling(max_new_tokens=64).")
         state = self.engine.state

@@ -1,9 +1,9 @@
-"""The loop of an open engine: rows whose sequence stopped are held, are fed what their conversations are given, and
-sample on.
+"""The loop of an open engine: a row whose sequence stopped is held, is fed what its conversation is given, and samples
+further.
 
-A row is free, running, feeding or held. A held row that another conversation needs is parked in host memory and comes
-back to the bit; where too many are parked, the oldest is left with its tokens and its trace, from which its row is read
-again, equal up to rounding.
+A row is free, running, feeding or held. If another conversation needs a held row, it is parked in host memory and
+restored later with the same bits. If too many are parked, the oldest keeps only its tokens and its trace, from which
+its row is rebuilt, equal up to rounding.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class LiveLoop(Loop):
         park: int,
         patience: float | None = 0.0,
     ):
-        """hold: rows that are held at most; hold_seconds: for how long; park: rows in host memory at most; patience:
-        seconds for which a held row is not given to another conversation; None: until they have cost as much as moving
-        the row to host memory and back, which stops all rows while one that waits stops one
+        """hold: the most rows that are held; hold_seconds: for how long; park: the most rows in host memory; patience:
+        seconds for which a held row is not given to another conversation; None: until holding it has cost as much as
+        moving it to host memory and back, which stops all rows, while holding it stops one
         """
         super().__init__(engine, None)
         if patience is None:
             moving = 0.0 if self.device.type == "cpu" else 2 * self.cache.nbytes / engine.rows / _COPIED
             patience = moving * engine.rows
         if not 0 <= patience < math.inf:
-            raise SparseRLError(f"patience is {patience}; give seconds, at least 0, or None.")
+            raise SparseRLError(f"patience is {patience}; it must be a number of seconds of at least 0, or None.")
         self.patience = patience
         self.max_tokens, self.hold, self.hold_seconds, self.park_at_most = max_tokens, hold, hold_seconds, park
-        self.queue: deque[Conversation] = deque()  # those that need a row
+        self.queue: deque[Conversation] = deque()  # conversations that need a row
         self.alive: dict[int, Conversation] = {}  # by number
         self.feeding: dict[int, Row] = {}
         self.held: dict[int, Row] = {}  # the longest held first
         self.parked: dict[int, Conversation] = {}  # by number, the longest parked first
-        self.news: dict[int, Conversation] = {}  # by number: of this round
+        self.news: dict[int, Conversation] = {}  # by number: conversations with news in this round
         self.matched: list[int] = []  # rows in which a stop string was found
         self.feeder = Feeder(self.model, self.cache, self.scratch, engine.prefill_chunk, engine.recorder)
         self.state.begin(max_tokens, self.capacity)
@@ -77,7 +77,7 @@ class LiveLoop(Loop):
         return self.alive[row.sample_index]
 
     def replies(self, rows: list[Row]) -> Tensor | None:
-        """Tokens that the host has not heard of yet were sampled."""
+        """By token, the number of the reply it was given in; tokens that the host has not seen yet were sampled."""
         table = torch.zeros(len(rows), max(row.fed for row in rows), dtype=torch.int64)
         for line, row in zip(table, rows, strict=True):
             conversation = self.of(row)
@@ -89,7 +89,7 @@ class LiveLoop(Loop):
 
     def round(self) -> None:
         self.news = {}
-        self.phases.parts.clear()  # an open engine has no end at which somebody would ask where its time went
+        self.phases.parts.clear()  # nobody asks an open engine where its time went
         if self.hold_seconds is not None:
             before = time.monotonic() - self.hold_seconds
             self.park([row for row, sequence in self.held.items() if self.of(sequence).since <= before])
@@ -102,7 +102,7 @@ class LiveLoop(Loop):
         return [row for row in range(self.engine.rows) if row not in taken]
 
     def yielding(self) -> list[int]:
-        """Held rows that others may have, the longest held first."""
+        """Held rows that may be given to others, the longest held first."""
         before = time.monotonic() - self.kept_for
         return [row for row, sequence in self.held.items() if self.of(sequence).since <= before]
 
@@ -112,14 +112,14 @@ class LiveLoop(Loop):
         return self.patience if self.hold_seconds is None else min(self.patience, self.hold_seconds)
 
     def until_yield(self) -> float:
-        """Seconds until somebody who waits for a row may have one; infinite: nobody waits, or no row is held."""
+        """Seconds until a waiting conversation may take a held row; infinite if none waits or no row is held."""
         if not self.queue or not self.held:
             return math.inf
         oldest = min(self.of(sequence).since for sequence in self.held.values())
         return max(0.0, oldest + self.kept_for - time.monotonic())
 
     def admit(self) -> bool:
-        """Conversations that need a row get one, in their order; held rows make room."""
+        """Give rows to the conversations that need one, in their order; held rows make room."""
         missing = len(self.queue) - len(self.free_rows())
         self.park(self.yielding()[: max(0, missing)])
         free = self.free_rows()
@@ -146,7 +146,7 @@ class LiveLoop(Loop):
         self.begin_turns([self.of(self.running[row]) for row in rows])
 
     def begin_turns(self, conversations: list[Conversation]) -> None:
-        """The settings of conversations that have rows."""
+        """Put the settings of conversations into their rows."""
         if not conversations:
             return
         settings = self.state.settings
@@ -170,7 +170,7 @@ class LiveLoop(Loop):
             tensor[which] = torch.tensor(values, dtype=tensor.dtype, device=self.device)
 
     def draw(self, rows: list[int], which: Tensor, logits: Tensor) -> None:
-        """The first tokens of turns: those that are sampled in the same way together."""
+        """Sample the first tokens of turns, those with the same settings together."""
         settings = self.state.settings
         assert settings is not None
         by_way: dict[tuple, list[int]] = {}
@@ -190,7 +190,7 @@ class LiveLoop(Loop):
     # ----------------------------------------------------------------------------------------------------------- feed
 
     def extend(self, conversation: Conversation, tokens: list[int]) -> None:
-        """Go on with a conversation that stopped, after feeding it `tokens`."""
+        """Continue a conversation that stopped, after feeding it `tokens`."""
         conversation.ahead = [conversation.tokens[-1], *tokens] if tokens else []
         conversation.give(tokens)
         conversation.finish_reason, conversation.matched, conversation.restored = None, None, False
@@ -200,7 +200,7 @@ class LiveLoop(Loop):
             self.go_on(conversation, self.held.pop(conversation.row))
 
     def go_on(self, conversation: Conversation, sequence: Row) -> None:
-        """A row that has been held, or was brought back, is fed what was given, or samples on."""
+        """Continue a row that was held or brought back: feed it what was given, or sample further."""
         row, conversation.status = conversation.row, "running"
         assert row is not None
         self.begin_turns([conversation])
@@ -211,8 +211,8 @@ class LiveLoop(Loop):
             self.state.done[row] = False
 
     def feed(self) -> None:
-        """A chunk for every row that has given tokens: until it is full, or the turn ends and its first token is
-        drawn.
+        """Feed a chunk to every row that has given tokens, until the row is full or the turn is fed and its first token
+        is drawn.
         """
         if not self.feeding:
             return
@@ -252,11 +252,11 @@ class LiveLoop(Loop):
     # --------------------------------------------------------------------------------------------------------- finish
 
     def span(self) -> int:
-        """All slots, whatever others use: so rows that grow round alike in any company, too."""
+        """Read all slots, whatever rows use, so that a growing row rounds the same way beside any others."""
         return self.capacity
 
     def steps_this_round(self) -> int:
-        """One where stop strings are looked for, so that no row is fed what comes after one."""
+        """One step if there are stop strings, so that no row is fed what follows one."""
         if any(self.of(sequence).stop_strings for sequence in self.running.values()):
             return 1
         return super().steps_this_round()
@@ -288,7 +288,7 @@ class LiveLoop(Loop):
         self.park(list(self.held)[: max(0, len(self.held) - self.hold)])
 
     def write_down(self, conversation: Conversation, row: int, first: int, stop: int) -> None:
-        """Copy what was recorded beside the tokens of a turn."""
+        """Copy what was recorded beside the tokens of a turn: support and routes."""
         if conversation.sampling.records is not None:
             assert self.state.kept is not None
             counts, margins, ids = (tensor[row, first:stop].cpu() for tensor in self.state.kept.tensors)
@@ -334,7 +334,7 @@ class LiveLoop(Loop):
             conversation.parked = None
 
     def bring_back(self, conversation: Conversation, row: int) -> None:
-        """Into a free row: from its copy in host memory, or by reading its tokens again under its trace."""
+        """Restore a conversation into a free row, from its copy in host memory or from its tokens and its trace."""
         sequence = conversation.sequence
         assert sequence is not None
         fed = sequence.fed
@@ -361,7 +361,7 @@ class LiveLoop(Loop):
         self.go_on(conversation, sequence)
 
     def drop(self, conversation: Conversation) -> None:
-        """Its row is free, and its copies are gone."""
+        """Free a conversation's row and drop its copies."""
         row = conversation.row
         if row is not None:
             for rows in (self.running, self.feeding, self.held):

@@ -1,4 +1,4 @@
-"""Where a rollout's time goes: on a GPU by the device's own clock (nothing waits for it), elsewhere by the host's."""
+"""Measure where a rollout's time goes: on a GPU with the device's own events, without a sync; elsewhere on the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Phases:
         return event
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, `total` on the host's clock, and `host`: the time that no phase accounts for."""
+        """Seconds by phase; `total` on the host's clock; and `host`, the time outside all phases."""
         if self.on_gpu:
             torch.cuda.synchronize()
         total = time.perf_counter() - self.start

@@ -1,23 +1,23 @@
-"""The text of tokens that come one by one, and stop strings in it."""
+"""Decode tokens that come one by one into pieces of text, and look for stop strings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-_CONTEXT = 64  # tokens that are decoded again with those that follow
+_CONTEXT = 64  # earlier tokens that are decoded again together with new ones
 
 
 def decode(tokenizer, tokens: list[int]) -> str:
-    """Spaces stay as the tokens have them: a stream could not remove them later."""
+    """Decode without cleaning up spaces, because a stream could not remove them later."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class TextPieces:
-    """The text of tokens that come one by one, as far as it is certain: `add(...)` + ... + `rest()` is the whole text.
+    """Returns the text of tokens as far as it is certain: `add(...)` + ... + `rest()` is the whole text.
 
-    What later tokens can change is held back: a character whose bytes are not all there (it reads as U+FFFD), and,
-    where a vocabulary has tokens for single bytes, a run of them, which is read as a whole.
+    Text that later tokens can change is held back: a character whose bytes are not complete (it reads as U+FFFD), and,
+    if the vocabulary has tokens for single bytes, a run of such tokens, which is decoded as a whole.
     """
 
     def __init__(self, tokenizer):
@@ -41,14 +41,14 @@ class TextPieces:
         return decode(self.tokenizer, self.tokens)[self.told :]
 
     def in_bytes(self) -> bool:
-        """Whether the last token stands for a byte, but for those that are left out: special and unknown ones."""
+        """Whether the last token, apart from special and unknown ones, stands for a single byte."""
         for token in reversed(self.tokens):
             if token not in self.special and (name := self.tokenizer.convert_ids_to_tokens(token)) is not None:
                 return re.fullmatch(r"<0x[0-9A-F]{2}>", name) is not None
         return False
 
     def forget(self) -> None:
-        """Once all of a long text has been returned, keep only as many tokens as the next ones need to be read."""
+        """Once all of a long text has been returned, keep only as many tokens as are needed to decode the next ones."""
         if len(self.tokens) < 2 * _CONTEXT:
             return
         context = decode(self.tokenizer, self.tokens[-_CONTEXT:])
@@ -65,7 +65,7 @@ class StopText:
         self.matched: str | None = None  # the string that was found first
 
     def add(self, tokens: list[int]) -> bool:
-        """Whether one was found."""
+        """Add tokens -> whether a stop string was found."""
         text = self.tail + self.pieces.add(tokens)
         found = [(text.find(string), string) for string in self.strings if string in text]
         self.matched = min(found)[1] if found else None

@@ -1,8 +1,8 @@
-"""Reading prompts: feed them to rows of the scratch cache, and compress those that are too long.
+"""Read prompts: feed them to rows of the scratch cache, and compress those that are too long.
 
-A prompt that is too long is compressed once, when it has been read; with `Compressor.prompt_chunk` after every chunk of
-so many tokens, so that a scratch row holds the budget and a chunk, however long prompts are. Chunks lie at fixed places
-of a prompt, and the trace notes every eviction.
+A prompt that is too long is compressed once, after it was read. With `Compressor.prompt_chunk` it is compressed after
+every chunk of so many tokens, so a scratch row only needs room for the budget and a chunk. Chunks lie at fixed places
+of a prompt, and the trace records every eviction.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .queue import Waiting
 
 @dataclass
 class Read:
-    """Prompts in the first N rows of the scratch cache."""
+    """The state after reading prompts into the first N rows of the scratch cache."""
 
     logits: Tensor  # [N, V] after the last token of each
     trace: Tensor | None  # [N, L, H, P]; None: nothing was evicted
-    used: list[int]  # slots that each takes
-    fine: Tensor  # bool: whether the compressor returned what it must
-    routes: list[Tensor] | None = None  # with a recorder: through which experts the tokens of each went, [P, M, k]
+    used: list[int]  # slots that each prompt takes
+    fine: Tensor  # bool: whether the compressor returned valid slots
+    routes: list[Tensor] | None = None  # with a recorder: the experts of each prompt's tokens, [P, M, k]
 
     def routes_of(self, prompt: int, length: int) -> Tensor | None:
         return None if self.routes is None else self.routes[prompt][:length].clone()
@@ -38,11 +38,11 @@ class Read:
 
 @dataclass(frozen=True)
 class Reader:
-    """What prompts are read with."""
+    """Reads prompts into a scratch cache."""
 
     model: nn.Module
     compressor: Compressor
-    together: int  # tokens that are fed at a time, about
+    together: int  # about how many tokens are fed at a time
     trace_like: Tensor  # has the dtype and the device of the trace
     recorder: RouteRecorder | None = None
 
@@ -117,7 +117,7 @@ def _join(parts: list[Read], longest: int, trace_like: Tensor) -> Read:
 
 
 def pieces(longest: int, together: int, chunk: int) -> list[tuple[int, int, bool]]:
-    """(start, stop, whether it ends a chunk) of what is fed at a time. chunk 0: all tokens are one."""
+    """(start, stop, whether it ends a chunk) of the tokens fed at a time. chunk 0: the prompt is one chunk"""
     chunk = chunk or longest
     found = []
     for first in range(0, longest, chunk):
@@ -131,7 +131,7 @@ def pieces(longest: int, together: int, chunk: int) -> list[tuple[int, int, bool
 def _compress(
     scratch: SlotCache, compressor: Compressor, row: int, used: int, fed: int, prompt: Waiting, trace: Tensor
 ) -> Tensor:
-    """Evict one prompt, of which `fed` tokens were fed, down to the budget. -> bool: whether that went well"""
+    """Evict one prompt, of which `fed` tokens were fed, down to the budget. -> bool: whether the slots were valid"""
     columns = [[row], [fed], [prompt.prompt_stream], [len(prompt.prompt)]]
     rows, feds, stream, lengths = torch.tensor(columns, device=scratch.device)
     live = torch.ones_like(rows).bool()

@@ -1,4 +1,4 @@
-"""A progress bar with tokens/s, busy rows and the cache's bytes; silent when off."""
+"""A progress bar with tokens/s, busy rows and the cache's size; shows nothing when off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sequence is in a call: waiting, prefilled or running. The host knows it without asking the device."""
+"""Records of where sequences are in a call: waiting, prefilled or running. They live on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Prefilled:
     waiting: Waiting
     row: int
     used: int  # slots left after compression
-    routes: Tensor | None = None  # [P, M, k] experts of its tokens, if they are recorded: one record for the group
+    routes: Tensor | None = None  # [P, M, k] experts of its tokens, if recorded; shared by the group
 
 
 @dataclass
@@ -39,15 +39,16 @@ class Row:
     used: int  # slots in use
     fed: int  # tokens fed
     count: int = 0  # tokens sampled by the last sync
-    limit: int = 0  # tokens sampled when it ends at the latest
+    limit: int = 0  # the most tokens that it may sample
     prompt_routes: Tensor | None = None  # [P, M, k]
     stream: int | None = None  # of random numbers
 
 
 def make_queue(prompts: list[list[int]], wanted: list[list[int]], seed: int) -> deque[Waiting]:
-    """Random streams are keyed by (seed, prompt, how often it has occurred, sample number), so repeated prompts differ.
+    """The queue of a call. Random streams follow from (seed, prompt, its earlier occurrences, sample number), so that
+    repeated prompts get different samples.
 
-    A prompt of which no sample is wanted counts as an occurrence all the same.
+    A prompt of which no sample is wanted also counts as an occurrence.
     """
     occurred: Counter[tuple[int, ...]] = Counter()
     queue: deque[Waiting] = deque()

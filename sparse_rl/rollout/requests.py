@@ -1,4 +1,4 @@
-"""What a caller may ask an engine for: prompts of token ids, sample numbers, lengths that the model supports."""
+"""Check what a caller asks of an engine: prompts of token ids, sample numbers, and lengths that the model supports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[
             require_int(at_least=0, **{f"a number in samples[{i}]": number})
             if count > 1:
                 raise SparseRLError(
-                    f"samples[{i}] asks {count} times for sample {number}, which is always the same; name it once."
+                    f"samples[{i}] asks {count} times for sample {number}, which would be the same each time; name it "
+                    "once."
                 )
     return [list(numbers) for numbers in samples]
 
@@ -43,7 +44,7 @@ def sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[
 def check_prompts(
     prompts: list[list[int]], new: int, shape: ModelShape, compressor: Compressor, model: nn.Module
 ) -> None:
-    """Refuse prompts that the model or the compressor cannot take, when `new` tokens may follow each."""
+    """Refuse prompts that the model or the compressor cannot take if `new` tokens may follow each."""
     room = new + compressor.extra_positions(model, new)  # positions after the prompt
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, new, room, shape)
@@ -81,7 +82,7 @@ def _check_prompt(i: int, prompt: list[int], new: int, room: int, shape: ModelSh
 
 
 def check_conversations(max_tokens: int, shape: ModelShape, compressor: Compressor) -> None:
-    """Refuse what cannot be fed on after it has stopped, or not for so many tokens."""
+    """Refuse models and compressors whose conversations cannot continue after a stop, or not up to `max_tokens`."""
     if compressor.folds:
         raise SparseRLError(
             f"{compressor.name} folds chunks of a response into beacons, which given tokens would cut; "
@@ -89,8 +90,8 @@ def check_conversations(max_tokens: int, shape: ModelShape, compressor: Compress
         )
     if not all(state.continues for state in shape.states):
         raise SparseRLError(
-            f"recurrent layers of {shape.architecture} take tokens only as a whole prompt, so its conversations cannot "
-            "go on; use generate."
+            f"the recurrent layers of {shape.architecture} can only read tokens as a whole prompt, so a conversation "
+            "cannot continue; use generate."
         )
     limit = shape.hard_context
     if limit is not None and max_tokens > limit:

@@ -1,7 +1,7 @@
-"""How tokens are drawn from logits, and their log-probs under exactly the distribution they were drawn from.
+"""Draw tokens from logits, with log-probs under exactly the distribution they were drawn from.
 
-One uniform number per token, from the sequence's own stream, inverts the cumulative distribution: what a sequence
-samples does not depend on what runs beside it. The arithmetic is in kernels/twins_sample.py.
+One uniform number per token, from the sequence's own random stream, inverts the cumulative distribution, so what a
+sequence samples does not depend on what runs beside it. The arithmetic is in kernels/twins_sample.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sampling:
     temperature: float = 1.0  # 0: greedy; log-probs are then those at temperature 1
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    stop_ids: tuple[int, ...] | None = None  # None: what the model's configs say; (): none
+    stop_ids: tuple[int, ...] | None = None  # None: those of the model's configs; (): none
     # The log-probs will be compared with another view's: refuses top-k and top-p, unless the support is recorded.
     for_correction: bool = False
     # With top-k or top-p, what is recorded of the tokens that could be drawn, then at most 512 (cache/support.py):
@@ -47,23 +47,24 @@ class Sampling:
             raise SparseRLError(f"top_k is {self.top_k}, but at most {MOST} tokens are recorded; lower it, or use 0.")
         if self.for_correction and (self.top_k or self.top_p < 1) and self.support is None:
             raise SparseRLError(
-                f"top_k {self.top_k} and top_p {self.top_p} cannot go with a correction: the sampler's log-probs are "
-                "renormalised over the kept tokens, the learner's are not, so every ratio would be biased by the kept "
-                'mass; set top_k=0 and top_p=1, or support="ids" for a learner that renormalises too.'
+                f"top_k {self.top_k} and top_p {self.top_p} cannot be combined with a correction: the sampler's "
+                "log-probs are renormalised over the kept tokens and the learner's are not, so every ratio would be "
+                "biased by the "
+                'kept mass; set top_k=0 and top_p=1, or support="ids" for a learner that renormalises too.'
             )
         if self.stop_ids is not None:
             ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)
             if odd := [i for i in ids if not isinstance(i, int) or abs(i) >= 2**31]:
-                raise SparseRLError(f"stop_ids holds {str(odd[0])[:30]}, which no tokenizer has; give ids of tokens.")
+                raise SparseRLError(f"stop_ids holds {str(odd[0])[:30]}, which is not a token id; give ids of tokens.")
             object.__setattr__(self, "stop_ids", ids)
 
     @property
     def records(self) -> str | None:
-        """What is recorded of the tokens that could be drawn; None where all could be."""
+        """What is recorded about the tokens that could be drawn; None if every token could be."""
         return self.support if self.temperature > 0 and (self.top_k or self.top_p < 1) else None
 
     def room(self, vocabulary: int) -> int | None:
-        """Ids that are recorded of every token; 0: margins alone; None: nothing."""
+        """How many ids are recorded for every token; 0: only margins; None: nothing."""
         return {None: None, "margins": 0, "ids": min(MOST, vocabulary)}[self.records]
 
 

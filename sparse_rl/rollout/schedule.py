@@ -2,18 +2,18 @@
 
     while sequences are waiting or running:
         admit    prefill prompts together, fork them into every free row
-        feed     given tokens into rows that go on after a pause (live.py alone)
-        decode   some tokens for every running row
+        feed     feed given tokens to rows that continue after a pause (only in live.py)
+        decode   sample some tokens in every running row
         evict    rows whose slots are full keep `budget` of them
-        finish   sync with the device: collect rows that stopped
+        finish   sync with the device and collect rows that stopped
 
-The host syncs once a round: after every step on a CPU, after 8 to 16 steps on a GPU. It knows how many slots each row
-uses without asking, and a row that fills up within a round waits for its end. A sequence's tokens, log-probs and
-evictions depend on its own prefix and random stream alone, never on the rows beside it: to the bit on a CPU; on a GPU
-as far as matrix products round alike at every row count.
+The host syncs once a round: after every step on a CPU, after 8 to 16 steps on a GPU. Between syncs it knows how many
+slots each row uses, and a row that fills up within a round waits for the end of the round. A sequence's tokens,
+log-probs and evictions depend only on its own prefix and random stream, never on the rows beside it: to the bit on a
+CPU, and on a GPU as far as matrix products round the same way at every row count.
 
-`Loop` is what all rollouts share. `GenerateCall` frees a row when it stops; the loop of an open engine (live.py) holds
-it, because its conversation may go on.
+All rollouts share `Loop`. `GenerateCall` frees a row when it stops; the loop of an open engine (live_loop.py) holds it,
+because its conversation may continue.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _TOGETHER = 64  # rows whose first tokens are sampled, or whose records are copi
 
 
 class Loop:
-    """What is waiting, what runs in which row."""
+    """The loop that all rollouts share: it knows what waits and what runs in which row."""
 
     def __init__(self, engine: Engine, sampling: Sampling | None):
-        """sampling: of all rows; None: every row has its own (`RowState.settings`)"""
+        """sampling: settings of all rows; None: every row has its own (`RowState.settings`)"""
         self.engine, self.model, self.compressor = engine, engine.model, engine.compressor
         self.cache, self.scratch, self.state = engine.cache, engine.scratch, engine.state
         self.capacity = engine.capacity  # slots at which a row is full
@@ -75,7 +75,7 @@ class Loop:
         if self.engine.stopped:
             raise KeyboardInterrupt
         if self.admit():
-            self.finish()  # some end with their first token
+            self.finish()  # some sequences end with their first token
         self.feed()
         if self.running:
             self.decode()
@@ -83,7 +83,7 @@ class Loop:
             self.evict(evictable)
             self.finish()
 
-    # What differs between calls and open engines.
+    # The following methods differ between calls and open engines.
 
     def free_rows(self) -> list[int]:
         return [row for row in range(self.engine.rows) if row not in self.running]
@@ -92,28 +92,30 @@ class Loop:
         """Feed given tokens to rows that have some."""
 
     def replies(self, rows: list[Row]) -> Tensor | None:
-        """Of conversations: the number of the reply that each token was given in, from 1; 0: none. int64 [N, T]"""
+        """The number of the reply that each token was given in, from 1; 0: none. int64 [N, T]; None without
+        conversations
+        """
         return None
 
     def evictable(self) -> dict[int, Row]:
-        """Rows that may be full."""
+        """The rows that may have to be evicted."""
         return self.running
 
     def begin_rows(self, rows: list[int]) -> None:
-        """Rows that were just started, before their first tokens are drawn."""
+        """Called with rows that were just started, before their first tokens are drawn."""
 
     def moved(self, row: int, to: int) -> None:
-        """A running row was moved."""
+        """Called when a running row was moved."""
 
     def draw(self, rows: list[int], which: Tensor, logits: Tensor) -> None:
-        """The first tokens of sequences or of turns. which: `rows` as a tensor [n]; logits [n, V]"""
+        """Sample the first tokens of sequences or turns. which: `rows` as a tensor [n]; logits [n, V]"""
         raise NotImplementedError
 
     def tell(self, count: list[int]) -> None:
-        """Say what was sampled since the last sync. count: tokens sampled, of all rows"""
+        """Report what was sampled since the last sync. count: tokens sampled, by row"""
 
     def end(self, rows: list[int], count: list[int]) -> None:
-        """Rows that have ended. count: tokens sampled, of all rows"""
+        """Called with rows that have ended. count: tokens sampled, by row"""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------------- admit
@@ -152,7 +154,9 @@ class Loop:
         return deque(Prefilled(w, i, read.used[i], read.routes_of(i, len(w.prompt))) for i, w in enumerate(prompts))
 
     def start(self, admitted: list[tuple[Prefilled, int, int, int]]) -> None:
-        """(prompt, sample index, stream, row) of new sequences: fork their prompts, sample their first tokens."""
+        """Start new sequences, given as (prompt, sample index, stream, row): fork prompts and sample the
+        first tokens.
+        """
         columns = [
             (ready.row, row, ready.used, len(ready.waiting.prompt), stream) for ready, _, stream, row in admitted
         ]
@@ -179,7 +183,7 @@ class Loop:
     # --------------------------------------------------------------------------------------------------------- decode
 
     def decode(self) -> None:
-        """Some tokens for every running row."""
+        """Sample some tokens in every running row."""
         width = next(w for w in reversed(self.row_counts) if w > max(self.running))
         steps = self.steps_this_round()
         with self.phases("decode"):
@@ -192,17 +196,17 @@ class Loop:
             self.num_waits += 0 if self.compressor.folds else steps - advanced
 
     def steps_this_round(self) -> int:
-        """Steps until the next sync: until the first row is full, but not too few, nor more than any row will run."""
+        """Steps until the next sync: until the first row is full, within bounds, and no more than any row will run."""
         least, most = self.engine.poll
-        least = min(least, max(1, self.compressor.interval // 16))  # rows that are full wait half a round on average
+        least = min(least, max(1, self.compressor.interval // 16))  # a full row waits half a round on average
         until_full = most if self.compressor.folds else self.capacity - max(row.used for row in self.running.values())
         until_end = max(row.limit - row.count for row in self.running.values())
         return max(1, min(most, max(least, until_full), until_end))
 
     def span(self) -> int:
-        """How many slots to read: the whole capacity of a fixed row, or the used part of a growing row.
+        """How many slots to read: the whole capacity of fixed rows, or the used part of growing rows.
 
-        The arithmetic of a fixed row then does not depend on other rows.
+        So the arithmetic of a fixed row does not depend on other rows.
         """
         if self.compressor.evicts_response or self.compressor.folds:
             return self.capacity
@@ -212,7 +216,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------------------------- evict
 
     def evict(self, rows_of: dict[int, Row]) -> None:
-        """Every row whose slots are full keeps `budget` of them."""
+        """Evict every row whose slots are full down to the budget."""
         full = [i for i, row in rows_of.items() if row.used == self.capacity]
         if not full or not self.compressor.evicts_response:
             return
@@ -221,12 +225,12 @@ class Loop:
             self.evict_alike(rows_of, [full[place] for place in group])
 
     def evict_alike(self, rows_of: dict[int, Row], full: list[int]) -> None:
-        """Rows whose layers use as many slots."""
+        """Evict full rows whose layers use equally many slots."""
         with self.phases("evict"):
             columns = [(i, rows_of[i].fed, len(rows_of[i].waiting.prompt)) for i in full]
             rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
             stream = self.state.stream[rows]
-            live = self.state.used[rows] == self.capacity  # the other rows have ended before
+            live = self.state.used[rows] == self.capacity  # the other rows ended before they were full
             replies = self.replies([rows_of[i] for i in full]) if self.compressor.uses_given else None
             self.fine &= evict(
                 self.cache, self.compressor, rows, self.capacity, fed, stream, prompts, self.state.trace, live, replies,
@@ -239,7 +243,7 @@ class Loop:
     # --------------------------------------------------------------------------------------------------------- finish
 
     def finish(self) -> None:
-        """Sync with the device, once a round. Collect the rows that are done; move the others together at the end."""
+        """Sync with the device once a round, collect finished rows, and near the end move the others together."""
         done, count = self.sync()
         self.tell(count)
         for row, sequence in self.running.items():
@@ -249,7 +253,7 @@ class Loop:
         self.compact_rows()
 
     def sync(self) -> tuple[list[int], list[int]]:
-        """(done, tokens sampled) of all rows, after making sure that all went well."""
+        """(done, tokens sampled) of all rows; raises if a row or an eviction went wrong."""
         last = (self.state.count - 1).clamp(min=0)[:, None]
         finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
         done, count, finite, fine, self.used = torch.stack(
@@ -270,7 +274,7 @@ class Loop:
         return done, count
 
     def sampled(self, count: list[int]) -> dict[int, tuple[Row, list[int], list[float]]]:
-        """By row: what was sampled since the last sync, and its log-probs. count: tokens sampled, of all rows"""
+        """By row: the tokens sampled since the last sync, and their log-probs. count: tokens sampled, by row"""
         told = {row: sequence for row, sequence in self.running.items() if count[row] > sequence.count}
         if not told:
             return {}
@@ -286,7 +290,7 @@ class Loop:
         }
 
     def compact_rows(self) -> None:
-        """With nothing left to admit, fill low rows from high ones, so that the tail runs narrow."""
+        """When nothing is left to admit, move high rows into free low ones, so that steps get narrower."""
         if self.waiting or self.ready or not self.running:
             return
         free = self.free_rows()
@@ -316,7 +320,7 @@ class GenerateCall(Loop):
         seed: int,
         on_tokens: OnTokens | None = None,
     ):
-        """`wanted`: for every prompt, the numbers of the samples to draw."""
+        """`wanted`: for every prompt, the numbers of the samples to draw"""
         super().__init__(engine, sampling)
         self.sampling, self.on_tokens, self.stop_ids = sampling, on_tokens, self.decoder.stop_ids
         self.waiting = make_queue(prompts, wanted, seed)
@@ -328,7 +332,9 @@ class GenerateCall(Loop):
             bar.show(len(self.running), self.num_tokens, time.perf_counter() - start)
 
     def rounds(self, deliver: Callable[[Trajectory], None]) -> Iterator[None]:
-        """Hand every trajectory to `deliver` the moment it is known to be finished; pause after every round."""
+        """Do rounds, pausing after each, and hand every trajectory to `deliver` as soon as it is known
+        to be finished.
+        """
         self.deliver = deliver
         self.state.begin(self.sampling.max_new_tokens, self.capacity)
         while self.waiting or self.ready or self.running:
@@ -362,7 +368,7 @@ class GenerateCall(Loop):
                     self.deliver(trajectory)
 
     def collect(self, rows: list[int], counts: list[int]) -> list[Trajectory]:
-        """The trajectories of rows that are done."""
+        """The trajectories of finished rows."""
         sequences, version = [self.running[row] for row in rows], self.engine.version
         folding = self.decoder.folding
         supports = self.sampling.records
@@ -370,7 +376,7 @@ class GenerateCall(Loop):
 
 
 def row_counts(rows: int) -> list[int]:
-    """Row counts a decode step may run at: halved down to four, in multiples of four (see `forward`)."""
+    """The row counts at which a decode step may run: halved down to four, in multiples of four (see `forward`)."""
     widths = [rows]
     while (half := -(-widths[-1] // 8) * 4) < widths[-1]:
         widths.append(half)

@@ -1,7 +1,7 @@
-"""The memory of an engine: rows of the cache, rows that prompts are prefilled in, and what rows write down.
+"""The memory of an engine: the cache's rows, scratch rows for prompts, and the state that rows write.
 
-Each part is allocated when a call first needs it, after comparing the plan with the memory that is free, and is kept
-for later calls. What was captured for a part is dropped with it.
+Each part is allocated when a call first needs it, after comparing the plan with the free memory, and is kept for later
+calls. Graphs that use a part are dropped with it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Storage:
         prefill_rows: int | None,
         routing: Routing | None = None,
     ):
-        """`compressor` is set to the largest budget that the rows are made for; `routing`: what is written down of a
-        mixture of experts; other arguments: see `Engine`.
+        """`compressor`: bound to the largest budget, for which rows are made; `routing`: how experts are recorded;
+        other arguments: see `Engine`
         """
         self.model, self.shape, self.compressor, self.rows = model, shape, compressor, rows
         self.max_tokens, self.prefill_chunk, self.prefill_rows = max_tokens, prefill_chunk, prefill_rows
@@ -46,7 +46,7 @@ class Storage:
         self.cache: SlotCache | None = None
         self.scratch: SlotCache | None = None
         self.state: RowState | None = None
-        self.decoders: dict[tuple, Decoder] = {}  # by the settings that a captured step has built in
+        self.decoders: dict[tuple, Decoder] = {}  # by the settings that are built into a captured step
         if compressor.evicts_response:
             capacity = compressor.capacity(0, 0)
             new_tokens = max(1, (max_tokens or capacity + _USUAL_RESPONSE) - capacity)
@@ -59,7 +59,7 @@ class Storage:
         return next(self.model.parameters()).device
 
     def plan(self, prompt_tokens: int, new_tokens: int, room: int | None = None) -> Plan:
-        """What a call with prompts of up to `prompt_tokens` takes. room: see `Sampling.room`"""
+        """The memory plan of a call with prompts of up to `prompt_tokens`. room: see `Sampling.room`"""
         return make_plan(
             self.shape,
             self.compressor,
@@ -76,15 +76,15 @@ class Storage:
         )
 
     def reserve(self, prompt_tokens: int, new_tokens: int, room: int | None = None) -> None:
-        """Allocate what a call of that size takes, as far as it is not there."""
+        """Allocate what a call of this size needs and what is not allocated yet."""
         plan = self.plan(prompt_tokens, new_tokens, room)
         cache = self._allocate_rows(self.compressor.capacity(prompt_tokens, new_tokens), plan)
         self._allocate_scratch(plan)
         self._allocate_state(plan, cache, room)
 
     def live_plan(self, prompt_tokens: int, max_tokens: int, room: int | None = None) -> Plan:
-        """What an open engine takes whose conversations have up to `max_tokens`: all may be sampled, and scratch rows
-        also hold the rows that are fed.
+        """The memory plan of an open engine with conversations of up to `max_tokens`: any of these tokens may be
+        sampled, and scratch rows also hold the rows that are fed.
         """
         plan = self.plan(1, max_tokens - 1, room)
         shape = cache_shape(self.shape, self.compressor)
@@ -96,7 +96,7 @@ class Storage:
             scratch_capacity=slots,
             prompt_piece=slots,
             most_prefill_rows=rows,
-            scratch_most=None,  # of rows that are fed, too
+            scratch_most=None,  # scratch rows also hold rows that are fed
             scratch_row_bytes=shape.row_bytes(slots),
         )
 
@@ -106,7 +106,7 @@ class Storage:
         return max(asked, self.cache.capacity) if self.cache else asked
 
     def reserve_live(self, prompt_tokens: int, max_tokens: int, stops: int, room: int | None = None) -> None:
-        """Allocate what an open engine takes. stops: ids that may end a turn"""
+        """Allocate what an open engine needs. stops: how many ids may end a turn"""
         plan = self.live_plan(prompt_tokens, max_tokens, room)
         cache = self._allocate_rows(self.compressor.capacity(1, max_tokens - 1), plan)
         self._allocate_scratch(plan)
@@ -122,12 +122,12 @@ class Storage:
                 cache.clear()
 
     def drop_state(self) -> None:
-        """Forget what rows wrote down, and what was captured to write it."""
+        """Drop the row state and the graphs that write to it."""
         self.state = None
         self.decoders.clear()
 
     def _allocate_rows(self, capacity: int, plan: Plan) -> SlotCache:
-        """The cache, once and for all; rows that hold whole responses are as long as the longest call so far."""
+        """Allocate the cache: once, except that rows which hold whole responses grow with the longest call."""
         grows = not self.compressor.evicts_response and self.max_tokens is None
         if self.cache is not None and grows and capacity > self.cache.capacity:
             self.cache = None
@@ -146,7 +146,7 @@ class Storage:
         return self.cache
 
     def _allocate_scratch(self, plan: Plan) -> None:
-        """Rows for the longest prompts, made anew when longer ones come, or more of them together."""
+        """Allocate scratch rows for the longest prompts, again if longer ones come or more of them together."""
         known, shape = self.scratch, cache_shape(self.shape, self.compressor)
         asked = shape.capacities(plan.scratch_capacity, plan.scratch_most)
         small = known is None or any(have < need for have, need in zip(known.capacities, asked, strict=True))
@@ -157,10 +157,10 @@ class Storage:
             self.scratch = SlotCache(shape, plan.prefill_rows, slots, self.device, most)
 
     def _allocate_state(self, plan: Plan, cache: SlotCache, room: int | None) -> None:
-        """Where rows write down what they sample: as large as the largest call so far.
+        """Allocate the row state, as large as the largest call so far.
 
-        A captured step has the addresses of all of it but the trace. Rows that fold need no trace: where their chunks
-        end tells what was visible.
+        A captured step holds the addresses of all of it but the trace. Rows that fold need no trace, because the ends
+        of their chunks say what was visible.
         """
         new = plan.new_tokens
         tokens = 0 if self.compressor.folds else plan.prompt_tokens + new

@@ -1,11 +1,11 @@
-"""Text from a supported Hugging Face causal LM (docs/models.md) on a compressed cache, inside transformers code.
+"""Generate text with a supported Hugging Face causal LM (docs/models.md) on a compressed cache.
 
     text = sparse_rl.generate(model, tokenizer, messages, compressor="rkv", budget=512)
     for piece in sparse_rl.generate(model, tokenizer, messages, stream=True):
         print(piece, end="", flush=True)
 
 The tokens are those that `Engine.generate` gives for the same prompts, sampling and seed. Engines are kept with their
-model, so that a second call allocates and captures nothing anew, and are freed with it.
+model, so that a second call allocates and captures nothing again, and are freed with it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from . import Engine, Sampling
 from .pieces import TextPieces, decode
 
 _LOG = logging.getLogger("sparse_rl")
-_BUDGET, _INTERVAL = 512, 128  # of models without a record
-_KEPT = 4  # engines of a model
-_MOST_ROWS = 32  # unless told otherwise
+_BUDGET, _INTERVAL = 512, 128  # for models without a record
+_KEPT = 4  # engines kept with a model
+_MOST_ROWS = 32  # unless the call says otherwise
 _TOP_K = 50  # what transformers uses when neither the call nor the model says
 
 _Result = TypeVar("_Result")
@@ -54,24 +54,25 @@ def generate(
 ) -> str | list[str] | Iterator[str]:
     """The model's answer as text, without special tokens.
 
-    `messages` is a text, taken as it is; a chat (a list of {"role": ..., "content": ...}), put through the tokenizer's
-    template; or a list of such prompts, whose answers come as a list. On a CPU they are what each prompt alone would
-    get (a prompt given twice gets two samples); `rows` of them run at a time, by default up to 32.
+    `messages` is a text, which is used as it is; a chat (a list of {"role": ..., "content": ...}), which is written
+    with the tokenizer's template; or a list of such prompts, whose answers are returned as a list. On a CPU each answer
+    is the one that the prompt alone would get (a prompt given twice gets two samples). `rows` prompts run at a time, by
+    default up to 32.
 
     A model that was trained here brings its compressor, options, budget, interval and stop ids along
-    (models/record.py); a line in the log says so, and arguments come first. If the compressor is named, its options are
-    those that are given. For other models `compressor` is `rkv`, budget 512, interval 128; with a beacon it is the one
-    that the beacon was made for, and must be named if the beacon was made for several chunks or for any. Under a
-    beacon, and under `dense`, budget and interval have no meaning. `compressor_options` are the parameters of the
-    compressor.
+    (models/record.py); a line in the log says so, and arguments override them. If the compressor is named, only the
+    given options count. For other models the defaults are `rkv`, budget 512 and interval 128. A model with a beacon
+    uses the compressor that the beacon was trained for; name it if the beacon was trained for several chunk sizes or
+    for any. With a beacon, and with `dense`, budget and interval have no meaning. `compressor_options` are the
+    parameters of the compressor.
 
-    Where the call does not say how to sample, `model.generation_config` does, as in `model.generate`: greedily,
+    Sampling settings that the call does not give come from `model.generation_config`, as in `model.generate`: greedy,
     unless it has `do_sample`. Without `do_sample`, a temperature alone samples from the whole distribution;
     temperature 0 is greedy. Penalties are not applied.
 
-    `stream=True` gives, for one prompt, an iterator of pieces that make up the same text. Nothing runs between two
-    pieces, and the model may then be used; a reader who stops reading, for whatever reason, stops the rollout. One
-    thread at a time may use a model.
+    `stream=True` returns, for one prompt, an iterator of pieces that make up the same text. Nothing runs between two
+    pieces, so the model may be used in between, and a reader who stops reading stops the rollout. Only one thread at a
+    time may use a model.
     """
     prompts, single = _prompts(messages)
     if stream and not single:
@@ -88,7 +89,8 @@ def generate(
     compressor, budget, interval, options, note = _cache(model, compressor, budget, interval, options)
     if options and isinstance(compressor, Compressor):
         raise SparseRLError(
-            f"compressor_options {options} cannot change a {compressor.name} that exists already; make it with them."
+            f"compressor_options {options} cannot change a {compressor.name} that exists already; pass them when you "
+            "make it."
         )
     made = make(compressor, **options)
     rows = _rows_for(len(prompts)) if rows is None else rows
@@ -124,8 +126,8 @@ def generate(
 def _cache(
     model: nn.Module, compressor: str | Compressor | None, budget: int | None, interval: int | None, options: dict
 ) -> tuple[str | Compressor, int, int, dict, str | None]:
-    """Compressor, budget, interval and options: as given, else as in the model's training, else the usual ones; and a
-    line if the compressor is that of training.
+    """Compressor, budget, interval and options: as given, else as in the model's training, else the defaults. Also a
+    line for the log if the compressor is that of training.
     """
     record = record_of(model) or Record()
     budget = next(value for value in (budget, record.budget, _BUDGET) if value is not None)
@@ -144,7 +146,7 @@ def _cache(
 
 
 def _prompts(messages: str | Sequence) -> tuple[list, bool]:
-    """(prompts, whether it was one): texts, or chats as lists of messages."""
+    """(prompts, whether a single one was given): texts, or chats as lists of messages."""
     if isinstance(messages, str) or _is_chat(messages):
         return [messages], True
     known = isinstance(messages, (list, tuple)) and all(isinstance(p, str) or _is_chat(p) for p in messages)
@@ -164,12 +166,12 @@ def _is_chat(messages) -> bool:
 def _sampling(
     model: nn.Module, max_new_tokens: int, temperature: float | None, top_k: int | None, top_p: float | None
 ) -> Sampling:
-    """The call's own settings, and those of the model's generation config where the call has none."""
+    """The call's own settings, completed from the model's generation config."""
     config = getattr(model, "generation_config", None)
     samples = bool(getattr(config, "do_sample", False))
 
     def own(name: str, unset: float, greedy: float) -> Any:
-        """The model's setting, if it samples."""
+        """The setting of the model's generation config, if that samples."""
         value = getattr(config, name, None) if samples else greedy
         return unset if value is None else value
 
@@ -186,7 +188,7 @@ def _sampling(
 
 
 def _rows_for(prompts: int) -> int:
-    """Powers of two, so that batches of about the same size share an engine."""
+    """The next power of two, so that batches of about the same size share an engine."""
     return min(_MOST_ROWS, 1 << max(0, prompts - 1).bit_length())
 
 
@@ -194,10 +196,10 @@ def _rows_for(prompts: int) -> int:
 
 
 class _Kept:
-    """A model's engines by their settings, the last used one last. It lives on the model, and is not copied with it."""
+    """A model's engines by their settings, last used last. It is an attribute of the model, but not copied with it."""
 
     def __init__(self):
-        self.made_for: tuple | None = None  # what the model was when they were made
+        self.made_for: tuple | None = None  # the model's dtype, device and shape when they were made
         self.engines: dict[tuple, Engine] = {}
 
     def __reduce__(self):
@@ -206,9 +208,9 @@ class _Kept:
     def run(
         self, settings: tuple, make: Callable[[], Engine], work: Callable[[Engine], Generator[_Result, None, None]]
     ) -> Iterator[_Result]:
-        """What `work` yields on an engine that is kept or made.
+        """Yield what `work` yields on an engine for these settings, kept or new.
 
-        Where memory is short, the engines kept for other settings are freed first.
+        If memory is short, engines kept for other settings are freed first.
         """
         others = [known for known in self.engines if known != settings]
         begun = False
@@ -226,7 +228,7 @@ class _Kept:
 
     @contextmanager
     def borrowed(self, settings: tuple, make: Callable[[], Engine]) -> Iterator[Engine]:
-        """Lend an engine to one caller: a second stream with the same settings runs on an engine of its own."""
+        """Lend an engine to one caller; a second stream with the same settings gets another engine."""
         made_for = self.made_for
         engine = self.engines.pop(settings, None) or make()
         try:

@@ -1,4 +1,4 @@
-"""Response lengths for the scale model: drawn at random, or drawn from those of a run."""
+"""Draw response lengths for the scale model, from a lognormal distribution or from those of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from ..errors import SparseRLError
 from ..files import read_lines
 
-# assumption: the share of the variance (of log lengths, or of ranks made normal) that completions of a prompt share
+# assumption: share of the variance (of log lengths, or of normalised ranks) that completions of a prompt share
 SAME_PROMPT = 0.5
 SPREAD = 0.75  # assumption: standard deviation over mean
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of response lengths: the `given` lengths, drawn by rank, or, without any, a lognormal one."""
+    """A distribution of response lengths: that of the `given` lengths, drawn by rank; without any, a lognormal one."""
 
     mean: float
     spread: float  # standard deviation over mean
@@ -46,7 +46,7 @@ class Lengths:
 
 
 def lengths_of_run(folder: Path) -> Lengths:
-    """The lengths of a run: those of its written samples, scaled to the mean of its metrics.
+    """The lengths in a run's samples, scaled to the mean in its metrics.
 
     If the run wrote no samples: a lognormal distribution with that mean and the usual spread.
     """
@@ -62,7 +62,8 @@ def lengths_of_run(folder: Path) -> Lengths:
             tokens, prompt = line.get("tokens"), line.get("num_prompt_tokens")
             if not isinstance(tokens, list) or type(prompt) is not int or not 0 <= prompt <= len(tokens):
                 raise SparseRLError(
-                    f"{path} has a line without tokens and num_prompt_tokens; remove the line, or the file, and go on."
+                    f"{path} has a line without tokens and num_prompt_tokens; remove the line or the file, then "
+                    "continue."
                 )
             seen.append(len(tokens) - prompt - sum(end - begin for begin, end in line.get("given", ())))
     if not any(seen):

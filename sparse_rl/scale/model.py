@@ -1,4 +1,4 @@
-"""The scale model: step time, idle share and cost of a run on many GPUs, from figures measured on one GPU.
+"""The scale model: predicts step time, idle share and cost of a run on many GPUs, from figures measured on one GPU.
 
 A step has the parts that `Trainer.run` gives it: every process samples and scores its prompts, all processes meet, and
 every optimizer step waits for the slowest process and sums gradients. Response lengths are drawn at random; prompts are
@@ -33,7 +33,7 @@ RECORD_BYTES = 47  # bytes exchanged per token of a step, padding included (test
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU as it was measured: all rates are those of this code on it, not those of a data sheet."""
+    """A GPU as it was measured: all rates are those of this code on it, not those of a data sheet."""
 
     bandwidth: float  # bytes/s at which a decode step reads weights and slots
     decode_flops: float  # FLOP/s of the matrix products of a decode step
@@ -44,7 +44,7 @@ class Machine:
     learn_flops: float  # FLOP/s of scoring and learning
     rollout_rest: float  # share of a rollout spent on traces to the host and on the host itself
     step_rest: float  # share of a step spent on grading and on the overlaps of a few trajectories
-    hidden: float  # share of the shorter of sampling and learning that is gained by doing both at the same time
+    hidden: float  # share of the shorter one that is gained by sampling and learning at the same time
     record_seconds: float  # of corrections and diagnostics on each host, per token of the step, padding included
     memory: int  # bytes
 
@@ -86,12 +86,12 @@ class Work:
     shape: ModelShape
     rollout: RolloutSettings
     compressor: Compressor
-    body: int  # parameters of the layers
+    body: int  # parameters in the layers
     head: int  # parameters of the head
     trained: int  # trained parameters
     prompt_tokens: int  # of every prompt
     capacity: int
-    start: int  # slots that a row uses when its response begins
+    start: int  # slots in use when a response begins
     minibatches: int
     micro_batch_tokens: int
     seen: float  # the most keys that a query of the learner sees
@@ -106,7 +106,7 @@ class Work:
         learn, bound, head = recipe.learn, compressor_of(recipe.rollout).on_average(), shape.vocabulary * shape.hidden
         capacity, method = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
-        models = 2 if recipe.has_separate_critic else 1  # that learn
+        models = 2 if recipe.has_separate_critic else 1  # models that learn
         return cls(
             shape,
             recipe.rollout,
@@ -141,7 +141,7 @@ class Work:
 
     @property
     def travelling_bytes(self) -> int:
-        """Bytes of the weights that a pool's samplers are sent for every step: those that are trained."""
+        """Bytes of the trained weights, which a pool's samplers are sent for every step."""
         return self.trained * self.shape.dtype.itemsize
 
     @property
@@ -162,7 +162,9 @@ class Work:
         return self.step_seconds(machine, rows) + rows * slots * self.kv_bytes / machine.bandwidth
 
     def step_seconds(self, machine: Machine, width: float | np.ndarray) -> float | np.ndarray:
-        """The part of `decode_seconds` without the slots: read the weights, or multiply, whichever takes longer."""
+        """The part of `decode_seconds` without the slots: reading the weights or multiplying, whichever
+        takes longer.
+        """
         products = np.maximum(
             self.weight_bytes / machine.bandwidth, 2 * (self.body + self.head) * width / machine.decode_flops
         )
@@ -232,7 +234,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The seconds of a step and its parts, and response lengths: means over the steps that were drawn."""
+    """Seconds of a step and its parts, and response lengths: means over the steps that were drawn."""
 
     sample: float  # rollout and scoring, on the slowest process
     rollout: float  # the rollout's part of `sample`
@@ -255,8 +257,8 @@ Drawn = TypeVar("Drawn", bound=Forecast)
 
 
 def drain(steps: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers of running rows, decode steps that each lasts). Sequences take `steps` steps; each goes, in order, into
-    the row that is free first.
+    """(numbers of running rows, decode steps that each number lasts). Sequences take `steps` steps; each goes, in
+    order, into the first row that becomes free.
     """
     free, starts = [0.0] * min(rows, len(steps)), np.empty(len(steps))
     for i, count in enumerate(steps.tolist()):
@@ -282,7 +284,7 @@ def require_prompts(work: Work, gpus: int) -> None:
     require_int(**{"--gpus": gpus})
     if work.rollout.prompts < gpus:
         raise SparseRLError(
-            f"rollout.prompts is {work.rollout.prompts} for {gpus} GPUs, but a prompt's completions stay on one GPU; "
+            f"rollout.prompts is {work.rollout.prompts}, but all completions of a prompt stay on one of {gpus} GPUs; "
             f"use at least {gpus} prompts."
         )
 
@@ -295,8 +297,8 @@ def mean_of(drawn: Sequence[Drawn]) -> Drawn:
 def one_step(
     work: Work, machine: Machine, links: Links, gpus: int, new: np.ndarray, expected: Sequence[float] | None = None
 ) -> Forecast:
-    """A step with response lengths `new` [prompts, group]. `expected`: the length by which each prompt is dealt to a
-    process; None if all are expected to be alike.
+    """A step with response lengths `new` [prompts, group]. `expected`: the lengths by which prompts are dealt to
+    processes; None if all are expected to be equal
     """
     owner = np.array(deal([1.0] * len(new) if expected is None else expected, work.minibatches, gpus))  # [prompts]
     shares = [new[owner == rank] for rank in range(gpus)]

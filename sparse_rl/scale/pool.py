@@ -1,6 +1,6 @@
-"""The scale model of a pool: the ledger of a run deals a step's pieces to samplers that take as long as the model says.
+"""The scale model of a pool: a run's ledger deals pieces of work to samplers, whose speed the scale model predicts.
 
-The learner has GPUs of its own, and each of its processes has samplers of its own. With `rollout.ahead: 0` sampling and
+The learner has separate GPUs, and each of its processes has its own samplers. With `rollout.ahead: 0` sampling and
 learning take turns; otherwise they run at the same time on different GPUs, and a step takes as long as the longer of
 the two.
 """
@@ -26,19 +26,19 @@ RESULT_BYTES = 37  # per token of a result of the 1.5B shape, compressed (docs/r
 
 @dataclass(frozen=True)
 class PoolForecast(Forecast):
-    """A step with a pool. `sample`: the rollout, and scoring where the learner does it; `exchange`: records between the
-    learner's processes, and what samplers bring; `publish`: weights into the object store, and out of it;
-    `idle`: share of a step that a GPU waits, on average over learner and samplers.
+    """A step with a pool. `sample`: the rollout, and scoring if the learner does it; `exchange`: records between the
+    learner's processes, and results of samplers; `publish`: weights into and out of the object store; `idle`: share of
+    a step that a GPU waits, averaged over learner and samplers.
     """
 
-    messages: float  # of all processes of the learner, at most
+    messages: float  # at most, over all processes of the learner
     received: float  # bytes of results
     sent: float  # bytes of weights that one process of the learner puts into the store
 
 
 @dataclass(frozen=True)
 class PoolRollout:
-    """A step's sampling: seconds until the last piece is there, and what samplers and learner sent each other."""
+    """A step's sampling: seconds until the last result arrives, and the messages between samplers and learner."""
 
     seconds: float
     working: float  # seconds of all samplers together
@@ -47,12 +47,12 @@ class PoolRollout:
 
     @property
     def messages(self) -> int:
-        """At most: a handout, and an answer for each piece and each handout's end."""
+        """The most messages: one per handout, and an answer for each piece and each handout's end."""
         return 2 * self.handouts + self.pieces
 
 
 def pool_rollout(work: Work, machine: Machine, samplers: int, new: np.ndarray, scores: bool = False) -> PoolRollout:
-    """A step with response lengths `new` [prompts, group]. scores: samplers score what they have sampled"""
+    """The sampling of a step with response lengths `new` [prompts, group]. scores: samplers score what they sampled"""
     ledger = Ledger(samplers)
     for member in range(samplers):
         ledger.join(member, work.rollout.rows)
@@ -78,7 +78,7 @@ def pool_rollout(work: Work, machine: Machine, samplers: int, new: np.ndarray, s
 def finish_times(
     work: Work, machine: Machine, pieces: Sequence[Piece], new: np.ndarray, scores: bool
 ) -> tuple[list[float], float]:
-    """Seconds until each piece of a handout is there, and until the sampler is idle."""
+    """Seconds until each piece of a handout is finished, and until the sampler is idle."""
     drawn = [new[piece.prompt_index, list(piece.members)] for piece in pieces]
     lengths = np.concatenate(drawn)
     prompts = len({piece.prompt_index for piece in pieces})
@@ -99,7 +99,7 @@ def finish_times(
 
 
 def pool_step(work: Work, machine: Machine, links: Links, gpus: int, samplers: int, new: np.ndarray) -> PoolForecast:
-    """A step of a learner on `gpus` GPUs and `samplers` samplers, each with a GPU."""
+    """A step of a learner on `gpus` GPUs with `samplers` samplers, each on its own GPU."""
     ahead = bool(work.rollout.ahead)
     owner = np.array(deal([1.0] * len(new), work.minibatches, gpus))  # [prompts]
     shares = [new[owner == rank] for rank in range(gpus)]  # of each process of the learner
@@ -157,8 +157,8 @@ def forecast_pool(
     require_prompts(work, gpus)
     if not samplers:
         raise SparseRLError(
-            f"rollout.pool is {rollout.pool}, and rollout.samplers is 0, as many as the cluster has room for, which a "
-            "plan cannot know; give --rollout.samplers (--gpus counts the GPUs of the learner alone)."
+            f"rollout.pool is {rollout.pool} and rollout.samplers is 0 (as many as the cluster has room for), which a "
+            "plan cannot know; give --rollout.samplers (--gpus only counts the GPUs of the learner)."
         )
     if samplers < gpus:
         raise SparseRLError(

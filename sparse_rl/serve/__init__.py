@@ -1,1 +1,1 @@
-"""`sparse-rl serve`: an OpenAI server on the compressed cache that a model was trained for."""
+"""`sparse-rl serve`: a server of OpenAI's protocol that runs a model on the compressed cache of its training."""

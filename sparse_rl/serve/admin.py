@@ -1,9 +1,9 @@
 """The administrator's routes, under the names that prime-rl and vLLM's clients call.
 
 /pause  /resume  /is_paused
-/update_weights with weight_dir: from a folder under --weights-root (weights.py)
+/update_weights with weight_dir: load weights from a folder under --weights-root (weights.py)
 /init_weight_transfer_engine  /start_weight_update  /update_weights with update_info  /finish_weight_update
-/get_world_size: through a process group (transfer.py)
+/get_world_size: receive weights through a process group (transfer.py)
 /init_broadcaster  /load_lora_adapter: refused
 """
 

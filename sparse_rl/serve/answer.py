@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape: from events to text, tokens and log-probs, whole or as they come."""
+"""Build answers in OpenAI's format from events: text, tokens and log-probs, whole or streamed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .desk import Event
 
 
 class Teller:
-    """The text of an answer as it grows. What may be the beginning of a stop string is held back; the string itself is
-    not told.
+    """Returns the text of an answer as it grows, without its stop string. Text that may be the beginning of a stop
+    string is held back.
     """
 
     def __init__(self, tokenizer, stop_strings: Sequence[str]):
@@ -42,7 +42,7 @@ class Teller:
 
 @dataclass
 class Answer:
-    """One choice of a response."""
+    """One of the choices in a response."""
 
     index: int
     prompt: list[int]

@@ -1,7 +1,7 @@
-"""The routes: OpenAI's, those that RL clients need, and the page.
+"""The server's routes: OpenAI's, those that RL clients need, and the page.
 
 /v1/chat/completions   /v1/completions   /v1/models   /inference/v1/generate   /tokenize   /detokenize
-/v1/traces/ID          what was evicted when, of an answer that was asked for with `trace: true`
+/v1/traces/ID          what was evicted when, for an answer that was requested with `trace: true`
 /health  /liveness  /metrics  /
 with the admin key: those of admin.py
 """

@@ -1,8 +1,8 @@
-"""Conversations that go on in their rows: a client that names one is extended, not read anew.
+"""Keep conversations in their rows: a request that names one only feeds what is new.
 
-A name belongs to the key that it came with. What was said must be what the server answered: the new messages begin with
-the old ones, and only what follows is fed. Otherwise, or when the conversation was given up meanwhile, all messages are
-read anew, under a new trace.
+A name belongs to the API key that it came with. The new messages must begin with the old ones, including the server's
+answers; only what follows is fed. Otherwise, or if the conversation was given up meanwhile, all messages are read
+again, under a new trace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Kept:
 
 
 class Conversations:
-    """The last ones, for a bounded time."""
+    """Keeps the latest conversations for a limited time."""
 
     def __init__(self, desk: Desk, most: int, seconds: float):
         self.desk, self.most, self.seconds = desk, most, seconds

@@ -1,7 +1,7 @@
-"""The thread that owns the model: it steps the open engines, and hands tokens to whoever waits for them.
+"""The thread that owns the model: it steps the open engines and hands tokens to the requests that wait for them.
 
-Web handlers run in an event loop. They submit requests and await events; nothing of the model runs there. Between two
-rounds the thread also does other work that needs the model (scoring a prompt, new weights): `Desk.work`.
+Web handlers run in an event loop. They submit requests and await events; the model never runs there. Between two
+rounds the thread also does other work that needs the model, such as scoring a prompt or loading weights (`Desk.work`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK = 0.2  # seconds between two looks at what an answer still sees
 
 @dataclass(frozen=True)
 class Event:
-    """News of one answer."""
+    """An update about one answer: new tokens, or its end."""
 
     tokens: list[int]  # sampled since the last event
     logprobs: list[float]  # of them
@@ -44,7 +44,7 @@ class Event:
 
 @dataclass
 class Place:
-    """One of the engines: its settings, and what is open of it."""
+    """One of the engines, with its settings and its open conversations."""
 
     engine: Engine
     open: Callable[[Engine], LiveEngine]
@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(eq=False)
 class Ticket:
-    """An answer that somebody waits for."""
+    """A running answer that a request waits for."""
 
     place: str
     conversation: Conversation
@@ -72,7 +72,7 @@ class Ticket:
 
 @dataclass
 class Counts:
-    """What /metrics reports."""
+    """The counts that /metrics reports."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -1,7 +1,7 @@
-"""Who may ask, and how much: keys, hosts, sizes and patience, before any route sees a request.
+"""Check every request before a route sees it: its key, host, size and how long it takes to arrive.
 
-Without keys the server listens on loopback alone, and answers under loopback's names and to loopback's pages alone, so
-that no page of the web can use it, neither through a name of its own that points here nor by a request across sites.
+Without keys the server only listens on loopback, and only answers under loopback's names and to loopback's pages. So no
+web page can use it, neither through a domain name that points here nor by a cross-site request.
 """
 
 from __future__ import annotations

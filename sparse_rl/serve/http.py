@@ -1,4 +1,4 @@
-"""Connections: a request whose head is no HTTP, or does not arrive in time, is refused in OpenAI's shape, too."""
+"""Connections that refuse a request whose head is not HTTP, or is too slow to arrive, in OpenAI's format as well."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""/metrics, in Prometheus' text format.
+"""The route /metrics, in Prometheus' text format.
 
-What trainers steer by has vLLM's names, too: prime-rl admits as many episodes as these say there is room for. Rows
-stand for the cache there, as one with `max_model_len` tokens for each of them.
+Metrics that trainers act on also have vLLM's names: prime-rl admits as many episodes as these say there is room for. A
+cache of `max_model_len` tokens per row is reported there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def metrics(service: Service) -> bytes:
 
 
 class Reading(Collector):
-    """What the server counts, at one moment."""
+    """The server's counts at one moment."""
 
     def __init__(self, service: Service):
         self.service = service

@@ -1,4 +1,4 @@
-"""From messages and texts to token ids."""
+"""Turn messages and texts into token ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What clients may ask, in the words of OpenAI's protocol, and how they are refused.
+"""Requests in OpenAI's protocol, and how they are refused.
 
-Where vLLM has a field that OpenAI lacks (top_k, return_token_ids, stop_token_ids, ...), it has vLLM's name. A field
-that would change the answer and is not supported is refused; others are ignored, as clients send many.
+Fields that vLLM has and OpenAI lacks (top_k, return_token_ids, stop_token_ids, ...) have vLLM's names. An unsupported
+field that would change the answer is refused; others are ignored, because clients send many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _printable(text: str) -> str:
 
 
 class Refusal(Exception):
-    """An answer that is an error, in OpenAI's shape."""
+    """An error response in OpenAI's format."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """What chats and completions have in common."""
+    """The fields that chats and completions have in common."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Reading answers: from a request to tickets, and from their events to whole answers or a stream."""
+"""Answer a request: submit it, and turn its events into whole answers or a stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Reader:
-    """The answers to one request."""
+    """Reads the answers to one request."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ async def go_on(service: Service, asked: ChatRequest, name: str, owner: str | No
 
 
 class Streaming(StreamingResponse):
-    """A stream that closes its reader however it ends, also where the client has gone before it began."""
+    """A stream that closes its reader however it ends, even if the client had gone before it began."""
 
     def __init__(self, reader: Reader, lines: AsyncIterator[str]):
         super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

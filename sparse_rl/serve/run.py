@@ -24,7 +24,7 @@ _LAST = 10  # seconds to tell clients that their answers were ended
 
 
 class _Server(uvicorn.Server):
-    """The first SIGTERM or Ctrl-C lets running answers end, for so long; the second one ends them."""
+    """A server whose first SIGTERM or Ctrl-C lets running answers finish for some time; the second one ends them."""
 
     def __init__(self, config: uvicorn.Config, desk: Desk, drain: float):
         super().__init__(config)

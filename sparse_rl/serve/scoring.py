@@ -1,7 +1,7 @@
-"""Log-probs that the sampler did not write down: of an echoed prompt, and of the tokens that were likely too.
+"""Compute log-probs that the sampler did not record: those of an echoed prompt and of other likely tokens.
 
-One pass over a finished answer in the shadow view, in which every token sees what the sampler saw; so they are those of
-the distributions that were sampled from.
+One pass over a finished answer in the shadow view, where every token sees what the sampler saw, gives the distributions
+that were sampled from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every head still sees of a conversation that runs."""
+"""Find out what every head still sees of a running conversation."""
 
 from __future__ import annotations
 

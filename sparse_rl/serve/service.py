@@ -1,4 +1,4 @@
-"""What a server serves: a model, its tokenizer, the engines behind its names, and the settings of the command line."""
+"""The state of a server: a model, its tokenizer, the engines behind its names, and the command line's settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
 
 
 class Traces:
-    """Traces that clients may fetch: of the last ten minutes, as many as fit."""
+    """Keeps traces that clients may fetch: those of the last ten minutes, as many as fit."""
 
     def __init__(self, most: int = _TRACES, seconds: float = _TRACE_SECONDS):
         self.most, self.seconds, self.size = most, seconds, 0

@@ -1,4 +1,4 @@
-"""Calls of tools in an answer, in OpenAI's shape."""
+"""Find the tool calls in an answer and write them in OpenAI's format."""
 
 from __future__ import annotations
 

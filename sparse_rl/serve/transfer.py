@@ -1,4 +1,4 @@
-"""New weights through a process group: a trainer sends them to servers without a file system between them.
+"""Receive new weights through a process group: a trainer sends them to servers without a shared file system.
 
     POST /init_weight_transfer_engine  {"init_info": {"master_address", "master_port", "rank_offset", "world_size"}}
     POST /start_weight_update
@@ -6,9 +6,9 @@
     POST /finish_weight_update         {"weight_version": 20}
 
 Routes and fields are those of vLLM; the group is ours (distributed/broadcast.py): the trainer is rank 0, and this
-server joins as `rank_offset`. Tensors come in the order of their names and wait in host memory, while answers go on;
-they become the model's weights when the update ends, between two rounds. All of them fit, or nothing is changed. After
-an error the group is left, so that no trainer waits for a server that has given up.
+server joins as `rank_offset`. Tensors come in the order of their names and are kept in host memory while answers
+continue; at the end of the update, between two rounds, they become the model's weights. If one of them does not fit,
+nothing is changed. After an error the server leaves the group, so that no trainer waits for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UpdateInfo(BaseModel):
 
 
 class Transfer:
-    """One after the other: a second request waits for the first."""
+    """The transfer of weights. Requests are handled one after the other: a second one waits for the first."""
 
     def __init__(self, service: Service):
         self.service = service

@@ -1,4 +1,4 @@
-"""New weights for a server that runs: from a folder under --weights-root, between two rounds."""
+"""Load new weights into a running server, between two rounds, from a folder under --weights-root."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def version_in(data: Any, *fields: str) -> int | None:
 
 
 class Update:
-    """Tensors that are to become the model's weights: all of them fit, or nothing is changed."""
+    """Tensors that will become the model's weights; if one of them does not fit, nothing is changed."""
 
     def __init__(self, model: nn.Module):
         self.model, self.own = model, own_weights(model)

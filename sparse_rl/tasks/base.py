@@ -106,7 +106,7 @@ class Task:
 
     def solution(self, prompt: Prompt) -> str | list[Message]:
         """A worked solution that earns the full reward, for warm-up. Of a conversation: its messages."""
-        raise SparseRLError(f"the task {self.name} has no worked solutions, so a model cannot be warmed up on it.")
+        raise SparseRLError(f"the task {self.name} has no worked solutions to warm a model up on; use another task.")
 
     def span(self) -> tuple[int, int | None]:
         """The first prompt that `sample` visits, and how many (None: endless). A finite task holds out a tenth."""
@@ -144,7 +144,7 @@ class Task:
         """`count` prompts from position `start` on: in order, or, if the task is finite, shuffled anew every epoch."""
         first, size = self.span()
         if size == 0:
-            raise SparseRLError(f"the task {self.name} has no prompts.")
+            raise SparseRLError(f"the task {self.name} has no prompts; give it at least 1.")
         check_count("prompts", count)
         positions = range(start, start + count)
         places = positions if size is None else (shuffled(self.seed, p // size, size)[p % size] for p in positions)
@@ -182,7 +182,7 @@ class Task:
             judgements = [judged(self, prompt, text) for prompt, text in pairs]
         elif self._pool is None:
             name = self.name or type(self).__name__
-            raise SparseRLError(f"the task {name} is graded in processes of its own; create it with make(name, ...).")
+            raise SparseRLError(f"the task {name} is graded in separate processes; create it with make(name, ...).")
         else:
             outcomes = self._pool.grade([(prompt, self.excerpt(text)) for prompt, text in pairs], self.effort)
             judgements = [(Grade(reward, verdict, parts), problem) for reward, verdict, parts, problem in outcomes]
@@ -285,7 +285,7 @@ def check_weights(name: str, weights: Any) -> dict[str, float]:
     """The weights of a task's named rewards, as numbers."""
     if not isinstance(weights, Mapping):
         raise SparseRLError(
-            f"the reward_weights of the task {name} are {weights!r}; write {{correct: 1.0, brief: 0.2}}."
+            f"the reward_weights of the task {name} are {weights!r}; write them as {{correct: 1.0, brief: 0.2}}."
         )
     for key, value in weights.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -114,7 +114,9 @@ class Benchmark(Math):
         return Problem(question, gold + percent)
 
     def solution(self, prompt: Prompt) -> str:
-        raise SparseRLError(f"{self.name} is a benchmark, to evaluate on; warm up on the task math and another file.")
+        raise SparseRLError(
+            f"{self.name} is a benchmark, which is only for evaluation; warm up on the task math with another file."
+        )
 
     def sample(self, start: int, count: int) -> list[Prompt]:
         return [self[i % len(self)] for i in range(start, start + count)]

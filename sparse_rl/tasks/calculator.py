@@ -59,7 +59,7 @@ class Calculator(GeneratedTask):
         if not operations or set(operations) - set("+-*"):
             raise SparseRLError(f"calculator: operations is {operations!r}; use some of + - and *.")
         if not 0 <= direct <= 1:
-            raise SparseRLError(f"calculator: direct is {direct}; it is a share, from 0 to 1.")
+            raise SparseRLError(f"calculator: direct is {direct}; it must be a share from 0 to 1.")
         super().__init__(seed, split)
         self.count, self.highest, self.operations, self.direct = count, highest, operations, direct
 

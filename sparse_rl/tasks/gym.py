@@ -67,7 +67,7 @@ class Gym(Task):
         try:
             return _create(self.dataset, settings)
         except (AssertionError, ValueError, TypeError) as error:  # datasets refuse options with any of these
-            raise SparseRLError(f"reasoning-gym refuses the options of {self.name}: {error}") from error
+            raise SparseRLError(f"reasoning-gym refuses the options of {self.name} ({error}); correct them.") from error
 
 
 def answer_in(text: str, gold: str) -> str | None:

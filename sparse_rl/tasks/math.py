@@ -112,7 +112,7 @@ class Math(Task):
             raise SparseRLError(f"math: split is {split!r}; it must be 'train' or 'held-out'.")
         if template is not None and (chat or suffix):
             raise SparseRLError(
-                f"math: template {template!r} says what surrounds a question; omit chat and suffix, or the template."
+                f"math: template {template!r} sets the text around a question; omit chat and suffix, or the template."
             )
         self.seed, self.holdout = seed, holdout
         self._fields = Fields(prompt, answer, answer_in_box, solution, remove_marks)
@@ -123,7 +123,7 @@ class Math(Task):
             rows += self._read(source, skipped, skipped_rows)
         self.skipped, self.skipped_rows = skipped, skipped_rows
         if files is not None and not rows:
-            raise SparseRLError("math: files names no file; give at least one.")
+            raise SparseRLError("math: the option files is empty; name at least one file.")
         if template is None:
             rows = [replace(row, prompt=extended(row.prompt, suffix, chat)) for row in rows]
         else:
@@ -146,8 +146,8 @@ class Math(Task):
         found = self._split.solutions[prompt.index]
         if found is None:
             raise SparseRLError(
-                f"the task {self.name} has no worked solutions, because no field of its rows is named as such; set "
-                "task.solution to the name of one (GSM8K's is answer)."
+                f"the task {self.name} has no worked solutions, because it does not know which field of a row holds "
+                "them; set task.solution to the name of that field (answer for GSM8K)."
             )
         return found
 
@@ -334,7 +334,7 @@ def divide(rows: list[Problem], holdout: int | str, seed: int) -> dict[str, Spli
     count = len(rows) if isinstance(holdout, str) else holdout
     if not isinstance(holdout, str) and 0 < len(rows) <= count:
         raise SparseRLError(
-            f"math: holdout {count:,} leaves nothing of {len(rows):,} usable rows; lower it, or use 'all' to evaluate."
+            f"math: holdout {count:,} leaves none of {len(rows):,} usable rows; lower it, or use 'all' to evaluate."
         )
     chosen = set(random.Random(f"holdout|{seed}").sample(range(len(rows)), count))
     seen = {json.dumps(rows[i].prompt) for i in chosen}

@@ -166,7 +166,7 @@ def shares_of(weights: Sequence[float]) -> list[int]:
 def _listed(tasks: Any) -> Sequence:
     if not isinstance(tasks, (list, tuple)) or not 1 <= len(tasks) <= _MOST:
         given = f"{len(tasks)} tasks" if isinstance(tasks, (list, tuple)) else shown(tasks)
-        raise SparseRLError(f"mixture: tasks is {given}; list 1 to {_MOST} of them, such as [{_EXAMPLE}, countdown].")
+        raise SparseRLError(f"mixture: tasks is {given}; list 1 to {_MOST} tasks, such as [{_EXAMPLE}, countdown].")
     return tasks
 
 

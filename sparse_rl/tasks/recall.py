@@ -62,7 +62,7 @@ class Recall(GeneratedTask):
         counts |= {"lookalikes": lookalikes}
         require_int(at_least=0, at_most=100_000, **{f"recall: {name}": value for name, value in counts.items()})
         if letters not in (2, 3):
-            raise SparseRLError(f"recall: letters is {letters!r}; keys have 2 or 3 of them.")
+            raise SparseRLError(f"recall: letters is {letters!r}; it must be 2 or 3, the number of letters in a key.")
         self.keys = keys_of(letters)
         if not 1 <= queries <= least <= most <= len(self.keys):
             more = ", or keys of 3 letters (letters: 3)" if letters == 2 else ""
@@ -72,14 +72,14 @@ class Recall(GeneratedTask):
             )
         first, last = depth
         if not 0 <= first < last <= 1:
-            raise SparseRLError(f"recall: depth is {list(depth)}; it is a part of the list, such as [0, 0.25].")
+            raise SparseRLError(f"recall: depth is {list(depth)}; it must be a part of the list, such as [0, 0.25].")
         super().__init__(seed, split)
         self.least, self.most, self.queries, self.filler = least, most, queries, filler
         self.depth, self.lookalikes = (first, last), lookalikes
         if len(self._places(least)) < queries or queries * (1 + lookalikes) > least:
             raise SparseRLError(
-                f"recall: of {least} pairs {len(self._places(least))} lie at depth {list(depth)}, but {queries} are "
-                f"asked for, with {lookalikes} lookalikes each; use more pairs, or a larger part."
+                f"recall: only {len(self._places(least))} of {least} pairs lie at depth {list(depth)}, but {queries} "
+                f"are asked for, with {lookalikes} lookalikes each; use more pairs, or a larger depth."
             )
 
     def _places(self, count: int) -> range:

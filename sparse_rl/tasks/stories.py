@@ -97,7 +97,7 @@ class Stories(GeneratedTask):
         require_int(at_most=10_000, **{"stories: things": things, "stories: steps": steps})
         if people > 6 or things > 3 or highest > 50:
             raise SparseRLError(
-                f"stories: people is {people}, things {things}, highest {highest}; at most 6, 3 and 50 are supported."
+                f"stories: people is {people}, things {things} and highest {highest}; use at most 6, 3 and 50."
             )
         super().__init__(seed, split)
         self.people, self.things, self.steps, self.highest = people, things, steps, highest

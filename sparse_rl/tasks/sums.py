@@ -18,7 +18,7 @@ class Sums(GeneratedTask):
 
     def __init__(self, count: int = 8, seed: int = 0, split: str = "train"):
         if count < 2:
-            raise SparseRLError(f"sums: count is {count}; a sum needs at least 2 numbers.")
+            raise SparseRLError(f"sums: count is {count}; it must be at least 2.")
         check_count("numbers of a sum", count, 100_000)
         super().__init__(seed, split)
         self.count = count

@@ -1,21 +1,21 @@
-"""Evictions as actions: the scorer of `learned` is a policy of evictions, and the group's advantage moves it.
+"""Policy gradient for evictions: treats the scorer of `learned` as a policy and moves it by the group's advantage.
 
-With a temperature tau the compressor evicts, of the slots that may go, the m with the highest -s / tau + g: s is a
-slot's score, g Gumbel noise from the sequence's own stream. So the evicted ones are drawn one after the other without
-replacement, and the eviction has a log-probability (Plackett-Luce; NGC, arXiv 2604.18002, has blocks of slots):
+With a temperature tau the compressor evicts the m slots with the highest -s / tau + g among those that may go: s is a
+slot's score, g Gumbel noise from the sequence's own stream. This draws slots one after the other without replacement,
+so an eviction has a log-probability (Plackett-Luce; NGC, arXiv 2604.18002, does so with blocks of slots):
 
     log p = sum over j = 1 .. m of  [ u_j - log sum over i >= j of exp(u_i) ]     u = -s / tau, in the order of the draw
 
-It is a function of the scorer's parameters and of what the slots showed. That is rebuilt from the forward pass under
-the trace, as for regret (scorer.py), and the noise is a hash, so it is drawn again; how many of the evicted tokens the
-rebuilt eviction would evict, too, is the share of agreement. With the advantage A of the trajectory, relative to its
-group, and p_old of the scorer that sampled:
+It depends on the scorer's parameters and on the features of the slots. The features are rebuilt from the forward pass
+under the trace, as for regret (scorer.py). The noise is a hash, so it can be drawn again. The share of agreement says
+how many of the evicted tokens the rebuilt eviction evicts, too. With the advantage A of the trajectory, relative to
+its group, and the probability p_old under the scorer that sampled:
 
     loss = - mean over evictions, layers and heads of  min( r A, clip(r, 0.8, 1.2) A ),     r = p / p_old
 
-Before the first optimizer step r is 1, and this is the policy gradient. Features are constants here: no weight of the
-language model gets a gradient from it (NGC has no scorer, and trains those). Evictions of a prompt are common to its
-group, so no advantage can tell them apart, and they are left out.
+Before the first optimizer step r is 1, and this is the policy gradient. Features are constants, so the language model
+gets no gradient (NGC has no scorer and trains the model instead). Evictions of a prompt are left out: they are common
+to its group, so no advantage can tell them apart.
 
 Shapes: n evictions, H KV heads, C candidates (slots before the window), F features.
 """
@@ -37,18 +37,18 @@ _NEVER = -1e9  # u of a slot that cannot be drawn
 
 @dataclass(frozen=True)
 class Actions:
-    """Some evictions of one layer. Candidates are in the order of the draw: first what was evicted."""
+    """Some evictions of one layer. Candidates are in the order of the draw, evicted ones first."""
 
     x: Tensor  # fp32 [n, H, C, F]
-    possible: Tensor  # bool [n, H, C]: not kept or gone anyway
+    possible: Tensor  # bool [n, H, C]: may be drawn, neither always kept nor gone anyway
     count: Tensor  # int64 [n, H]: how many were drawn
-    old: Tensor  # fp32 [n, H]: log-probs by the scorer that drew them
-    agreed: Tensor  # fp32 [n, H]: share of the evicted that are evicted again
+    old: Tensor  # fp32 [n, H]: log-probs under the scorer that drew them
+    agreed: Tensor  # fp32 [n, H]: share of the evicted slots that the rebuilt eviction evicts, too
     advantage: Tensor  # fp32 [n]
 
 
 def log_prob(scores: Tensor, temperature: float, possible: Tensor, count: Tensor) -> Tensor:
-    """log p of evictions. scores [n, H, C] in the order of the draw -> [n, H]"""
+    """The log-probability of each eviction. scores [n, H, C] in the order of the draw -> [n, H]"""
     u = (-scores / temperature).masked_fill(~possible, _NEVER)
     left = u.flip(-1).logcumsumexp(-1).flip(-1)  # log sum of exp over this one and those after it
     drawn = torch.arange(u.shape[-1], device=u.device) < count[..., None]
@@ -56,13 +56,13 @@ def log_prob(scores: Tensor, temperature: float, possible: Tensor, count: Tensor
 
 
 def policy_loss(logp: Tensor, actions: Actions) -> Tensor:
-    """logp [n, H] -> a number"""
+    """The clipped policy-gradient loss. logp [n, H] -> a number"""
     ratio, advantage = (logp - actions.old.to(logp.device)).exp(), actions.advantage.to(logp.device)[:, None]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
 
 
 def rebuilt(view: CacheView, evicted: Tensor, compressor: Learned, advantage: float) -> Actions:
-    """Some evictions of one layer, from what the slots showed. evicted bool [n, H, S], as the trace has it"""
+    """Rebuild some evictions of one layer from the features of its slots. evicted: bool [n, H, S], from the trace"""
     assert compressor.scorer is not None and view.layer is not None and compressor.temperature > 0
     count = evicted.shape[-1] - compressor.window
     x = features(view, compressor.window, compressor.scorer.kind)  # [n, H, C, F]
@@ -87,5 +87,5 @@ def rebuilt(view: CacheView, evicted: Tensor, compressor: Learned, advantage: fl
 
 
 def joined_actions(parts: Sequence[Actions]) -> Actions:
-    """Of evictions with equally many candidates."""
+    """Concatenate evictions that have equally many candidates."""
     return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})

@@ -1,18 +1,18 @@
-"""Budgets by layer, at equal memory, from what a smaller budget would cost each layer alone.
+"""Choose a budget for each layer, at equal memory, by measuring what evictions in that layer alone would cost.
 
-On dense rollouts a compressor chooses what each layer would evict at some budgets, from the keys and queries of the
-dense pass. What that costs is counted in one of two ways:
+On dense rollouts, the compressor chooses what each layer would evict at several budgets, from the keys and queries of
+a dense pass. The cost of these evictions is measured in one of two ways:
 
-    mass    the share of attention that later queries gave to what is then gone (learn/regret.py), mean over KV heads
-    nats    the log-prob that the rollout's tokens lose when this layer alone is evicted: an exact counterfactual
+    mass    the share of attention that later queries gave to evicted tokens (learn/regret.py), mean over KV heads
+    nats    the log-prob that the rollout's tokens lose if only this layer evicts: an exact counterfactual
 
-Dense rollouts, because the mean of `nats` is then a divergence from the dense policy, never negative, and 0 where
-nothing that counts is lost. Costs of layers are taken to add up, which holds to first order.
+Rollouts are dense so that the mean of `nats` is a divergence from the dense policy: never negative, and 0 if nothing
+that matters is lost. The costs of layers are assumed to add up, which holds to first order.
 
     choose b_0, ..., b_{L-1}  that minimise  sum over l of cost_l(b_l)   with   sum over l of b_l = L * budget
 
-A cost that was measured at some budgets is made non-increasing, then replaced by its lower convex envelope, linear
-between the budgets. For convex costs giving slots one by one to the layer that gains most is optimal.
+The measured costs of a layer are made non-increasing and replaced by their lower convex envelope, linear between the
+budgets. With convex costs, giving slots one by one to the layer that gains most is optimal.
 
 Shapes: L layers, H KV heads, T tokens, S segments, N budgets.
 """
@@ -43,16 +43,14 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)  # of the bud
 
 
 def grid_of(budget: int, least: int) -> list[int]:
-    """Budgets at which costs are measured; no layer keeps fewer than `least` slots."""
+    """The budgets at which costs are measured, none below `least`."""
     if not 1 <= least <= budget:
-        raise SparseRLError(
-            f"the least that a layer may keep is {least}, but the budget is {budget}; give a number from 1 to {budget}."
-        )
+        raise SparseRLError(f"least is {least}, but the budget is {budget}; give a number from 1 to {budget}.")
     return sorted({least, *(max(least, round(budget * share)) for share in SHARES)})
 
 
 def moments_of(compressor: Compressor, prompt: int, tokens: int) -> list[int]:
-    """The first queries after the evictions of a rollout whose layers all have this budget."""
+    """The first query after each eviction of a rollout in which all layers have this budget."""
     if not compressor.evicts_response:
         return [prompt] if compressor.evicts_prompt(prompt) else []
     return [*range(max(prompt, compressor.capacity(0, 0)), tokens - 1, compressor.interval)]
@@ -61,9 +59,9 @@ def moments_of(compressor: Compressor, prompt: int, tokens: int) -> list[int]:
 @dataclass(frozen=True)
 class Allocation:
     layers: list[int]  # slots that each layer keeps
-    cost: float  # of these, as measured
-    equal: float  # of the same budget in all layers
-    by_layer: list[float]  # of the same budget, as measured in each layer
+    cost: float  # of these budgets, as measured
+    equal: float  # cost of the same budget in all layers
+    by_layer: list[float]  # cost of the same budget, as measured in each layer
 
 
 def choose_budgets(
@@ -74,9 +72,9 @@ def choose_budgets(
     least: int | None = None,
     step: int = 1,
 ) -> Allocation:
-    """Budgets by layer for a compressor that an engine has attached to the model; their mean is its budget.
+    """Choose budgets by layer, with the compressor's budget as their mean. An engine must have attached the compressor.
 
-    least: what every layer keeps; by default half of the budget, or as much as the compressor needs for these prompts
+    least: slots that every layer keeps; by default half of the budget, or what the compressor needs for these prompts
     """
     prompt = max(t.num_prompt_tokens for t in rollouts) if compressor.protect_prompt else 0
     least = max(compressor.budget // 2, compressor.smallest_budget(prompt)) if least is None else least
@@ -90,10 +88,10 @@ def choose_budgets(
 
 
 class Choices:
-    """Watches a dense pass over a rollout (`Replay.observe`), and lets each layer evict at every budget."""
+    """Watches a dense pass over a rollout (`Replay.observe`) and notes what each layer would evict at every budget."""
 
     def __init__(self, trajectory: Trajectory, bound: Sequence[Compressor], stream: int):
-        """bound: the compressor at each budget"""
+        """bound: the compressor, bound to each budget"""
         layers, heads, tokens = trajectory.trace.evicted_at.shape
         self.bound, self.prompt = bound, trajectory.num_prompt_tokens
         self.moments = [moments_of(compressor, self.prompt, tokens) for compressor in bound]
@@ -106,7 +104,7 @@ class Choices:
     def __call__(self, seen: Observed) -> None:
         layer, heads = seen.layer, self.received.shape[1]
         found = received(seen, self.begins, heads).cpu()
-        if not self.passes[layer]:  # where layers share slots, the first of them chooses
+        if not self.passes[layer]:  # of layers that share slots, the first one chooses
             group = seen.queries.shape[1] // heads
             so_far = (found.cumsum(-1) - found) * group  # what each token received before a segment
             for number, compressor in enumerate(self.bound):
@@ -117,7 +115,7 @@ class Choices:
         self.passes[layer] += 1
 
     def _evict(self, seen: Observed, compressor: Compressor, gone: Tensor, begin: int, mass: Tensor) -> None:
-        """gone, mass [H, T]"""
+        """Evict once before query `begin`: mark the evicted tokens in `gone`. gone, mass: [H, T]"""
         view = self._view(seen, compressor, gone, begin, mass)
         if view is None or view.feed.shape[2] <= compressor.budget:
             return
@@ -136,7 +134,7 @@ class Choices:
 
     @property
     def mass(self) -> Tensor:
-        """Attention lost per query, by budget, layer and KV head. [N, L, H]"""
+        """Mean attention that a query loses to evictions, by budget, layer and KV head. [N, L, H]"""
         received = self.received / self.passes.clamp(min=1)[:, None, None, None]
         gone = self.begins >= self.evicted_at[..., None]  # [N, L, H, T, S]
         return (received * gone).sum((-1, -2)) / (self.evicted_at.shape[-1] - 1)
@@ -146,12 +144,12 @@ class Choices:
 def costs(
     model: nn.Module, rollouts: Sequence[Trajectory], compressor: Compressor, budgets: Sequence[int], measure: str
 ) -> Tensor:
-    """What each budget costs each layer alone, mean over dense rollouts. -> fp64 [L, N]
+    """What each budget costs in each layer alone, mean over dense rollouts. -> fp64 [L, N]
 
     compressor: one that an engine has attached to the model
     """
     if measure not in MEASURES:
-        raise SparseRLError(f"the cost is measured by {measure!r}; it must be one of {', '.join(MEASURES)}.")
+        raise SparseRLError(f"by is {measure!r}; it must be one of {', '.join(MEASURES)}.")
     bound = [compressor.on_average().bind(budget, compressor.interval) for budget in budgets]
     found = []
     with evaluating(model):
@@ -165,16 +163,14 @@ def costs(
     cost = torch.stack([part.double() for part in found]).mean(0)
     if not bool((cost[:, 0] > 0).any()):
         raise SparseRLError(
-            f"even a budget of {budgets[0]} cost none of {len(rollouts)} rollouts anything, so there is nothing to "
-            "choose by; lower the budget, or sample longer responses."
+            f"evictions cost nothing in {len(rollouts)} rollouts, even with a budget of {budgets[0]}, so layers cannot "
+            "be compared; lower the budget, or sample longer responses."
         )
     return cost
 
 
 def _nats(model: nn.Module, trajectory: Trajectory, evicted_at: Tensor) -> Tensor:
-    """Log-prob that a response token loses on average, where one layer alone is evicted. evicted_at [N, L, H, T] ->
-    [L, N]
-    """
+    """Log-prob that a response token loses on average if only one layer evicts. evicted_at [N, L, H, T] -> [L, N]"""
     dense, tokens = trajectory.trace, len(trajectory.tokens)
     counts, layers = evicted_at.shape[:2]
     others: list[Trace] = []
@@ -188,9 +184,9 @@ def _nats(model: nn.Module, trajectory: Trajectory, evicted_at: Tensor) -> Tenso
 
 
 def allocate(cost: Tensor, budgets: Sequence[int], budget: int, step: int = 1) -> list[int]:
-    """Budgets by layer with the mean `budget` that cost least. cost [L, N], at ascending `budgets`
+    """The cheapest budgets by layer whose mean is `budget`. cost [L, N], at ascending `budgets`
 
-    step: slots that are given at a time, so that more layers have the same budget and are evicted together
+    step: slots given at a time; with a larger step more layers have the same budget and are evicted together
     """
     curves = [envelope(budgets, row.tolist()) for row in cost]
     chosen = [budgets[0]] * len(curves)
@@ -205,7 +201,7 @@ def allocate(cost: Tensor, budgets: Sequence[int], budget: int, step: int = 1) -
 
 
 def envelope(budgets: Sequence[int], cost: Sequence[float]) -> list[tuple[int, float]]:
-    """The corners of the largest convex, non-increasing function that is nowhere above the costs."""
+    """The corners of the costs' lower envelope: the largest convex, non-increasing function nowhere above them."""
     corners: list[tuple[int, float]] = []
     lowest = float("inf")
     for x, y in zip(budgets, cost, strict=True):
@@ -223,7 +219,7 @@ def _above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int,
 
 
 def curve_at(corners: Sequence[tuple[int, float]], x: int) -> float:
-    """Linear between corners; more slots than were measured bring nothing."""
+    """The envelope's cost at x slots: linear between corners, and constant beyond the last one."""
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

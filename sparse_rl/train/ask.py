@@ -1,7 +1,7 @@
-"""Who completes the prompts of a step: the engine of this process (`Here`), or a pool of samplers (`FromPool`).
+"""Sources of a step's completions: the engine of this process (`Here`) or a pool of samplers (`FromPool`).
 
-The completions are the same. A pool whose samplers run ahead of the learner scores them, too: with the weights that
-sampled, which the learner no longer has.
+Both give the same completions. If a pool's samplers run ahead of the learner, they score them as well, because the
+learner no longer has the weights that sampled.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..pool.pool import Pool
 from ..records import Trajectory
 from .complete import Completer
 
-Diagnosis = tuple[Tensor, Tensor | None]  # of a trajectory: `Completer.diagnose`
+Diagnosis = tuple[Tensor, Tensor | None]  # what `Completer.diagnose` returns for a trajectory
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Completions of some prompts of a step."""
+    """A request for completions of some prompts of a step."""
 
     ids: Sequence[Sequence[int]]  # of all prompts of the step
-    members: Sequence[Sequence[int]]  # of every prompt's group, those that are wanted
+    members: Sequence[Sequence[int]]  # the members of every prompt's group that are wanted
     seed: int
     version: int  # of the weights to sample with
     expected: Sequence[float]  # tokens of a completion, by prompt
-    diagnose: Sequence[tuple[int, int]] = ()  # (prompt, member) to look at, where this is the place to do it
+    diagnose: Sequence[tuple[int, int]] = ()  # (prompt, member) to diagnose, if the source does that
 
 
 @dataclass
 class Done:
-    """By prompt, then by member."""
+    """The completions, by prompt, then by member."""
 
     trajectories: list[Trajectory]
-    scored: Scored | None = None  # None: to be scored by the learner
+    scored: Scored | None = None  # None: the learner scores them
     diagnosed: dict[tuple[int, int], Diagnosis] = field(default_factory=dict)  # by (prompt, member)
 
 
@@ -55,7 +55,7 @@ class Asks(Protocol):
 
 
 class Here:
-    """The engine of this process."""
+    """Completes prompts with the engine of this process."""
 
     scores = False
 
@@ -69,7 +69,7 @@ class Here:
 
 
 class FromPool:
-    """Samplers elsewhere."""
+    """Completes prompts with a pool of samplers in other processes."""
 
     def __init__(self, pool: Pool, completer: Completer, scores: bool, rank: int):
         self.pool, self.completer, self.scores, self.rank = pool, completer, scores, rank
@@ -96,7 +96,7 @@ class FromPool:
 
 
 def closed(done: Done) -> bytes:
-    """What travels. Traces are mostly repetition: they take a fraction of their bytes."""
+    """The completions as compressed bytes, to send: traces repeat themselves, so they shrink to a fraction."""
     return zlib.compress(packed(done), 1)
 
 

@@ -1,9 +1,8 @@
-"""What a recipe leaves to the device (`auto`): tokens of a micro-batch, and whether activations are recomputed.
+"""Choose the settings that a recipe leaves to the device (`auto`): micro-batch tokens and recomputed activations.
 
-The fastest settings whose memory plan fits are taken. Recomputing takes a third more time, and larger micro-batches
-save at most a fifth of it (docs/performance.md); so larger ones come first, and recomputing only where 16,384 tokens
-do not fit without; what it keeps goes to the host only where nothing else fits. A run writes its choice to chosen.yaml
-and keeps it when it is resumed.
+The fastest settings whose memory plan fits are chosen. Recomputing takes a third more time, while larger micro-batches
+save at most a fifth (docs/performance.md). So activations are recomputed only if 16,384 tokens do not fit otherwise,
+and kept in host memory only if nothing else fits. A run writes its choice to chosen.yaml and keeps it when resumed.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ..tasks import Task
 CHOSEN = "chosen.yaml"
 TOKENS, CHECKPOINTING = "learn.micro_batch_tokens", "model.gradient_checkpointing"
 SIZES = (65536, 32768, 16384)
-SMALLER = (8192, 4096, 2048, 1024)  # with recomputing only
-LONG = (16384, 4096, 1024)  # where even one trajectory takes too much: inputs of layers on the host
-PROMPTS = 512  # of the task, whose longest is taken for the longest of all
+SMALLER = (8192, 4096, 2048, 1024)  # tried only with recomputing
+LONG = (16384, 4096, 1024)  # tried last, with the inputs of layers in host memory: even one trajectory takes too much
+PROMPTS = 512  # prompts of the task that are looked at to estimate the longest
 
 
 def auto_keys(recipe: Recipe) -> list[str]:
@@ -34,15 +33,15 @@ def auto_keys(recipe: Recipe) -> list[str]:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What they are, with the defaults for `auto`."""
+    """The values of these keys, with the defaults in place of `auto`."""
     checkpointing = recipe.model.gradient_checkpointing
     return {TOKENS: recipe.micro_batch_tokens, CHECKPOINTING: False if checkpointing == "auto" else checkpointing}
 
 
 def choose(recipe: Recipe, fits: Callable[[Mapping[str, Any]], bool] | None) -> dict[str, Any]:
-    """Values for the keys that are `auto`: the first that fit, or those that take least if none do.
+    """Values for the keys that are `auto`: the first that fit, or those that take least memory if none fit.
 
-    fits: whether the plan with some keys fits; None: there is no GPU, and the defaults are taken.
+    fits: whether the plan with some keys fits; None: there is no GPU, so the defaults are used
     """
     keys, given = auto_keys(recipe), settings_of(recipe)
     if fits is None or not keys:
@@ -73,7 +72,7 @@ def longest_prompt(task: Task, tokenizer) -> int:
 
 
 def recorded(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """What a run chose before, for the keys that its recipe still leaves open."""
+    """What a run chose earlier, for the keys that its recipe still leaves as `auto`."""
     path = folder / CHOSEN
     found = read_yaml_file(path) if path.is_file() else {}
     return {key: found[key] for key in auto_keys(recipe) if isinstance(found, dict) and key in found}

@@ -1,9 +1,9 @@
-"""The best checkpoint of a run, by held-out accuracy on the cache that the run is for, and runs that fall.
+"""Keeps track of a run's best evaluation, by held-out accuracy on the cache that it trains for, and notices falls.
 
-    checkpoints/best -> step-000040    moves when an evaluation is better than all before; never removed
+    checkpoints/best -> step-000040    a link that moves when an evaluation is better than all before
 
-An evaluation that is better than all before is followed by a checkpoint, so the newest checkpoint is never older than
-the best one, and what a resumed run forgets is never the best. Which one is best follows from metrics.jsonl.
+A checkpoint is written after every new best evaluation, so a resumed run, which forgets what came after its newest
+checkpoint, never forgets the best one. Which one is best follows from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from ..errors import SparseRLError, shown
 
-_LEVEL = 0.99  # of the interval outside which a run is said to fall
+_LEVEL = 0.99  # confidence level beyond which a run counts as fallen
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Measured:
     reward: float
 
     def better_than(self, other: Measured | None) -> bool:
-        """More right answers; where these are equal, more reward."""
+        """Whether it has more right answers or, with equally many, more reward."""
         return other is None or (self.accuracy, self.reward) > (other.accuracy, other.reward)
 
 
 def measured(line: Mapping[str, float | None]) -> Measured | None:
     """The evaluation in a line of metrics.jsonl; None if it holds none."""
-    cache = "sparse" if "eval/sparse/accuracy" in line else "dense"  # a run without evictions is for the dense cache
+    cache = "sparse" if "eval/sparse/accuracy" in line else "dense"  # without evictions it trains for the dense cache
     step, accuracy, reward = (line.get(key) for key in ("step", f"eval/{cache}/accuracy", f"eval/{cache}/reward"))
     if step is None or accuracy is None or reward is None:
         return None
     if not 0 <= accuracy <= 1:
         raise SparseRLError(
-            f"metrics.jsonl has eval/{cache}/accuracy {shown(accuracy)} at step {step}, but it is a share of 1; remove "
-            "the line, and go on."
+            f"metrics.jsonl has eval/{cache}/accuracy {shown(accuracy)} at step {step}, but it must be from 0 to 1; "
+            "remove the line, then continue."
         )
     return Measured(int(step), accuracy, reward)
 

@@ -1,9 +1,8 @@
-"""A budget that moves: between two steps a controller changes it so that a tail statistic of the mismatch keeps its
-target.
+"""Adaptive budget: between steps a controller changes it so that a tail statistic of the mismatch stays on target.
 
 `Dial` is the controller's record, `move` a pure function from a record and a measurement to the next record, and
-`BudgetControl` sets the budget of a run's engine. The settings are in config/budget.py. Memory is that of the largest
-budget.
+`BudgetControl` sets the budget of a run's engine. The settings are in config/budget.py. Memory is reserved for the
+largest budget.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from ..config import METRICS, Adaptive, RolloutSettings
 from ..errors import SparseRLError
 from ..rollout import Engine
 
-SMOOTHING = 0.3  # the weight of a new measurement against all before it: about the last five steps count
-STEP = 0.05  # the budget moves by at most 5 % a step
+SMOOTHING = 0.3  # weight of a new measurement in the moving average: about the last five steps count
+STEP = 0.05  # the budget changes by at most 5 % a step
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Dial:
 
 
 def start(settings: Adaptive, saved: Mapping | None = None) -> Dial:
-    """Start at the largest budget, the safe side; or where a run left off, inside its present bounds."""
+    """Start at the largest budget, which is the safe side, or where a run left off, within its present bounds."""
     if saved is None:
         return Dial(float(settings.max))
     smoothed = saved["smoothed"] if saved["statistic"] == settings.target.statistic else None
@@ -45,12 +44,12 @@ def move(dial: Dial, measured: float | None, settings: Adaptive) -> Dial:
     """One step of an integral controller in the logarithm of the budget.
 
     The error is the smoothed harm relative to the harm that the target allows: -1 without harm, 0 on target, at most 1.
-    Integrating finds the budget without a model of how harm depends on it. Smoothing and small steps bear the noise of
-    a tail. The logarithm makes a step mean the same at 32 slots and at 2,048. The integral is the clamped budget
-    itself, so nothing winds up at the bounds.
+    Integrating finds the budget without a model of how harm depends on it. Smoothing and small steps absorb the noise
+    of a tail statistic. In the logarithm a step means the same at 32 slots and at 2,048. The integral is the clamped
+    budget itself, so nothing winds up at the bounds.
     """
     if measured is None or not math.isfinite(measured):
-        return dial  # this step measured nothing
+        return dial  # nothing was measured in this step
     smoothed = measured if dial.smoothed is None else dial.smoothed + SMOOTHING * (measured - dial.smoothed)
     target = settings.target
     error = target.harm(smoothed) / target.harm(target.value) - 1
@@ -62,7 +61,7 @@ def _clamp(value: float, low: float, high: float) -> float:
 
 
 def compressor_of(settings: RolloutSettings) -> Compressor:
-    """The recipe's compressor, bound to its budget. If the budget adapts, check the smallest and bind the largest."""
+    """The recipe's compressor, bound to its budget; an adaptive one is checked at its least, bound at its largest."""
     compressor = make(settings.compressor, **settings.cache_options)
     if isinstance(settings.budget, Adaptive):
         if not compressor.has_budget:
@@ -75,7 +74,7 @@ def compressor_of(settings: RolloutSettings) -> Compressor:
 
 
 class BudgetControl:
-    """Sets an engine's budget between steps. If the budget is a plain number, it sets, logs and saves nothing."""
+    """Sets an engine's budget between steps. With a fixed budget it sets, logs and saves nothing."""
 
     def __init__(self, budget: int | Adaptive, engine: Engine):
         self.settings = budget if isinstance(budget, Adaptive) else None
@@ -83,17 +82,17 @@ class BudgetControl:
         self.dial = start(self.settings) if self.settings else None
 
     def logged(self, name: str) -> dict[str, float]:
-        """The budget in force, under the name of a metric."""
+        """The present budget, as a metric of this name."""
         return {name: float(self.engine.compressor.budget)} if self.settings else {}
 
     def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that the smallest budget could not protect: now, and not when the budget gets there."""
+        """Refuse prompts that the smallest budget could not protect, before the budget gets there."""
         if self.settings:
             smallest = self.engine.compressor.bind(self.settings.min, self.engine.compressor.interval)
             smallest.check_prompt(max(map(len, prompts)))
 
     def after_step(self, metrics: Mapping[str, float | None]) -> None:
-        """Choose the budget of the next step by what this step measured."""
+        """Choose the budget of the next step from what this step measured."""
         if self.settings and self.dial:
             self.dial = move(self.dial, metrics.get(METRICS[self.settings.target.statistic]), self.settings)
             self.engine.set_budget(self.dial.slots)
@@ -104,7 +103,7 @@ class BudgetControl:
         return asdict(self.dial) | {"statistic": self.settings.target.statistic}
 
     def load_state_dict(self, saved: Mapping | None) -> None:
-        """Go on where a run left off; it may have been resumed with another budget."""
+        """Continue where a run left off; it may have been resumed with another budget."""
         if self.settings:
             self.dial = start(self.settings, saved)
             self.engine.set_budget(self.dial.slots)

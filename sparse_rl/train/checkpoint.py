@@ -1,10 +1,11 @@
-"""Checkpoints that are whole or absent: an ordinary Hugging Face folder, and beside it what training needs to go on.
+"""Write and read checkpoints: ordinary Hugging Face folders, plus what training needs to continue.
 
     checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt; students/ if there are any
                                 shards/ if the learner was divided among processes: each wrote its own part
-                best            a link to the best one by held-out accuracy (best.py)
+                                best            a link to the best one by held-out accuracy (best.py)
 
-A checkpoint is written under another name, flushed to disk, and renamed. Any number of processes can go on from it.
+A checkpoint is written under another name, flushed to disk and renamed, so it is either whole or absent. Any number of
+processes can continue from it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _SHARDS = "shards"
 _PARTIAL, _REPLACED = ".step-{:06d}.partial", ".step-{:06d}.replaced"  # while a checkpoint is written
 
-_LEFT = re.compile(r"\.(step-[0-9]{6,})\.(partial|replaced|removed)")  # by a kill
+_LEFT = re.compile(r"\.(step-[0-9]{6,})\.(partial|replaced|removed)")  # what a kill may leave behind
 
 
 def save_checkpoint(
@@ -48,7 +49,7 @@ def save_checkpoint(
     world: World | None = None,
     best: int | None = None,
 ) -> Path:
-    """Write the checkpoint of a step, with its students by name, and remove all but the newest `keep` and the `best`.
+    """Write the checkpoint of a step and of its students (by name); remove all but the newest `keep` and the `best`.
 
     The first process writes it, and every process writes its shards of the learner's state.
     """
@@ -93,9 +94,9 @@ def save_checkpoint(
 
 
 def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, oldest first, after removing what a kill left of others.
+    """(step, folder) of every checkpoint, oldest first, after cleaning up what a kill left behind.
 
-    One that was about to be replaced is brought back. Whatever has another name is its user's and stays, and so does a
+    A checkpoint that was about to be replaced is restored. Files of other names belong to the user and stay, as does a
     checkpoint without its state.
     """
     for left in folder.glob(".step-*"):
@@ -110,7 +111,7 @@ def cleaned_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def keep_best(folder: Path, best: int | None, keep: int) -> None:
-    """Let the link point to the checkpoint of step `best`, then remove all but it and the newest `keep`."""
+    """Point the link at the checkpoint of step `best`, then remove all others but the newest `keep`."""
     found = find_checkpoints(folder)
     link = folder / f".{BEST}.link"
     target = None if best is None else dict(found).get(best)
@@ -125,7 +126,7 @@ def keep_best(folder: Path, best: int | None, keep: int) -> None:
     for step, old in found[:-keep]:
         if step != best:
             removed = folder / f".{old.name}.removed"
-            os.rename(old, removed)  # first, so that no kill can leave a part of it under its name
+            os.rename(old, removed)  # renamed first, so that a kill cannot leave a part of it under its name
             remove(removed)
 
 
@@ -147,8 +148,8 @@ def without_shards(state: dict) -> tuple[dict, dict[str, DTensor]]:
 
 
 def with_shards(state: Any, like: Any, folder: Path) -> Any:
-    """Undo `without_shards`: read the shards into tensors like those of `like`, this process's own state, whole or
-    divided.
+    """Undo `without_shards`: read the shards into tensors shaped like those of `like`, the state of this process, which
+    may be whole or divided.
     """
     wanted = {}
 
@@ -174,7 +175,7 @@ def with_shards(state: Any, like: Any, folder: Path) -> Any:
 
 
 def save_model(folder: Path, model, tokenizer) -> None:
-    """Write an ordinary Hugging Face folder; a beacon lies beside the weights."""
+    """Write an ordinary Hugging Face folder, with the model's beacon beside the weights if it has one."""
     with no_progress_bar():
         if beacon_of(model) is None:
             model.save_pretrained(folder)
@@ -188,12 +189,12 @@ def save_model(folder: Path, model, tokenizer) -> None:
 
 
 def load_state(path: Path, like: dict | None = None) -> dict:
-    """The `state` that `save_checkpoint` was given, and `step`; torch's random state is set.
+    """The `state` given to `save_checkpoint`, with `step`; also restores torch's random state.
 
-    `like`: the current state, for its shapes; needed where processes wrote shards.
+    `like`: the present state, for its shapes; needed if processes wrote shards.
     """
     with restoring(path):
-        with zipfile.ZipFile(path / STATE) as file:  # torch writes checksums, but does not look at them
+        with zipfile.ZipFile(path / STATE) as file:  # torch writes checksums but does not check them
             if (torn := file.testzip()) is not None:
                 raise ValueError(f"the checksum of {torn} is wrong")
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
@@ -208,13 +209,13 @@ def load_state(path: Path, like: dict | None = None) -> dict:
         if isinstance(error, SparseRLError):
             raise
         raise SparseRLError(
-            f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to go on from the checkpoint before it."
+            f"{path / _SHARDS} is damaged ({first_line(error)}); remove {path} to continue from the checkpoint before."
         ) from error
 
 
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """A checkpoint whose state cannot be read, or does not fit the run, is named in one sentence."""
+    """Turn any error while a checkpoint's state is read into one sentence that names the checkpoint."""
     try:
         yield
     except (SparseRLError, torch.OutOfMemoryError):
@@ -222,22 +223,22 @@ def restoring(path: Path) -> Iterator[None]:
     except Exception as error:  # damaged bytes lead to errors of any type
         why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)[:300]
         raise SparseRLError(
-            f"{path / STATE} is damaged ({why}); remove {path} to go on from the checkpoint before it."
+            f"{path / STATE} is damaged ({why}); remove {path} to continue from the checkpoint before."
         ) from error
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Refuse to start where a checkpoint would not fit."""
+    """Refuse to start if a checkpoint would not fit on the disk."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise SparseRLError(
-            f"a checkpoint takes {needed / 2**20:,.0f} MiB, and a new one is written before an old one is removed, but "
-            f"{folder} has {free / 2**20:,.0f} MiB free; free some space, or choose another folder with --out."
+            f"a checkpoint takes {needed / 2**20:,.0f} MiB, but {folder} has only {free / 2**20:,.0f} MiB free (a new "
+            "checkpoint is written before an old one is removed); free some space, or choose another folder with --out."
         )
 
 
 def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until a file or folder has been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

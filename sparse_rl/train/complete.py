@@ -1,5 +1,5 @@
-"""What samples completions and scores them with the same weights, made from a recipe: in the process that learns, or on
-another machine (remote.py).
+"""Sample completions and score them with the same weights, in the process that learns or on another machine
+(remote.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .samples import positions_to_write, samples_due
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHECK_STREAM = 0xC4EC4  # separates the draws of trajectories to check from other random numbers of a step
+CHECK_STREAM = 0xC4EC4  # separates the choice of trajectories to check from other random numbers of a step
 
 
 class Completer:
@@ -42,7 +42,7 @@ class Completer:
         critic: Critic | None = None,
         scores: bool = True,
     ):
-        """`scores`: what it samples is scored here, too, so that it needs the starting model where the recipe does."""
+        """`scores`: also score what is sampled, which may need the starting model as a reference."""
         self.recipe, self.model, self.tokenizer, self.critic = recipe, model, tokenizer, critic
         self.method, rollout = recipe.learn.resolve_method(), recipe.rollout
         self.reference = self._reference() if scores else None
@@ -58,7 +58,7 @@ class Completer:
         if recipe.records_support and self.engine.compressor.chooses:
             raise SparseRLError(
                 f"rollout.top_k is {rollout.top_k} and rollout.top_p {rollout.top_p}, but with {rollout.compressor} "
-                "the policy chooses its folds, and then it must be able to draw every token: use 0 and 1."
+                "the policy chooses its folds and must be able to draw every token; set them to 0 and 1."
             )
         self.sampling = Sampling(
             rollout.max_new_tokens,
@@ -71,10 +71,10 @@ class Completer:
         )
 
     def score(self, sampled: Sampled, number: int, positions: list[int]) -> Scored:
-        """Old log-probs, those of the reference, entropies and ranks of the rows of some positions.
+        """Old log-probs, reference log-probs, entropies and ranks of the rows of some positions.
 
-        Where the update checks the trajectories of its first minibatch, only one of each minibatch is scored, and
-        those that are written for reading: apart, because nothing else may depend on what is written.
+        If the update itself checks the trajectories of its first minibatch, only one of each minibatch is scored, plus
+        those that are written to samples/. These are scored separately, because nothing may depend on what is written.
         """
         tokens, view = self.recipe.micro_batch_tokens, self.method.view
         packing = packs(self.model, self.recipe.learn.packing)
@@ -125,28 +125,30 @@ class Completer:
 
     @property
     def _positions(self) -> int:
-        """Of a step, over all processes."""
+        """The number of positions of a step, over all processes."""
         return self.recipe.rollout.prompts * self.recipe.rollout.group_size
 
     def diagnose(self, trajectory: Trajectory) -> tuple[Tensor, Tensor | None]:
-        """The overlap of the dense and the sampler's distributions, by token, and what evictions cost. fp64"""
+        """By token, in fp64: the overlap of the dense and the sampler's distributions, and the regret of evictions."""
         digest = Digest(trajectory.trace) if self.engine.compressor.has_budget else None
         with evaluating(self.model):
             alpha = overlap(self.model, trajectory, self.sampling.temperature, digest).double().cpu()
         return alpha, None if digest is None else digest.summary()
 
     def _stop_ids(self) -> tuple[int, ...]:
-        """The tokens that the recipe names, besides the model's own."""
+        """The stop tokens: the model's own and those of the recipe."""
         ids: list[int] = []
         for name in self.recipe.rollout.stop:
             number = self.tokenizer.convert_tokens_to_ids(name)
             if not isinstance(number, int) or number == self.tokenizer.unk_token_id:
-                raise SparseRLError(f"rollout.stop names {name!r}, which is not a token of this tokenizer.")
+                raise SparseRLError(
+                    f"rollout.stop names {name!r}, which is not a token of this tokenizer; name another."
+                )
             ids.append(number)
         return tuple(dict.fromkeys([*ids, *stop_ids(self.model, self.tokenizer)]))
 
     def _reference(self) -> Callable[[], AbstractContextManager[nn.Module]] | None:
-        """A function that opens the starting model; None where nothing is held to it."""
+        """A context manager that gives the starting model; None if nothing is compared with it."""
         if not self.recipe.keeps_reference:
             return None
         if self.recipe.model.lora_rank:

@@ -1,6 +1,6 @@
-"""Dealing the prompts of a step to processes, so that all have about as much to sample and to learn from.
+"""Deal the prompts of a step to processes so that all have about as much to sample and to learn from.
 
-Prompts are dealt minibatch by minibatch. All members of a group stay on one process.
+Prompts are dealt minibatch by minibatch. All members of a group stay in one process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..tasks import Prompt
 
 
 def deal(expected: Sequence[float], minibatches: int, processes: int) -> list[int]:
-    """The rank of the process that samples each prompt: a minibatch's longest first, each to the process with least.
+    """The rank of the process that samples each prompt: a minibatch's longest first, each to the least busy process.
 
     expected: tokens of each prompt's completions
     """
@@ -27,14 +27,14 @@ def deal(expected: Sequence[float], minibatches: int, processes: int) -> list[in
 
 
 class LengthsSeen:
-    """Expected response length: the last mean for this prompt, else a regression on prompt length."""
+    """Predicts response lengths: a prompt's last mean if it was seen before, else a regression on prompt length."""
 
     def __init__(self):
-        self.known: dict[int, float] = {}  # by a prompt's index in its task: its mean response in its last step
-        self.sums = torch.zeros(5, dtype=torch.float64)  # of 1, x, y, xx, xy: x prompt tokens, y mean response tokens
+        self.known: dict[int, float] = {}  # prompt index -> its last mean response length
+        self.sums = torch.zeros(5, dtype=torch.float64)  # sums of 1, x, y, xx, xy (x prompt, y response tokens)
 
     def expect(self, prompts: Sequence[Prompt], tokens: Sequence[int]) -> list[float]:
-        """Tokens that a completion of each prompt will have, the prompt's `tokens` included."""
+        """The expected tokens of a completion of each prompt, the prompt's `tokens` included."""
         count, x, y, xx, xy = self.sums.tolist()
         spread = count * xx - x * x
         slope = (count * xy - x * y) / spread if spread > 1e-9 * max(count * xx, 1.0) else 0.0
@@ -42,7 +42,7 @@ class LengthsSeen:
         return [n + max(1.0, self.known.get(p.index, start + slope * n)) for p, n in zip(prompts, tokens, strict=True)]
 
     def note(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], repeats: bool) -> None:
-        """Learn from a step. `repeats`: the task's prompts come back, so each one is worth remembering."""
+        """Learn from a step. `repeats`: prompts of the task come again, so each one is remembered."""
         found: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for prompt, t in zip(prompts, trajectories):
             pair = (t.num_prompt_tokens, len(t.tokens) - t.num_prompt_tokens)

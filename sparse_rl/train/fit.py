@@ -1,7 +1,7 @@
-"""What to change when a training run does not fit: settings that take less memory, each with its figure.
+"""Suggest what to change if a training run does not fit into memory: other settings, each with the memory it needs.
 
-A setting is tried by planning the run with it. First each alone, then several together, in the order in which they
-change least: recompute activations, smaller micro-batches, fewer rows, the optimizer's state on the host, adapters
+A setting is tried by planning the run with it: first each alone, then several together, from the smallest change to
+the largest: recompute activations, smaller micro-batches, fewer rows, the optimizer's state on the host, adapters
 instead of all weights.
 """
 
@@ -16,14 +16,14 @@ from ..planning.memory import aligned, size
 from ..planning.training import TrainingPlan
 from .run import plan_run, with_values
 
-LORA_RANK = 32  # of the adapters that are suggested
+LORA_RANK = 32  # rank of the adapters that are suggested
 MOST_PROCESSES = 64
-SHORTEST = 256  # tokens of a response that is suggested
+SHORTEST = 256  # the smallest max_new_tokens that is suggested
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Keys of a recipe that differ, and the plan of the run with them."""
+    """Changed keys of a recipe, and the plan of the run with them."""
 
     keys: Mapping[str, Any]  # section.key: value
     plan: TrainingPlan
@@ -31,21 +31,21 @@ class Setting:
 
     @property
     def options(self) -> str:
-        """The keys as the command line takes them."""
+        """The keys as options of the command line."""
         shown = [f"--{key} {str(v).lower() if isinstance(v, bool) else v}" for key, v in self.keys.items()]
         return " ".join([*shown, *([f"on {self.processes} GPUs"] if self.processes > 1 else [])])
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """A run that does not fit, and what would."""
+    """A run that does not fit, and settings that would."""
 
     recipe: Recipe
     prompt_tokens: int
     memory: int
 
     def text(self) -> str:
-        """For people: every setting that helps with what the run then takes; together, if none of them is enough."""
+        """A table for people: settings that help, with the memory needed then; several together if none is enough."""
         alone = self.alone()
         enough = [s for s in alone if s.plan.fits(self.memory)]
         lines = [
@@ -62,7 +62,7 @@ class Fitting:
         return f"What would take less:\n{aligned(lines)}"
 
     def alone(self) -> list[Setting]:
-        """Each setting that takes less memory, at the largest value that fits, or the smallest if none does."""
+        """Each setting that saves memory, at the largest value that fits, or at the smallest if none fits."""
         found = [self._first_that_fits({}, key, values) for key, values in self._ways().items()]
         if (share := self._divided()) is not None:
             found.append(share)
@@ -70,14 +70,14 @@ class Fitting:
         return [s for s in found if s.plan.total_bytes < needed]
 
     def together(self) -> Setting | None:
-        """Settings that fit together; with shorter responses, which change what can be learned, only if needed."""
+        """Several settings that fit together; shorter responses, which change what can be learned, come last."""
         longest = self.recipe.rollout.max_new_tokens
         shorter = [longest >> i for i in range(1, longest.bit_length()) if longest >> i >= SHORTEST]
         tries = [{}, *({"rollout.max_new_tokens": tokens} for tokens in shorter)]
         return next((found for keys in tries if (found := self._together(keys)) is not None), None)
 
     def _together(self, keys: dict[str, Any]) -> Setting | None:
-        """Keys, and those of `_ways` in their order until they fit; then without those that are not needed."""
+        """Add the keys of `_ways` in their order until the run fits, then drop those that are not needed."""
         ways, fixed = self._ways(keys.get("rollout.max_new_tokens")), keys
         for key, values in ways.items():
             setting = self._first_that_fits(keys, key, values)
@@ -87,7 +87,7 @@ class Fitting:
         return None
 
     def _loosened(self, keys: dict[str, Any], ways: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]) -> Setting:
-        """Keys that fit together, without those that are not needed, and the others no tighter than they must be."""
+        """Drop the keys that are not needed to fit, and loosen the others as far as possible."""
         for key in [key for key in keys if key not in fixed]:
             rest = {k: v for k, v in keys.items() if k != key}
             setting = self._plan(rest)
@@ -95,15 +95,15 @@ class Fitting:
         return self._plan(keys)
 
     def _ways(self, new_tokens: int | None = None) -> dict[str, Sequence[Any]]:
-        """The keys that take less memory, each with its values from most to least memory.
+        """The keys that can save memory, each with its values from most to least memory.
 
-        new_tokens: of the longest response; None: the recipe's.
+        new_tokens: tokens of the longest response; None: as in the recipe
         """
         model, rows = self.recipe.model, self.recipe.rollout.rows
         longest = self.prompt_tokens + (new_tokens or self.recipe.rollout.max_new_tokens)
         tokens = self.recipe.micro_batch_tokens
         smaller = [tokens >> i for i in range(1, tokens.bit_length()) if tokens >> i > longest]
-        smaller += [longest] if tokens > longest else []  # below, a trajectory goes alone anyway
+        smaller += [longest] if tokens > longest else []  # a trajectory is never divided
         ways: dict[str, Sequence[Any]] = {}
         if not self.recipe.checkpoints_gradients:
             ways["model.gradient_checkpointing"] = [True]
@@ -120,7 +120,7 @@ class Fitting:
         return ways
 
     def _divided(self) -> Setting | None:
-        """The learner divided among the fewest GPUs that are enough."""
+        """The learner divided among as few GPUs as suffice."""
         if self.recipe.has_separate_critic:  # which cannot be divided
             return None
         counts = (2**i for i in range(1, MOST_PROCESSES.bit_length()) if 2**i <= self.recipe.rollout.prompts)
@@ -128,7 +128,7 @@ class Fitting:
         return next((share for share in shares if share.plan.fits(self.memory)), None)
 
     def _first_that_fits(self, keys: Mapping[str, Any], key: str, values: Sequence[Any]) -> Setting:
-        """The first value of a key that fits beside other keys; the last if none does. Later values take less."""
+        """The first value of a key that fits, given other keys, or the last. Later values take less memory."""
         low, high = 0, len(values) - 1
         while low < high:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts during a run, sampled on whatever cache the engine has."""
+"""Sample and grade held-out prompts during a run, on whatever cache the engine has."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accuracy(
     seed: int,
     turns: Turns | None = None,
 ) -> dict[str, float]:
-    """The share of completions that are right, and what the completions were like."""
+    """The share of right completions, and statistics of the completions."""
     trajectories, grades, talks = complete(engine, tokenizer, task, prompts, samples, sampling, seed, turns=turns)
     return described(trajectories, grades, prompts, talks)
 
@@ -47,8 +47,10 @@ def complete(
     rewards: AddedRewards | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[Trajectory], list[Grade], list[Talk]]:
-    """`members`: which of every prompt's samples are wanted; None: all. `rewards`: those that a run adds. `turns`: of
-    conversations. Where the task does not reply there are no talks.
+    """Completions, their grades and conversations; there are no conversations if the task does not reply.
+
+    `members`: which samples of every prompt are wanted; None: all. `rewards`: rewards that the run adds. `turns`: the
+    limits of conversations.
     """
     members = [range(samples)] * len(prompts) if members is None else members
     chats = chats_of(engine.model, tokenizer, task)
@@ -56,7 +58,7 @@ def complete(
     trajectories, texts, talks = sampled(
         engine, tokenizer, task, chats, prompts, ids, members, sampling, seed, turns or Turns()
     )
-    if not trajectories:  # a process may have no share
+    if not trajectories:  # a process may have no prompts
         return [], [], []
     asked = [prompts[t.prompt_index] for t in trajectories]
     grades = rewards.grade(task, asked, trajectories, texts) if rewards else task.grade(asked, texts)
@@ -64,12 +66,12 @@ def complete(
 
 
 def chats_of(model, tokenizer, task: Task) -> Chats | None:
-    """How a task's conversations are written; None: it never replies."""
+    """How a task's conversations are written as tokens; None: the task never replies."""
     return Chats(tokenizer, task, end_token(model, tokenizer)) if task.converses else None
 
 
 def starts(tokenizer, chats: Chats | None, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The tokens of prompts."""
+    """The tokens of each prompt, with which its completion begins."""
     return [encode(tokenizer, p.text) if chats is None else chats.of(p).start(p) for p in prompts]
 
 
@@ -85,7 +87,7 @@ def sampled(
     seed: int,
     turns: Turns,
 ) -> tuple[list[Trajectory], list[str], list[Talk]]:
-    """Completions or conversations, and what of them is graded."""
+    """Sample completions, or conversations if the task replies; also return the texts to grade."""
     if chats is None:
         trajectories = engine.generate(ids, sampling=sampling, seed=seed, samples=members)
         responses = [t.response_tokens.tolist() for t in trajectories]
@@ -101,7 +103,7 @@ def described(
     prompts: Sequence[Prompt],
     talks: Sequence[Talk] = (),
 ) -> dict[str, float]:
-    """prompts: those of the evaluation, which trajectories point to."""
+    """Statistics of completions. prompts: those of the evaluation, to which trajectories point"""
     parts = by_task([prompts[t.prompt_index] for t in trajectories], grades)
     rewards = torch.tensor([g.reward for g in grades], dtype=torch.float64)
     return {
@@ -120,7 +122,7 @@ def described(
 
 
 def held_out_answers(found: dict[str, float], grades: Sequence[Grade], new_tokens: int) -> Answers:
-    """What held-out completions were like, from their description."""
+    """Held-out completions summed up for hints about what is wrong (tasks/answering.py)."""
     return Answers(
         count=len(grades),
         right=found["accuracy"],
@@ -135,8 +137,8 @@ def held_out_answers(found: dict[str, float], grades: Sequence[Grade], new_token
 def engines_for(
     engine: Engine, students: Sequence[Student], prompts: list[list[int]], new_tokens: int
 ) -> dict[str, Callable[[], Engine]]:
-    """The engines that sample a run's held-out prompts, each made when its turn comes: on the dense cache, on the run's
-    own, and one for each chunk size of each student.
+    """The engines that sample a run's held-out prompts: on the dense cache, on the run's own, and for each student one
+    per chunk size. Each is made when it is needed.
     """
     engines: dict[str, Callable[[], Engine]] = {
         "dense": lambda: dense_engine(engine.model, prompts, new_tokens, engine.rows, like=engine)
@@ -152,16 +154,16 @@ def engines_for(
 
 
 def dense_engine(model, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine) -> Engine:
-    """An engine that evicts nothing, with as many rows as fit in the bytes of `like`, but no more than `rows`."""
+    """An engine that evicts nothing, with as many rows as fit in the memory of `like`, but no more than `rows`."""
     return fitting_engine(model, "dense", prompts, new_tokens, rows, like)
 
 
 def fitting_engine(
     model, compressor: str, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int, like: Engine
 ) -> Engine:
-    """An engine whose rows hold these prompts and that many new tokens.
+    """An engine whose rows hold these prompts and as many new tokens.
 
-    It has as many rows as fit in the bytes of `like`, but no more than `rows`.
+    It has as many rows as fit in the memory of `like`, but no more than `rows`.
     """
     longest = max(map(len, prompts))
     capacity = make(compressor).capacity(longest, new_tokens)

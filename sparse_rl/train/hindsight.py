@@ -1,8 +1,7 @@
-"""Regret of a run's stored completions, for its report: one more pass for each, with the weights nearest to its own.
+"""Compute the regret of a run's stored completions, for its report: one forward pass each, with the nearest weights.
 
-A completion of step N was sampled with the weights after step N - 1 - `rollout.ahead`. Of the run's checkpoints, and
-of the model that it began with if that lies on this machine, the nearest one is asked; what it was is part of the
-result.
+A completion of step N was sampled with the weights after step N - 1 - `rollout.ahead`. Among the run's checkpoints, and
+the starting model if it is on this machine, the nearest one is used; the result says which.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ..models import load_model
 from ..models.names import needs_hub
 from ..records import Trajectory, read_trajectories
 
-MOST = 64  # completions of a run: as many as its report shows
-WORST = 8  # tokens of a completion that are given back, one after the other
+MOST = 64  # completions of a run, as many as its report shows
+WORST = 8  # evicted tokens of a completion that are given back, one at a time
 
 
 @dataclass
 class Done:
-    """What was computed. A completion with beacons is skipped: a beacon stands for what was folded on purpose."""
+    """What was computed. Completions with beacons are skipped: a beacon replaces tokens on purpose."""
 
     computed: int = 0
     there: int = 0
     with_beacons: int = 0
-    steps: tuple[int, ...] = ()  # the checkpoints that were asked
+    steps: tuple[int, ...] = ()  # steps of the checkpoints that were used
 
     def __str__(self) -> str:
         weights = f" with the weights of step {', '.join(map(str, self.steps))}" if self.steps else ""
@@ -45,7 +44,7 @@ class Done:
 
 
 def hindsight(model: nn.Module, trajectory: Trajectory, step: int, temperature: float, worst: int = WORST) -> Hindsight:
-    """How much each evicted token was missed, and what each of the worst would have changed."""
+    """How much each evicted token was missed, and what giving back each of the worst would have changed."""
     mass = regret(model, trajectory.tokens, trajectory.trace).mass  # [L, H, T]
     total = mass.double().sum((0, 1))  # [T]
     tokens = total.argsort(descending=True, stable=True)[: min(worst, int((total > 0).sum()))]
@@ -57,7 +56,7 @@ def hindsight(model: nn.Module, trajectory: Trajectory, step: int, temperature: 
 
 
 def write_hindsights(run: Path, most: int = MOST) -> Done:
-    """Compute what is missing for the newest completions of a run, and write each beside its trace."""
+    """Compute the regret of the newest completions that have none yet, and write it beside their traces."""
     refuse_links_out(run, ["recipe.yaml", "samples", "checkpoints"])
     recipe, done, wanted = load_recipe(str(run / "recipe.yaml")), Done(), {}
     stored = ((step, samples, t) for step, samples in _newest(run) for t in _trajectories(run, samples))
@@ -88,7 +87,7 @@ def _newest(run: Path) -> list[tuple[int, Path]]:
     """(step, folder) of a run's samples, newest first."""
     folders = [p for p in (run / "samples").glob("step-*") if p.name.removeprefix("step-").isdecimal()]
     if not folders:
-        raise SparseRLError(f"{run} kept no completions; train with run.samples above 0 to ask for their regret.")
+        raise SparseRLError(f"{run} kept no completions; train with run.samples above 0 to compute their regret.")
     return sorted(((int(p.name.removeprefix("step-")), p) for p in folders), reverse=True)
 
 
@@ -96,8 +95,8 @@ def _trajectories(run: Path, samples: Path) -> Iterable[Trajectory]:
     names = ("trajectories.jsonl", "traces", "supports", "regret")
     for path in (samples, *(samples / name for name in names)):
         if not lies_in(path, run):
-            raise SparseRLError(f"{path} is a link out of the run's folder; put a file or folder in its place.")
-    there = (samples / "trajectories.jsonl").is_file()  # else the run is about to write it
+            raise SparseRLError(f"{path} links to a place outside the run's folder; put a file or folder in its place.")
+    there = (samples / "trajectories.jsonl").is_file()  # otherwise the run is about to write it
     return read_trajectories(samples) if there else ()
 
 
@@ -109,7 +108,7 @@ def _nearest(run: Path, recipe: Recipe, step: int) -> tuple[int, str]:
         found.append((0, start))
     if not found:
         raise SparseRLError(
-            f"{run} has no checkpoint, and its model {start} is not on this machine; regret needs weights. Fetch the "
-            "model, or let the run reach a checkpoint (run.checkpoint_every)."
+            f"{run} has no checkpoint and its model {start} is not on this machine, but regret needs weights; fetch "
+            "the model, or let the run reach a checkpoint (run.checkpoint_every)."
         )
     return min(found, key=lambda it: (abs(it[0] - step), it[0]))

@@ -1,16 +1,15 @@
-"""The compressor `learned`, trained jointly with the model: its scorer learns between steps what its evictions cost.
+"""Train the compressor `learned` jointly with the model: between steps its scorer learns what its evictions cost.
 
-    collect    some trajectories of the step go through the learner's weights under their traces, before the update;
-               every eviction gives pairs of slots of which later queries wanted the first more (scorer.py)
-    learn      after the update: optimizer steps of the scorer on these pairs; then sampler and pool get weights and
+    collect    before the update, some trajectories of the step go through the learner's weights under their traces;
+               every eviction gives pairs of slots, of which later queries attended more to the first (scorer.py)
+    learn      after the update, the scorer does optimizer steps on these pairs; then sampler and pool get weights and
                scorer together (`Trainer.publish_weights`)
 
-With `scorer.advantage` some evictions are actions, too, which the group's advantage makes likelier or less likely
-(actions.py).
+With `scorer.advantage`, the group's advantage also makes some evictions likelier or less likely (actions.py).
 
-The learner's forward pass never contains the scorer, and traces say what was evicted, so replay stays exact while it
-moves. Without `rollout.ahead` the learner's weights are those that sampled. With several processes each collects from
-trajectories that it sampled, the first one learns from all pairs, and the others get its tensors.
+Replay stays exact while the scorer changes, because traces say what was evicted and the learner's forward pass never
+uses the scorer. Without `rollout.ahead` the learner's weights are those that sampled. With several processes, each
+collects from trajectories that it sampled, the first one learns from all pairs, and the others get its tensors.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from .scorer import Collected, Drawn, Pairs, ScorerTrainer, collect_from, merged
 from .step import StepRollout
 from .worker import Sampler
 
-SCORER_STREAM = 0x5C03E  # separates its draws of trajectories and pairs from other random numbers of a step
+SCORER_STREAM = 0x5C03E  # separates draws of trajectories and pairs from other random numbers of a step
 
 exchanged(Collected, Pairs, Actions)
 
 
 class JointScorer:
-    """Does nothing where the recipe's `scorer.every` is 0."""
+    """Collects pairs and trains the scorer of `learned`; does nothing if the recipe's `scorer.every` is 0."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, whole: nn.Module, sampler: Sampler, world: World):
-        """model: whose scorer is trained; whole: the same weights, not divided among processes"""
+        """model: its scorer is trained; whole: a model with the same weights, not divided among processes"""
         self.settings, self.seed = recipe.scorer, recipe.run.seed
         self.whole, self.sampler, self.world = whole, sampler, world
-        self.version = 0  # trainings behind the scorer
+        self.version = 0  # how often the scorer has been trained
         self.trainer: ScorerTrainer | None = None
         if self.settings.every:
             companion, temperature = companions_of(model)["learned"], self._compressor().temperature
@@ -56,8 +55,8 @@ class JointScorer:
         return compressor
 
     def collect(self, rollout: StepRollout, advantages: Tensor, step: int, clock: Clock) -> Collected | None:
-        """Pairs, and actions, from the evictions of some trajectories of a step, of all processes; None: nothing learns
-        now. advantages: by position
+        """Pairs (and actions) from the evictions of some trajectories of all processes; None if the scorer is not
+        trained in this step. advantages: by position
         """
         settings = self.settings
         if self.trainer is None or (step + 1) % settings.every:
@@ -84,12 +83,12 @@ class JointScorer:
             return merged([found[position] for position in sorted(found)])
 
     def _chosen(self, positions: int, step: int) -> list[int]:
-        """The positions of a step that it learns from, the same on every process."""
+        """The positions of a step that the scorer learns from, the same in every process."""
         generator = torch.Generator().manual_seed(stream_key(self.seed, [step], SCORER_STREAM))
         return torch.randperm(positions, generator=generator)[: self.settings.trajectories].tolist()
 
     def learn(self, lessons: Collected | None, clock: Clock) -> dict[str, float]:
-        """Train the scorer in place; returns metrics. Where nothing was evicted there is nothing to learn."""
+        """Train the scorer in place and return metrics; does nothing if nothing was evicted."""
         if self.trainer is None or lessons is None or not lessons.pairs:
             return {}
         with clock.stage("scorer"):
@@ -110,7 +109,7 @@ class JointScorer:
 
     @torch.no_grad()
     def _of_actions(self, actions: Mapping[int, Actions]) -> dict[str, float]:
-        """Whether rebuilt evictions are those of the traces, and how far their log-probs have moved."""
+        """Metrics of actions: whether rebuilt evictions agree with the traces, and how far log-probs have moved."""
         if self.trainer is None or not actions:
             return {}
         agreed = torch.cat([acted.agreed.flatten() for acted in actions.values()])

@@ -1,9 +1,10 @@
-"""What a run writes down: one JSON line per step, in two files, and the same numbers for trackers.
+"""Write a run's metrics: one JSON line per step in two files, and the same numbers to trackers.
 
     metrics.jsonl   what was learned; a resumed run writes the same bytes as a run that was never interrupted
-    timing.jsonl    seconds, tokens per second, bytes allocated: what differs from run to run
+    timing.jsonl    seconds, tokens per second, bytes allocated: numbers that differ from run to run
 
-A line is written whole, with a newline, and flushed. A crash may leave a last line without a newline; it is not read.
+A line is written whole, with its newline, and flushed. After a crash the last line may lack its newline; such a line
+is not read.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ class Log:
             self.trackers.log({**metrics, **timing}, step=step)
 
     def cut(self, step: int) -> None:
-        """Forget what came after a step: a resumed run writes it again."""
+        """Remove the lines after a step; a resumed run writes them again."""
         for path in self.files.values():
             lines = read_lines(path)
             if not all(isinstance(line.get("step"), int) for line in lines):
-                raise SparseRLError(f"{path} holds a line without a whole `step`; remove the line, and go on.")
+                raise SparseRLError(
+                    f"{path} has a line whose `step` is not a whole number; remove the line, then continue."
+                )
             for name, value in (pair for line in lines for pair in line.items()):
                 if not isinstance(value, int | float | None):
                     raise SparseRLError(
-                        f"{path} holds a line with {shown(name, 80)}: {shown(value, 80)}, which is not a number; "
-                        "remove the line, and go on."
+                        f"{path} has a line with {shown(name, 80)}: {shown(value, 80)}, which is not a number; "
+                        "remove the line, then continue."
                     )
             kept = [line for line in lines if line["step"] <= step]
             write_text(path, "".join(line_of(values) for values in kept))
@@ -52,7 +55,7 @@ class Log:
 
 
 class NoLog(Log):
-    """The log of a process that writes nothing down, because the first process does."""
+    """The log of a process other than the first, which writes nothing."""
 
     def __init__(self): ...
 
@@ -62,7 +65,7 @@ class NoLog(Log):
 
 
 def make_trackers(names: list[str], project: str, folder: Path, config: Mapping):
-    """An Accelerator that logs to the trackers named, or None."""
+    """An Accelerator that logs to these trackers; None if there are none."""
     if not names:
         return None
     for name in names:
@@ -79,7 +82,9 @@ def make_trackers(names: list[str], project: str, folder: Path, config: Mapping)
         }
         accelerator.init_trackers(project, config=flat)
     except (ImportError, ValueError) as error:
-        raise SparseRLError(f"run.trackers {names} cannot be used ({error}); install them, or omit them.") from error
+        raise SparseRLError(
+            f"the run.trackers {names} cannot be used ({error}); install them, or omit them."
+        ) from error
     missing = set(names) - {tracker.name for tracker in accelerator.trackers}
     if missing:
         raise SparseRLError(
@@ -89,7 +94,7 @@ def make_trackers(names: list[str], project: str, folder: Path, config: Mapping)
 
 
 class Clock:
-    """Seconds by stage; `announce` is called with the name of each stage as it begins."""
+    """Measures seconds by stage, and calls `announce` with the name of each stage as it begins."""
 
     def __init__(self, announce: Callable[[str], None] = lambda name: None):
         self.announce = announce
@@ -112,7 +117,7 @@ class Clock:
 
 
 def average(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps that have it; the counts are sums, and always there."""
+    """The mean of each metric over the optimizer steps that have it; counts are summed, and present even if 0."""
     names = list(dict.fromkeys(name for update in updates for name in update))
     counts = {
         name: sum(update.get(name, 0.0) for update in updates)

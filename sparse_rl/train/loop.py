@@ -1,14 +1,13 @@
-"""Training: rollouts on a compressed cache, rewards, corrections, updates. `Trainer.step` is the algorithm.
+"""The training loop: rollouts on a compressed cache, rewards, corrections, updates. `Trainer.step` is the algorithm.
 
     sparse-rl train tiny-sums --out runs/mine
     sparse-rl train runs/mine --resume
 
 A run is a folder: recipe.yaml, metrics.jsonl, timing.jsonl, samples/, checkpoints/. A step happens wholly or not at
-all; a run that was killed goes on from its last checkpoint and writes the same metrics as if nothing had happened.
+all. A run that was killed continues from its last checkpoint and writes the same metrics as if nothing had happened.
 
-With several processes all of them run this loop. Each samples, grades, scores and learns from its share; in between
-they exchange what they have (distributed/world.py), so that every line here sees the whole step. The first process
-writes.
+With several processes, all of them run this loop. Each samples, grades, scores and learns from its share; in between
+they exchange results (distributed/world.py), so every line here sees the whole step. Only the first process writes.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from .step import StepRollout, with_seen
 from .terminal import TerminalTable
 from .worker import Sampler
 
-PAIRS_STREAM = 0x9A125  # separates the draws of pairs from other random numbers of a step
+PAIRS_STREAM = 0x9A125  # separates draws of pairs from other random numbers of a step
 
 
 class Trainer:
@@ -76,12 +75,12 @@ class Trainer:
         world: World | None = None,
         settle: Callable[[Recipe, Task, Any], Recipe] = lambda recipe, task, tokenizer: recipe,
     ):
-        """`settle`: puts values in place of `auto` (train/auto.py), once task and tokenizer are there."""
+        """`settle`: replaces `auto` by values (train/auto.py) once the task and the tokenizer are loaded."""
         self.folder = folder
         self.world = world = world or World()
         self.correction = recipe.learn.resolve_method().correction
         self.loss = make_loss(recipe)
-        find_estimator(recipe.learn.advantage)  # so that a mistake ends the run before it begins
+        find_estimator(recipe.learn.advantage)  # raises on a mistake before the run begins
         self.task, self.held_out = make_tasks(recipe)
         self.model, self.tokenizer = load_for_training(recipe)
         self.recipe = recipe = settle(recipe, self.task, self.tokenizer)
@@ -100,7 +99,7 @@ class Trainer:
         self.students = make_students(recipe, sampler_model, world)
         self.scorer = JointScorer(recipe, self.model, sampler_model if divided else self.model, self.sampler, world)
         self.progress = Progress(self.versions)
-        self.shown_errors: set[str] = set()  # of graders, and what a model that cannot answer lacks
+        self.shown_errors: set[str] = set()  # grading errors and hints that were shown already
         run, title = recipe.run, f"{folder.name} ({recipe.learn.method})"
         self.log = Log(folder, run.trackers, run.project, recipe.to_dict()) if world.first else NoLog()
         self.terminal = TerminalTable(title, run.steps, show and world.first, quiet=not world.first)
@@ -111,7 +110,7 @@ class Trainer:
 
     @property
     def versions(self) -> Versions:
-        """Optimizer steps behind the learner's weights, and behind those of each student; trainings of the scorer."""
+        """How many optimizer steps the learner and each student have made, and how often the scorer was trained."""
         return self.learner.version, *self.students.versions, self.scorer.version
 
     # ------------------------------------------------------------------------------------------------------ the loop
@@ -151,30 +150,30 @@ class Trainer:
             save(self)
 
     def step(self) -> None:
-        """One step of the algorithm. Its weights and its log lines change together, or not at all.
+        """One step of the algorithm. Weights and log lines change together, or not at all.
 
-        A method that replays (view: shadow) does so where the learner updates; where `collect` scores, for a few
-        trajectories only, unless the recipe asks for all (`Recipe.scores_all`).
+        With view: shadow, the learner replays the sampler's cache in its update. `collect` then scores only a few
+        trajectories, unless the recipe needs all of them (`Recipe.scores_all`).
         """
         clock = Clock(self.terminal.show_stage)
         rollout = self.collect(clock)  # sample, grade, and score: log-probs in the learner's view
         corrected = apply_correction(rollout.scored, self.correction, rollout.accepted)
         scored, kept = rollout.scored.rows(rollout.chosen_rows), corrected.rows(rollout.chosen_rows)  # by position
-        credit = self.credit(rollout, scored, kept, corrected.accepted)  # advantages, by the group or by a critic
-        pairs, found = self.pairs(rollout, corrected.accepted)  # of algorithms that compare completions
+        credit = self.credit(rollout, scored, kept, corrected.accepted)  # advantages, from the group or from a critic
+        pairs, found = self.pairs(rollout, corrected.accepted)  # for algorithms that compare completions
         lessons = self.scorer.collect(rollout, credit.advantages, self.progress.steps, clock)  # what evictions cost
         metrics = credit.metrics | found
         with uninterrupted():
             self.progress.begin()
-            students = self.teach_students(rollout, clock)  # before the update: from the weights that sampled
+            students = self.teach_students(rollout, clock)  # before the update, from the weights that sampled
             batches = self.batches(scored, kept, credit, pairs, clock)
             updates = self.update(batches, clock)
             rollout = with_seen(rollout, batches, updates)
             metrics |= self.diagnose(rollout, corrected, clock) | students
             metrics |= average([update.metrics for update in updates]) | self.scorer.learn(lessons, clock)
-            self.finish_update(clock)  # sampler and students get the new weights, and the scorer
+            self.finish_update(clock)  # sampler and students get the new weights and scorer
             evidence = self.sample_evidence(rollout, batches, updates)
-            self.progress.commit(self.versions)  # from here on nothing waits for other processes
+            self.progress.commit(self.versions)  # from here on no line waits for other processes
             metrics |= self.sampler.budget.logged("rollout/budget")
             self.sampler.budget.after_step(metrics)
             self.write(metrics, clock, rollout)
@@ -185,7 +184,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- its stages
 
     def collect(self, clock: Clock) -> StepRollout:
-        """This step's completions of all processes, graded and scored."""
+        """The completions of this step from all processes, graded and scored."""
         own: list[StepRollout] = []
 
         def work() -> StepRollout:
@@ -206,19 +205,19 @@ class Trainer:
         return rollout
 
     def credit(self, rollout: StepRollout, scored: Scored, kept: Corrected, accepted: Tensor) -> Credit:
-        """What each completion, or each of its tokens, was worth. scored, kept: by position; accepted: bool, by row"""
+        """Advantages of each completion or each token. scored, kept: by position; accepted: bool, by row"""
         rewards = rollout.rewards[rollout.chosen_rows]
         return self.learner.objective.credit(lambda: self.advantages(rollout, accepted), rewards, scored, kept)
 
     def advantages(self, rollout: StepRollout, accepted: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """fp64 advantages [N] by position, from the group's rewards, and metrics. accepted: bool, by row"""
+        """fp64 advantages [N] by position from the group's rewards, and metrics. accepted: bool, by row"""
         learn, chosen = self.recipe.learn, rollout.chosen_rows
         group = torch.arange(len(chosen)) // self.recipe.rollout.group_size
         members = accepted[chosen] if learn.rebaseline else None
         return advantage(rollout.rewards[chosen], group, learn.advantage, members, learn.advantage_eps)
 
     def pairs(self, rollout: StepRollout, accepted: Tensor) -> tuple[Pairs | None, dict[str, float]]:
-        """Which completions of a prompt online DPO compares, by position, and metrics. accepted: bool, by row"""
+        """The pairs of completions that online DPO compares, by position, and metrics. accepted: bool, by row"""
         if self.recipe.learn.algorithm != "online-dpo":
             return None, {}
         chosen = rollout.chosen_rows
@@ -229,13 +228,13 @@ class Trainer:
         return choose_pairs(rollout.rewards[chosen], group, accepted[chosen], stopped, rule, stream)
 
     def diagnose(self, rollout: StepRollout, corrected: Corrected, clock: Clock) -> dict[str, float]:
-        """What compression did, over everything that was sampled."""
+        """Metrics of what compression did, over everything that was sampled."""
         interval, skipped = self.sampler.engine.compressor.interval, sum(self.task.skipped.values())
         with clock.stage("diagnose"):
             return step_metrics(rollout, corrected, self.correction, interval, skipped, self.recipe.learn)
 
     def teach_students(self, rollout: StepRollout, clock: Clock) -> dict[str, float]:
-        """One optimizer step of every student per minibatch, from the model as it was when it sampled."""
+        """One optimizer step of every student per minibatch; the teacher is the model that sampled."""
         if not self.students.members:
             return {}
         with clock.stage("students"):
@@ -246,7 +245,7 @@ class Trainer:
     def batches(
         self, scored: Scored, kept: Corrected, credit: Credit, pairs: Pairs | None, clock: Clock
     ) -> list[Batch]:
-        """One batch per optimizer step, of the rows that are learned from."""
+        """One batch per optimizer step, made of the rows that are learned from."""
         count, together = self.recipe.learn.minibatches, self.recipe.rows_together
         with clock.stage("update"):
             return make_batches(
@@ -254,8 +253,8 @@ class Trainer:
             )
 
     def update(self, batches: list[Batch], clock: Clock) -> list[UpdateResult]:
-        """The learner's optimizer steps; none where only students learn. Trajectories that nobody scored are checked as
-        long as the weights are those that sampled them.
+        """The learner's optimizer steps; none if only students learn. Trajectories that were not scored are checked
+        here as long as the weights are those that sampled them.
         """
         if self.recipe.student.freeze_teacher:
             return []
@@ -264,7 +263,7 @@ class Trainer:
             return [self.learner.step(batch, unscored and self.learner.version == version) for batch in batches]
 
     def finish_update(self, clock: Clock) -> None:
-        """Sampler and students get the new weights; a sampler that is at work gets them later (prefetch.py)."""
+        """Give the new weights to sampler and students; a sampler that is busy gets them later (prefetch.py)."""
         with clock.stage("update"):
             self.source.after_update()
             self.students.follow()
@@ -293,8 +292,8 @@ class Trainer:
     def sample_evidence(
         self, rollout: StepRollout, batches: list[Batch], updates: list[UpdateResult]
     ) -> dict[int, tuple[Trajectory, Tensor]]:
-        """By position, trajectories with their traces and clipped tokens, from the processes that have them: of some
-        completions of a step whose samples are due.
+        """If samples are due in this step: by position, some trajectories with their traces and their clipped tokens,
+        fetched from the processes that have them.
         """
         if not samples_due(self.recipe, self.progress.steps + 1):
             return {}
@@ -314,14 +313,14 @@ class Trainer:
         batches: list[Batch],
         evidence: dict[int, tuple[Trajectory, Tensor]],
     ) -> None:
-        """Write some completions for reading."""
+        """Write some completions to samples/."""
         if evidence and self.world.first:
             folder = self.folder / "samples" / f"step-{self.progress.steps:06d}"
             write_samples(folder, rollout, batches, accepted, self.tokenizer, evidence)
 
     def evaluate(self) -> None:
-        """Held-out accuracy on the dense cache and on the run's own as it is now, with the same random numbers each
-        time.
+        """Measure held-out accuracy on the dense cache and on the run's own with its present budget, with the same
+        random numbers each time.
         """
         assert self.held_out is not None
         settings, task, sampler, clock = self.recipe.eval, self.held_out, self.sampler, Clock(self.terminal.show_stage)
@@ -359,7 +358,7 @@ class Trainer:
         return is_due(self.progress.steps, every, self.recipe.run.steps)
 
     def _show_what_is_missing(self, found: Answers) -> None:
-        """Say once that (nearly) no completion stops, answers or differs from others, and what to do."""
+        """Say once that (almost) no completion stops, answers or differs from the others, and what to do about it."""
         template = "task.template, `sparse-rl list templates`" if self.task.template is not None else None
         said = cannot_answer(found, Names("rollout.max_new_tokens", template))
         if said is not None and said[0] not in self.shown_errors:
@@ -367,7 +366,7 @@ class Trainer:
             self.terminal.say(f"sparse-rl: after step {self.progress.steps}: {said[1]}")
 
     def _show_idle_cache(self, rollout: StepRollout, metrics: dict[str, float]) -> None:
-        """Say once that the cache had nothing to evict, so that this is training on a dense one."""
+        """Say once that nothing was ever evicted, so this is training on a dense cache."""
         compressor, said = self.sampler.engine.compressor, "idle cache"
         idle = compressor.has_budget and compressor.evicts_response and metrics["cache/tokens_saved/frac"] == 0
         if idle and said not in self.shown_errors:

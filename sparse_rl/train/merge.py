@@ -1,8 +1,8 @@
-"""Putting the processes' parts of a step together, as one process would have made it (step.py defines rows and
-positions).
+"""Merge the parts of a step that processes sampled into the step that one process would have sampled. step.py defines
+rows and positions.
 
-Other processes need little of a trajectory. Its trace is large, so it stays where it was sampled, and so does the
-learning from it.
+A trajectory's trace is large, so it stays in the process that sampled it, which also learns from it. Other processes
+need little of a trajectory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .step import StepRollout, step_positions
 
 
 def without_full_traces(rollout: StepRollout) -> StepRollout:
-    """What other processes need of a part: one head of each trace, no routes, how many tokens could be drawn, and which
-    prompts they were.
+    """What other processes need of a part: one head of each trace, how many tokens could be drawn (not which), and
+    neither routes nor texts and answers of prompts.
 
-    All heads evict at the same steps. The answer of a prompt may be an object of a user's own.
+    One head is enough, because all heads evict at the same steps. An answer may be any object of a user's.
     """
     sampled = rollout.scored.sampled
     traces = tuple(first_head_trace(trace) for trace in sampled.traces)
@@ -50,14 +50,14 @@ def _without_ids(support: Support | None) -> Support | None:
 
 
 def first_head_trace(trace: Trace) -> Trace:
-    """Of one layer, or of every layer where they hold different numbers of slots: enough for all metrics."""
+    """The first head of one layer, or of every layer if they hold different numbers of slots: enough for metrics."""
     in_use = trace.slots_in_use()[:, 0]
     layers = slice(1) if bool((in_use == in_use[0]).all()) else slice(None)
     return Trace(trace.evicted_at[layers, :1].clone(), slots=trace.slots)
 
 
 def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepted: Tensor | None = None) -> StepRollout:
-    """The rows of a rollout, then those of another."""
+    """The rows of a rollout followed by those of another."""
     return replace(
         rollout,
         prompts=rollout.prompts + more.prompts,
@@ -73,7 +73,7 @@ def append(rollout: StepRollout, more: StepRollout, chosen_rows: Tensor, accepte
 
 
 def merge(parts: Sequence[StepRollout], group_size: int) -> StepRollout:
-    """The parts of all processes as one rollout: by round of sampling, then position by position."""
+    """The parts of all processes as one rollout, sorted by round of sampling, then by position."""
     if len(parts) == 1:
         return parts[0]
     places: list[tuple[int, int]] = []  # (round, position) of every row, part after part

@@ -1,4 +1,4 @@
-"""The metrics of a step that describe its rollouts: what was sampled, and what compression did to it."""
+"""Metrics that describe the rollouts of a step: what was sampled, and what compression did to it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def step_metrics(
     skipped: int,
     learn: LearnSettings,
 ) -> dict[str, float]:
-    """Metrics over everything that was sampled, and over the mask before any rejection. Those of the gap and of the
-    entropy are over the rows that went through the model with the weights that sampled them.
+    """Metrics over everything that was sampled, and over the mask before any rejection. Metrics of the gap and the
+    entropy only cover rows that went through the model with the weights that sampled them.
 
-    corrected: of all rows, its weights not yet normalised. interval: tokens between evictions. skipped: rows of the
-    task's data that could not be used.
+    corrected: the correction of all rows, with weights not yet normalised. interval: tokens between evictions. skipped:
+    rows of the task's data that could not be used.
     """
     scored, trajectories, rewards = rollout.scored, rollout.trajectories, rollout.rewards
     mask, loops = scored.sampled.mask, looping(trajectories)
@@ -84,7 +84,7 @@ def step_metrics(
 
 
 def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What a policy that chooses its folds did: cache entries, beacons, and the tokens that each stands for."""
+    """Metrics of a policy that chooses its folds: cache entries, beacons, and the tokens that each beacon replaces."""
     beacons = [t.tokens == t.beacon_id for t in trajectories]
     chosen = sum(
         int((b & t.choices).sum()) for b, t in zip(beacons, trajectories, strict=True) if t.choices is not None
@@ -102,7 +102,7 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers:
-    """What a step's completions were like, from its metrics."""
+    """The completions of a step summed up for hints about what is wrong (tasks/answering.py)."""
     count = int(metrics["rollout/trajectories/count"])
     return Answers(
         count=count,

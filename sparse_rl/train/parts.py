@@ -1,4 +1,4 @@
-"""The parts of a run, made from its recipe: tasks, the model to train, the learner and the students."""
+"""Make the parts of a run from its recipe: tasks, the model to train, the learner and the students."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def make_tasks(recipe: Recipe) -> tuple[Task, Task | None]:
-    """The task to learn, and the held-out prompts to evaluate on; None where nothing is evaluated."""
+    """The task to learn, and the task with held-out prompts to evaluate on (None if nothing is evaluated)."""
     options = recipe.task.options
     task = tasks.make(recipe.task.name, **options)
     if not recipe.eval.every:
@@ -45,7 +45,7 @@ def make_tasks(recipe: Recipe) -> tuple[Task, Task | None]:
 
 
 def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
-    """What every training records: start, task and ends."""
+    """The record that every training writes into its model: starting model, task and stop tokens."""
     return Record(
         start=recipe.model.name,
         start_seed=recipe.run.seed,
@@ -65,7 +65,7 @@ def make_record(recipe: Recipe, task: Task, stop_ids: Sequence[int]) -> Record:
 def make_rollout_record(
     recipe: Recipe, task: Task, stop_ids: Sequence[int], compressor: Compressor, step: int
 ) -> Record:
-    """What a step of reinforcement learning records: also the method, and the cache as it is now."""
+    """The record of a reinforcement learning run at a step, which adds the method and the present cache settings."""
     return replace(
         make_record(recipe, task, stop_ids),
         method=recipe.learn.method,
@@ -79,7 +79,7 @@ def make_rollout_record(
 
 
 def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's options, in which files that are here have their full path, so that they are found from elsewhere."""
+    """A task's options with full paths for files that exist here, so that they are found from other folders."""
 
     def full(file: Any) -> Any:
         return str(Path(file).resolve()) if isinstance(file, str) and Path(file).exists() else file
@@ -92,8 +92,8 @@ def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def found_anywhere(name: str) -> str:
-    """A compressor's or a task's name; of a user's file (FILE.py, FILE.py:CLASS, prompt-only:FILE.py) with its full
-    path.
+    """The name of a compressor or task, with the full path if it names a user's file (FILE.py, FILE.py:CLASS,
+    prompt-only:FILE.py).
     """
     return with_file(name, lambda path: path)
 
@@ -104,7 +104,7 @@ def make_loss(recipe: Recipe) -> Loss:
 
 
 def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to train, and its tokenizer. What an earlier training recorded does not count: the recipe does."""
+    """The model to train and its tokenizer. The recipe decides, not what an earlier training recorded in the model."""
     settings = recipe.model
     if is_adapter(found := find_model(settings.name)):
         raise SparseRLError(
@@ -120,7 +120,7 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     if settings.lora_rank:
         if beacon_of(model) is not None:
             raise SparseRLError(
-                f"{settings.name} has a beacon, and is trained with all its weights; set model.lora_rank to 0."
+                f"{settings.name} has a beacon, so all of its weights must be trained; set model.lora_rank to 0."
             )
         model = cast(
             "PreTrainedModel", with_lora(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets)
@@ -132,9 +132,9 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Recompute activations during backward, where the recipe says so, from inputs that may be on the host."""
+    """If the recipe says so, recompute activations in the backward pass, from inputs that may be kept on the host."""
     if recipe.checkpoints_gradients:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
@@ -143,7 +143,7 @@ def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:
-    """What the routers of a mixture of experts choose, where the learner repeats their choices; None: it does not."""
+    """How the learner repeats the choices of a mixture of experts' routers; None if it does not repeat them."""
     wanted = recipe.learn.replay_routing
     if wanted is False or (wanted == "auto" and not has_experts(model)):
         return None
@@ -152,8 +152,8 @@ def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:
         return routing_of(model)
     if wanted is True:
         raise SparseRLError(
-            f"learn.replay_routing is true, but {recipe.model.name} {why}; set it to auto, and the learner chooses "
-            "experts anew."
+            f"learn.replay_routing is true, but {recipe.model.name} {why}; set it to auto, with which the learner "
+            "chooses the experts again."
         )
     warnings.warn(
         f"{recipe.model.name} {why}, so its routing is not replayed: the learner chooses experts anew, and where two "
@@ -164,7 +164,7 @@ def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:
 
 
 def make_critic(recipe: Recipe, model: PreTrainedModel) -> Critic | None:
-    """The critic of an algorithm that has one; the model must be as it starts."""
+    """The critic, if the algorithm has one; `model` must still be the starting model."""
     if recipe.learn.algorithm != "ppo":
         return None
     return Critic(model, copied(model) if recipe.has_separate_critic else None)

@@ -1,6 +1,6 @@
-"""A run's pool of samplers: started from its recipe, given the weights of every version, and reported on.
+"""Run a pool of samplers for a training run: start it from the recipe, send it weights, and report on it.
 
-pool.json of a run's folder says where its samplers are and what they have done, as of the last step.
+The run's pool.json says where its samplers are and what they have done up to the last step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Where the rollouts of a step come from: sampled in turn with learning, or one step ahead while the learner works.
+"""Sources of a step's rollouts: sampled in turn with learning, or ahead of it while the learner works.
 
-    take(k)         the rollouts of step k, from weights that have seen the updates of steps up to k - 2
-    start_next(k)   the sampler gets the learner's weights, which have seen step k - 1, and begins the rollouts of k + 1
+    take(k)         the rollouts of step k, sampled with weights that include the updates up to step k - 2
+    start_next(k)   the sampler gets the learner's weights, which include step k - 1, and begins the rollouts of k + 1
     learn from k
 
 So with `rollout.ahead: 1` the rollouts are one step old, never more. The old log-probs come from the weights that
-sampled: the gap holds what compression changed, and the drift what the update in between changed. On a GPU the two
+sampled, so the gap shows what compression changed, and the drift what the update in between changed. On a GPU the two
 threads share the device by streams.
 
-A pool's samplers have the weights of every version that is asked for, so several steps may be under way (`PoolSource`):
-step k is sampled from weights that have seen the updates of steps before k - ahead, whoever samples it, and however
-often it is lost.
+A pool's samplers get the weights of every version that they need, so several steps may be under way (`PoolSource`):
+step k is sampled with weights that include the updates before step k - ahead, whichever sampler does it and however
+often its work is lost.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Sample = Callable[[int, Clock], StepRollout]
 
 
 class SyncSource:
-    """Sample, then learn. The sampler's weights are always the learner's."""
+    """Samples each step when it is needed. The sampler's weights are always the learner's."""
 
     def __init__(self, sample: Sample, publish_weights: Callable[[], None]):
         self.take, self.publish_weights = sample, publish_weights
 
     def start_next(self, step: int) -> None:
-        """Nothing runs ahead."""
+        """Do nothing: no step is sampled ahead."""
 
     def after_update(self) -> None:
         self.publish_weights()
@@ -49,7 +49,7 @@ class SyncSource:
 
 
 class PrefetchSource:
-    """Sample one step ahead, in a thread."""
+    """Samples one step ahead, in a thread."""
 
     def __init__(self, sample: Sample, publish_weights: Callable[[], None], engine: Engine, steps: int):
         self.sample, self.publish_weights, self.engine, self.steps = sample, publish_weights, engine, steps
@@ -58,7 +58,7 @@ class PrefetchSource:
         self.pending: tuple[int, Clock, Future[StepRollout]] | None = None
 
     def take(self, step: int, clock: Clock) -> StepRollout:
-        """The rollouts that were sampled ahead; at the start of a run they are sampled now."""
+        """The rollouts that were sampled ahead; the first ones of a run are sampled now."""
         if self.pending is None or self.pending[0] != step:
             self.wait_idle()
             return self.sample(step, clock)
@@ -74,7 +74,7 @@ class PrefetchSource:
         self.publish_weights()
         if step + 1 >= self.steps:
             return
-        if self.stream is not None:  # the sampler's stream waits until the weights are there
+        if self.stream is not None:  # the sampler's stream waits until the weights are copied
             self.stream.wait_stream(torch.cuda.current_stream(self.engine.device))
         clock = Clock()
 
@@ -85,24 +85,24 @@ class PrefetchSource:
         self.pending = (step + 1, clock, self.worker.submit(run))
 
     def after_update(self) -> None:
-        """The sampler is at work, so its weights stay; `start_next` changes them when it is idle."""
+        """Do nothing: the sampler is busy; `start_next` gives it the weights when it is idle."""
 
     def sampler_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def wait_idle(self) -> None:
-        """Wait until nothing uses the sampler's weights. The rollouts are kept."""
+        """Wait until nothing uses the sampler's weights; the rollouts are kept."""
         if self.pending is not None:
             self.pending[2].exception()
 
     def close(self) -> None:
-        """Stop the thread, and throw its rollouts away."""
+        """Stop the thread and discard its rollouts."""
         self.engine.stopped = True
         self.worker.shutdown(wait=True)
 
 
 class PoolSource:
-    """Steps that a pool samples and scores, up to `ahead` of them before the learner gets there."""
+    """Lets a pool sample and score steps, up to `ahead` steps before the learner needs them."""
 
     def __init__(self, sampler: Sampler, publish_weights: Callable[[], None], ahead: int, steps: int):
         self.sampler, self.publish_weights, self.ahead, self.steps = sampler, publish_weights, ahead, steps
@@ -120,7 +120,7 @@ class PoolSource:
         return replace(rollout, timing=rollout.timing | timing)
 
     def start_next(self, step: int) -> None:
-        """After `take`: the pool gets the learner's weights, and begins what may be begun with them."""
+        """After `take`: give the pool the learner's weights, and begin every step that may be sampled with them."""
         self.publish_weights()
         self._begin(step + 1)
 
@@ -128,17 +128,17 @@ class PoolSource:
         for step in range(first, min(first + self.ahead, self.steps)):
             if step not in self.pending:
                 clock = Clock()
-                planned = self.sampler.plan(step, clock)  # now: it depends on what was seen so far
+                planned = self.sampler.plan(step, clock)  # planned now, because it depends on what was seen so far
                 self.pending[step] = clock, self.workers.submit(self.sampler.carry_out, planned, clock)
 
     def after_update(self) -> None:
-        """`start_next` hands the weights on."""
+        """Do nothing: `start_next` hands on the weights."""
 
     def wait_idle(self) -> None:
-        """Nothing that is under way uses weights of this process."""
+        """Do nothing: no work under way uses weights of this process."""
 
     def close(self) -> None:
-        """Throw away what is under way; the pool has been closed."""
+        """Discard what is under way; the pool has been closed."""
         self.workers.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""How far a run has got, so that a step happens wholly or not at all, however the run ends."""
+"""Track how far a run has got, so that a step happens wholly or not at all, however the run ends."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from ..files import BEST
 from .best import Measured, has_fallen
 
-Versions = tuple[int, ...]  # optimizer steps behind the learner's weights, and behind those of each student,
-# and trainings of the compressor's scorer
+Versions = tuple[int, ...]  # optimizer steps of the learner and of each student, and trainings of the compressor
 
 
 @dataclass
 class Progress:
-    """`begin` comes before the first update of a step, `commit` after the last one.
+    """The progress of a run. `begin` is called before the first update of a step, `commit` after the last one.
 
-    In between some of a step's updates may be done and others not, so the weights must not be saved.
+    In between, some updates of the step may be done and others not, so the weights must not be saved.
     """
 
     versions: Versions  # after the last whole step
     steps: int = 0  # whole steps done
     saved: int = -1  # the step of the newest checkpoint
     evaluated: int = -1  # the step of the last evaluation
-    best: Measured | None = None  # the best evaluation of a step, which has a checkpoint
-    highest: Measured | None = None  # the best evaluation, that of the start included
+    best: Measured | None = None  # the best evaluation after a step; it has a checkpoint
+    highest: Measured | None = None  # the best evaluation, including the one before training
     fallen: bool = False  # whether the last evaluation was far below the highest
     updating: bool = False
 
@@ -34,11 +33,11 @@ class Progress:
         self.versions, self.steps, self.updating = versions, self.steps + 1, False
 
     def resume(self, steps: int, versions: Versions) -> None:
-        """Start over from the checkpoint of a step."""
+        """Continue from the checkpoint of a step."""
         self.versions, self.steps, self.saved, self.updating = versions, steps, steps, False
 
     def watch(self, now: Measured, prompts: int) -> str | None:
-        """Note an evaluation. Returns what to say of a run that has fallen: once, until it has recovered."""
+        """Note an evaluation. Returns a warning if accuracy has fallen, once until it has recovered."""
         highest, before = self.highest, self.fallen
         self.highest = now if now.better_than(highest) else highest
         self.fallen = highest is not None and has_fallen(now, highest, prompts)
@@ -53,14 +52,14 @@ class Progress:
         )
 
     def is_between_steps(self, versions: Versions, refused: bool) -> bool:
-        """Whether the weights may belong to no whole step.
+        """Whether the weights may be between two whole steps.
 
-        versions: as they are now. refused: the step was ended by a sentence of ours, which no update raises halfway, so
-        equal versions mean equal weights.
+        versions: the present ones. refused: a SparseRLError ended the step; no update raises one halfway, so equal
+        versions mean equal weights.
         """
         return self.updating and not (refused and versions == self.versions)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens every so many steps, and after the last one, happens after this one."""
+    """Whether something that is done every so many steps, and after the last one, is due now."""
     return every > 0 and (step % every == 0 or step == last)

@@ -1,7 +1,7 @@
-"""The sampler of a pool, in its own process: an engine, and weights that it is sent.
+"""A pool's sampler, which runs in its own process: an engine and the weights that it is sent.
 
-It has a recipe, loads the starting model by itself, and computes pieces: completions, and, if it runs ahead of the
-learner, their scores.
+It gets a recipe, loads the starting model itself, and computes pieces of work: completions and, if it runs ahead of
+the learner, their scores.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class MakeHands:
-    """Makes the hands of a sampler where it runs. threads: those of the learner, on whose number rounding depends;
-    folder: where the learner was started, from which paths of the recipe are meant; code: its version
+    """Makes a sampler's `Hands` in the process where it runs.
+
+    threads: as many as the learner's, because rounding depends on their number; folder: where the learner was started,
+    to which paths in the recipe are relative; code: the learner's version of this package
     """
 
     recipe: Recipe

@@ -1,9 +1,9 @@
-"""Run folders: start a run, or go on with one.
+"""Run folders: start a run or continue one.
 
 runs/NAME/recipe.yaml      the recipe with every key spelled out
          chosen.yaml       what was chosen for its keys that are `auto`, if there are any
          metrics.jsonl     one line per step: what was learned
-         timing.jsonl      one line per step: what it took
+         timing.jsonl      one line per step: how long it took
          pool.json         where the samplers of a pool are, and what they have done (rollout.pool)
          samples/          completions to read, with the evidence of every token and their traces
          checkpoints/      the newest few, each an ordinary Hugging Face folder
@@ -47,7 +47,7 @@ from .checkpoint import require_space
 from .loop import Trainer
 from .saving import resume as resume_run
 
-WRITTEN = (  # in a run's folder
+WRITTEN = (  # files in a run's folder
     *("recipe.yaml", "metrics.jsonl", "timing.jsonl", pooled.WRITTEN, auto.CHOSEN, "samples", "checkpoints", ".lock"),
 )
 
@@ -55,9 +55,9 @@ WRITTEN = (  # in a run's folder
 def train(
     recipe: Recipe, folder: str | Path, resume: bool = False, show: bool = True, world: World | None = None
 ) -> Trainer:
-    """Make a run folder, or go on with one, and train to the end.
+    """Make a run folder, or continue with one, and train to the end.
 
-    With several processes, all of them call this, and the first one writes.
+    With several processes, all of them call this, and only the first one writes.
     """
     folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
@@ -80,7 +80,7 @@ def train(
             held.enter_context(folder_lock(folder))
             held.enter_context(vanishing(folder) if not resume else nullcontext())
             require_space(folder, checkpoint_bytes(trainer))
-            return check_folder(folder, recipe, resume)  # again: loading the model took time, in which others may come
+            return check_folder(folder, recipe, resume)  # again: another process may have come meanwhile
 
         changes = world.run_on_first(begin)
         translated = world.run_on_first(lambda: translated_keys(folder) if resume else [])
@@ -102,7 +102,7 @@ def train(
 
 
 def settle(processes: int, recipe: Recipe, task: Task, tokenizer) -> Recipe:
-    """A recipe with values in place of `auto`: the fastest whose plan fits the GPU, or the defaults without one."""
+    """A recipe with values in place of `auto`: the fastest whose plan fits the GPU, or the defaults without a GPU."""
     memory = auto.device_memory()
     if not auto.auto_keys(recipe):
         return recipe
@@ -112,7 +112,7 @@ def settle(processes: int, recipe: Recipe, task: Task, tokenizer) -> Recipe:
 
 
 def choose_for(recipe: Recipe, prompt_tokens: int, memory: int, processes: int = 1) -> dict[str, Any]:
-    """Values for `auto` on a GPU with so many bytes."""
+    """Values for `auto` on a GPU with this many bytes."""
     return auto.choose(recipe, lambda keys: plan_run(with_values(recipe, keys), prompt_tokens, processes).fits(memory))
 
 
@@ -123,14 +123,14 @@ def yaml_of(values: Mapping[str, Any]) -> str:
 
 
 def translated_keys(folder: Path) -> list[str]:
-    """A sentence for every key of the folder's recipe that an earlier version wrote in another way."""
+    """One sentence for every key that an earlier version wrote differently into the folder's recipe."""
     data = read_yaml_file(folder / "recipe.yaml")
     added = [f"{key} is a new key; this run keeps {value}: {why}." for key, (value, why) in missing_keys(data).items()]
     return migrate(data)[1] + added
 
 
 def older_values(folder: Path) -> dict[str, Any]:
-    """Keys that the version which began the run did not have, with the values that do what it did."""
+    """Keys that did not exist when the run was begun, with the values that do what that version did."""
     path = folder / "recipe.yaml"
     if not path.is_file():
         return {}
@@ -139,7 +139,7 @@ def older_values(folder: Path) -> dict[str, Any]:
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """A recipe with some `section.key` changed."""
+    """A recipe with other values for some keys (`section.key`)."""
     for key, value in values.items():
         section, _, name = key.partition(".")
         recipe = dataclasses.replace(
@@ -149,7 +149,7 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
-    """Masters and two moments of what is trained, the model itself, and its students' whole weights."""
+    """Bytes of a checkpoint: masters and two moments of trained weights, the model, and its students' weights."""
     learners = [trainer.learner, *trainer.students.members]
     masters = sum(m.nbytes for learner in learners for m in learner.optimizer.masters)
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
@@ -158,22 +158,22 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
 
 def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
-    """Refuse to mix up runs, and to write elsewhere; returns what a resumed run changes."""
+    """Refuse to mix up runs or to write outside the folder; returns sentences about what a resumed run changes."""
     refuse_links_out(folder, WRITTEN)
     if resume:
         before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
         return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
         raise SparseRLError(
-            f"{folder} holds a run already; go on with --resume (sparse-rl train {folder} --resume), or choose another "
-            "folder with --out."
+            f"{folder} holds a run already; continue it with --resume (sparse-rl train {folder} --resume), or choose "
+            "another folder with --out."
         )
     return []
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the lock ends with the process, however that ends."""
+    """Lock the folder for this process; the lock ends with the process, however that ends."""
     with writing(folder / ".lock"):
         file = open(folder / ".lock", "a+", opener=not_through_links)  # noqa: SIM115 (closed below)
     with file:
@@ -188,12 +188,12 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def vanishing(folder: Path) -> Iterator[None]:
-    """A run that is refused before it wrote anything leaves a folder in which the next attempt can begin."""
+    """If a run is refused before its first result, remove its folder, so that the next attempt can start."""
     try:
         yield
     except SparseRLError:
         if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-            with suppress(OSError):  # the refusal is what the user must read
+            with suppress(OSError):  # the user must read the refusal, not this
                 for name in ("recipe.yaml", auto.CHOSEN):
                     (folder / name).unlink(missing_ok=True)
                 (folder / ".lock").unlink(missing_ok=True)
@@ -202,7 +202,7 @@ def vanishing(folder: Path) -> Iterator[None]:
 
 
 def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> TrainingPlan:
-    """The memory that a recipe's run will take on each of its processes, from the model's config alone."""
+    """Predict the memory that a recipe's run takes in each of its processes, from the model's config alone."""
     method = recipe.learn.resolve_method()
     config = load_config(recipe.model.name)
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
@@ -249,8 +249,8 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
 
 
 def samplers_beside(recipe: Recipe) -> int:
-    """Samplers of a pool that share the learner's GPU: a machine's own cluster spreads them over all GPUs that it has.
-    Those of a named cluster are elsewhere.
+    """How many samplers of a pool share the learner's GPU. `ray` spreads them over all GPUs of this machine; with the
+    address of a cluster they are elsewhere.
     """
     if recipe.rollout.pool != "ray":
         return 0
@@ -258,14 +258,14 @@ def samplers_beside(recipe: Recipe) -> int:
 
 
 def given_room(recipe: Recipe) -> int:
-    """Tokens that a task which replies may give in a conversation, as far as its name tells: not of a user's file."""
+    """Tokens that a task may give in a conversation. Only its name is looked at, so a user's file counts as 0."""
     if not may_converse(recipe.task.name, recipe.task.options):
         return 0
     return Turns(recipe.rollout.max_turns, recipe.rollout.max_given_tokens).room
 
 
 def reward_model_bytes(recipe: Recipe, prompt_tokens: int, prompts: int) -> tuple[int, int]:
-    """Bytes of the reward model's weights, and of a forward pass, if texts have as many tokens as for the policy."""
+    """Bytes of the reward model's weights and of a forward pass, assuming as many tokens per text as for the policy."""
     from transformers import AutoModelForSequenceClassification
 
     if recipe.task.reward_model is None:
@@ -280,7 +280,7 @@ def reward_model_bytes(recipe: Recipe, prompt_tokens: int, prompts: int) -> tupl
 
 
 def lora_parameters(config, rank: int, targets: Sequence[str] = ()) -> int:
-    """Parameters of adapters, counted on a skeleton without storage."""
+    """Parameters of adapters, counted on a model without storage."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -316,8 +316,9 @@ CHANGEABLE_ON_RESUME = {
 
 
 def check_same(old: Recipe, new: Recipe, path: Path, command: str = "train") -> list[str]:
-    """A resumed run must have the recipe of the run, except for keys that may change; those changes are returned as
-    sentences. `command`: what resumes it.
+    """Refuse a recipe that differs from the run's own, except in keys that may change; returns sentences about those.
+
+    `command`: the command that resumes the run
     """
     before, now, changes = old.to_dict(), new.to_dict(), []
     for section in before:
@@ -332,7 +333,7 @@ def check_same(old: Recipe, new: Recipe, path: Path, command: str = "train") -> 
                 )
             changes.append(f"{key} is {shown(given)} instead of {shown(then)}.")
     ends = [recipe.scheduled_optimizer().decay_steps for recipe in (old, new)]
-    if ends[0] != ends[1]:  # because the run's length changed
+    if ends[0] != ends[1]:  # the run's length changed
         changes.append(
             f"the learning rate falls to 0 at optimizer step {ends[1]} instead of {ends[0]}, because run.steps is "
             f"{new.run.steps} instead of {old.run.steps}; optimizer.decay_steps would have fixed it."

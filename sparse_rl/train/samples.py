@@ -1,4 +1,4 @@
-"""A few completions of a step, written for reading with the evidence of every token."""
+"""Write a few completions of a step to samples/, with the log-probs, weight and trace of every token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..records import Trajectory, TrajectoryWriter
 from .progress import is_due
 from .step import StepRollout
 
-BEACON = "\N{BLACK DIAMOND}"  # how a beacon is shown among the tokens
+BEACON = "\N{BLACK DIAMOND}"  # shown in place of a beacon
 
 
 def samples_due(recipe: Recipe, step: int) -> bool:
-    """Whether completions of a step (from 1) are written: of the first, every 10, and where the run evaluates."""
+    """Whether completions of a step (from 1) are written: of the first, every 10th, and every evaluated step."""
     last = recipe.run.steps
     due = step == 1 or any(is_due(step, every, last) for every in (10, recipe.eval.every))
     return bool(recipe.run.samples) and due
@@ -41,8 +41,8 @@ def write_samples(
 ) -> None:
     """Write some completions of a step.
 
-    Lists have an entry for every token as fed; entries of the prompt and of beacons mean nothing. accepted: bool, by
-    row. evidence: by position, the trajectory with its whole trace, and which of its tokens were clipped, bool [T].
+    Lists have an entry for every token that was fed; entries of the prompt and of beacons have no meaning. accepted:
+    bool, by row. evidence: by position, the trajectory with its whole trace, and which tokens were clipped, bool [T].
     """
     weights = torch.cat([batch.weights * batch.mask for batch in batches])  # [N, T], by position
     advantages = torch.cat([batch.row_advantages for batch in batches])

@@ -1,4 +1,4 @@
-"""Saving a run and going on with it: what is in a checkpoint, when one may be written, and how a run returns to it."""
+"""Save a run and resume it: what a checkpoint contains, when one may be written, and how a run returns to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def save(trainer: Trainer, world: World | None = None) -> None:
-    """Write the checkpoint of the last whole step. `world`: the processes that take part, if not all of the run's."""
+    """Write the checkpoint of the last whole step. `world`: the processes that take part; None: all of the run's."""
     progress, learner = trainer.progress, trainer.learner
     if progress.saved == progress.steps:
         return
@@ -58,7 +58,7 @@ def save(trainer: Trainer, world: World | None = None) -> None:
 
 
 def save_if_best(trainer: Trainer, found: Measured) -> None:
-    """After an evaluation that is better than all before, keep its checkpoint."""
+    """Keep the checkpoint of an evaluation that is better than all before."""
     progress = trainer.progress
     if not progress.steps or not found.better_than(progress.best):
         return
@@ -76,21 +76,21 @@ def link_best(trainer: Trainer) -> None:
 
 
 def record_of_run(trainer: Trainer) -> Record:
-    """What the run does at its present step."""
+    """The record of the run at its present step."""
     sampler = trainer.sampler
     stop_ids, compressor = sampler.sampling.stop_ids or (), sampler.engine.compressor
     return make_rollout_record(trainer.recipe, trainer.task, stop_ids, compressor, trainer.progress.steps)
 
 
 def record_of_student(record: Record, student: Student) -> Record:
-    """A student runs on its own beacon; one that knows several chunk sizes leaves the choice to its user."""
+    """The record of a student, which runs on its own beacon; with several chunk sizes its user chooses one."""
     sizes = student.sizes
     own = f"beacon:{sizes[0]}" if len(sizes) == 1 else None
     return replace(record, compressor=own, options={}, budget=None, interval=None, method="student", view=None)
 
 
 def check_finite(trainer: Trainer) -> None:
-    """Refuse to save weights that are not finite: the checkpoints before them are good."""
+    """Refuse to save weights that are not finite; earlier checkpoints are good."""
     learners = [trainer.learner, *trainer.students.members]
     finite = all(one.optimizer.is_finite() for one in learners)
     if trainer.learner.sharded is not None:
@@ -104,7 +104,7 @@ def check_finite(trainer: Trainer) -> None:
 
 
 def last_good(trainer: Trainer) -> str:
-    """Where a run whose weights are ruined can go on: before the step that ruined them."""
+    """Words that say from which checkpoint a run with ruined weights can continue, and how."""
     found, steps = find_checkpoints(trainer.folder / "checkpoints"), trainer.progress.steps
     good = [path for step, path in found if step < steps]
     where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint had been written before"
@@ -115,9 +115,9 @@ def last_good(trainer: Trainer) -> str:
 def save_after(trainer: Trainer, error: BaseException) -> None:
     """Save before an error ends the run, unless the weights may be between two steps or differ, or writing has failed.
 
-    When a run is stopped, all processes are here, and none leaves before it is saved: launchers end the others when one
-    process has ended. After an error, other processes may be gone. Where the first process has everything, it saves
-    alone; shards are then lost.
+    When a run is stopped, all processes get here, and none leaves before the run is saved, because launchers end the
+    others when one process has ended. After an error, other processes may be gone; the first process then saves alone
+    if it has everything, and shards are lost.
     """
     if isinstance(error, NonFiniteLogits) and trainer.progress.steps:
         raise NonFiniteLogits(f"{error} These weights were not saved; {last_good(trainer)}.") from error
@@ -129,14 +129,14 @@ def save_after(trainer: Trainer, error: BaseException) -> None:
         with uninterrupted():  # even by a second Ctrl-C
             trainer.world.stop = False
             if trainer.learner.sharded is not None:
-                trainer.source.close()  # otherwise shards would wait for all that is sampled ahead
+                trainer.source.close()  # otherwise shards would wait for everything that is sampled ahead
             save(trainer)
     elif trainer.learner.sharded is None:
         save(trainer, World() if trainer.world.first else World(trainer.world.rank))
 
 
 def out_of_memory(recipe: Recipe, error: Exception) -> OutOfMemory:
-    """Memory ran out while learning; the engine explains its own errors."""
+    """The error to raise if memory ran out while learning; the engine explains its own errors."""
     return OutOfMemory(
         f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
         f"{recipe.micro_batch_tokens}, at least one trajectory) or rollout.rows (now {recipe.rollout.rows}), or set "
@@ -145,7 +145,7 @@ def out_of_memory(recipe: Recipe, error: Exception) -> OutOfMemory:
 
 
 def resume(trainer: Trainer) -> None:
-    """Go back to the newest checkpoint, or to the start where there is none, and forget what was written after it."""
+    """Go back to the newest checkpoint, or to the start if there is none, and forget what was written after it."""
     world, learner = trainer.world, trainer.learner
     where = trainer.folder / "checkpoints"
     saved = world.run_on_first(lambda: {step: path.name for step, path in cleaned_checkpoints(where)})
@@ -165,12 +165,12 @@ def resume(trainer: Trainer) -> None:
     lines = world.run_on_first(lambda: forget_what_came_after(progress.steps, trainer.folder, trainer.log))
     progress.evaluated = max((line["step"] for line in lines), default=-1)
     progress.highest = best_of(lines)
-    progress.best = best_of(line for line in lines if line["step"] in saved)  # earlier versions did not keep it
+    progress.best = best_of(line for line in lines if line["step"] in saved)  # earlier versions did not save it
     link_best(trainer)
 
 
 def forget_what_came_after(step: int, folder: Path, log: Log) -> list[dict]:
-    """Remove what a run wrote after a step; returns the evaluations that are left."""
+    """Remove what a run wrote after a step; returns the remaining evaluations."""
     log.cut(step)
     for samples in (folder / "samples").glob("step-*"):
         number = samples.name.removeprefix("step-")

@@ -1,13 +1,14 @@
-"""Training the compressor `learned` on regret: rollouts with it, a forward pass under each trace, and pairs of slots.
+"""Train the compressor `learned` on regret: rollouts with it, a forward pass under each trace, and pairs of slots.
 
-At every recorded eviction the slots that were there are rebuilt from the keys, values and queries of the forward pass,
-and each has a worth: the attention that later queries would have given it (learn/regret.py). The oracle keeps the
-worthiest. Of pairs of a slot that it keeps and one that it does not, the network learns to score the first higher:
+At every recorded eviction, the slots of the cache are rebuilt from the keys, values and queries of the forward pass.
+The worth of a slot is the attention that later queries would have given it (learn/regret.py), and an oracle would keep
+the worthiest. In pairs of a slot that the oracle keeps and one that it drops, the network learns to score the first
+higher:
 
     loss = mean over pairs of  |worth_i - worth_j| / mean  *  softplus(score_j - score_i)
 
-which is a convex stand-in for regret. Rollouts of the next round run with the network as it is then, so it learns on
-the slots that its own choices leave. joint.py does the same between the steps of a run.
+which is a convex stand-in for regret. Each round samples with the network of the round before, so it learns on slots
+that its own choices leave. joint.py does the same between the steps of a run.
 
 Shapes: L layers, H KV heads, E evictions, S slots, n pairs, F features.
 """
@@ -36,24 +37,24 @@ from ..streams import eviction_streams
 from .actions import Actions, joined_actions, log_prob, policy_loss, rebuilt
 
 TRAINED = ("inner", "bias", "outer", "slope")
-AT_ONCE = 32  # evictions of a layer whose slots are looked at together
+AT_ONCE = 32  # evictions of a layer that are processed together
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Of one layer. The oracle keeps the first of each pair."""
+    """Pairs of slots of one layer, as features. The oracle keeps the first of each pair and drops the second."""
 
     kept: Tensor  # fp32 [H, n, F]
     dropped: Tensor  # fp32 [H, n, F]
-    weight: Tensor  # fp32 [H, n]: how much more the first is worth
+    weight: Tensor  # fp32 [H, n]: how much more the first one is worth
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Of a trajectory whose evictions were drawn (actions.py)."""
+    """How the evictions of a trajectory were drawn, if they are actions (actions.py)."""
 
     advantage: float
-    evictions: int  # so many of them are learned from
+    evictions: int  # how many of them are learned from
 
 
 class Collector(Watch):
@@ -72,7 +73,7 @@ class Collector(Watch):
         self.streams = eviction_streams(torch.tensor([trajectory.stream or 0]), layers, heads)  # [L, 1, H]
 
     def _acts(self, drawn: Drawn | None, seed: int) -> set[int]:
-        """Evictions, by the queries that follow them, whose log-probs are learned from; a prompt's are its group's."""
+        """The evictions whose log-probs are learned from, given by the first queries after them; a prompt's are not."""
         if drawn is None:
             return set()
         own = self.begins[self.begins > self.num_prompt_tokens]
@@ -100,9 +101,9 @@ class Collector(Watch):
                 self.found.setdefault(seen.layer, []).append(drawn)
 
     def _alike(self, gone: Tensor) -> list[list[int]]:
-        """A layer's evictions, some at a time: those of equally many slots that are actions, or are none. gone [H, T]
+        """A layer's evictions in batches of equally many slots, all of them actions or none. gone [H, T]
 
-        Of an eviction the first query that follows it.
+        An eviction is given by the first query after it.
         """
         begins = self.begins[(gone == self.begins[:, None, None]).any(-1).any(-1)]
         counts = present_at(gone, begins).sum(-1)  # [E, H]
@@ -112,7 +113,7 @@ class Collector(Watch):
         return [group[i : i + AT_ONCE] for group in groups.values() for i in range(0, len(group), AT_ONCE)]
 
     def _draw(self, view: CacheView, worth: Tensor, compressor: Learned) -> Pairs | None:
-        """None where nothing was to choose. worth [E, H, S]; compressor: of the layer"""
+        """Draw pairs from evictions of one layer; None if there was nothing to choose. worth [E, H, S]"""
         window, budget = compressor.window, compressor.budget
         count = worth.shape[-1] - window
         forced = compressor.forced(view, budget).expand(view.feed.shape)[..., :count]  # sinks and prompt: first
@@ -131,7 +132,7 @@ class Collector(Watch):
 
 
 def present_at(evicted_at: Tensor, begins: Tensor) -> Tensor:
-    """What a row held when it was evicted, before queries `begins` [E]. evicted_at [H, T] -> bool [E, H, T]"""
+    """Which tokens a row held at evictions before the queries `begins` [E]. evicted_at [H, T] -> bool [E, H, T]"""
     begins = begins[:, None, None]
     return (torch.arange(evicted_at.shape[1]) < begins) & (evicted_at >= begins)
 
@@ -144,10 +145,10 @@ def slots_at(
     num_prompt_tokens: int,
     streams: Tensor | None = None,
 ) -> CacheView | None:
-    """What a row held at some evictions of equally many slots, given by the first queries that follow them; None where
+    """The view of a row's slots at evictions of equally many slots, given by the first queries after them; None if
     heads held different numbers of slots, or little more than the window.
 
-    evicted_at [H, T]; streams [1, H]: by which the evictions were drawn, if they were
+    evicted_at [H, T]; streams [1, H]: random streams from which the evictions were drawn, if they were
     """
     many, device = len(begins), seen.keys.device
     present = present_at(evicted_at, torch.tensor(begins))  # [E, H, T]
@@ -180,14 +181,14 @@ def slots_at(
 @dataclass(frozen=True)
 class Collected:
     pairs: dict[int, Pairs]  # by layer
-    lost: float  # mean share of attention that evicted tokens would have received; NaN where nothing was evicted
+    lost: float  # mean share of attention that evicted tokens would have received; NaN if nothing was evicted
     actions: dict[int, Actions] = field(default_factory=dict)  # by layer
 
 
 def collect(
     model: nn.Module, trajectories: Sequence[Trajectory], compressor: Learned, pairs: int, seed: int
 ) -> Collected:
-    """Pairs of every layer, from the evictions of some trajectories. compressor: bound, as it sampled them"""
+    """Pairs of every layer from the evictions of some trajectories. compressor: the bound one that sampled them"""
     return merged([collect_from(model, t, compressor, pairs, seed + i) for i, t in enumerate(trajectories)])
 
 
@@ -195,7 +196,7 @@ def collect(
 def collect_from(
     model: nn.Module, trajectory: Trajectory, compressor: Learned, pairs: int, seed: int, drawn: Drawn | None = None
 ) -> Collected:
-    """The same, of one trajectory. drawn: some of its evictions are actions, too"""
+    """Pairs from one trajectory; with `drawn`, also actions from some of its evictions."""
     collector = Collector(trajectory, compressor, pairs, seed, drawn)
     replay = replay_of(model, [(trajectory.tokens, trajectory.trace)])
     replay.observe = collector
@@ -226,12 +227,12 @@ def joined(parts: Sequence[Pairs]) -> Pairs:
 
 
 def stacked(parts: Sequence[Pairs]) -> Pairs:
-    """Equally many of each layer: [L, H, n, ...]"""
+    """Stack the pairs of all layers, equally many of each: [L, H, n, ...]"""
     return Pairs(*(torch.stack([getattr(part, name) for part in parts]) for name in ("kept", "dropped", "weight")))
 
 
 def some_of(found: Iterable[Pairs], count: int, generator: torch.Generator) -> Pairs:
-    """`count` pairs of each layer, drawn."""
+    """Draw `count` pairs of each layer."""
     parts = []
     for pairs in found:
         rows = torch.randint(0, pairs.weight.shape[1], (count,), generator=generator)
@@ -240,10 +241,10 @@ def some_of(found: Iterable[Pairs], count: int, generator: torch.Generator) -> P
 
 
 class ScorerTrainer:
-    """Trains the networks of all layers, in place; AdamW keeps its state from round to round."""
+    """Trains the networks of all layers in place; AdamW keeps its state from round to round."""
 
     def __init__(self, companion: Companion, lr: float = 3e-3, advantage: float = 0.0, temperature: float = 0.0):
-        """advantage: the weight of evictions as actions, which were drawn at a temperature"""
+        """advantage: weight of the actions' loss; temperature: at which their evictions were drawn"""
         self.companion, self.lr, self.advantage, self.temperature = companion, lr, advantage, temperature
         self.tensors = companion.tensors
         self.trained = [name for name in TRAINED if name != "slope" or companion.about["features"] == "all"]
@@ -258,7 +259,7 @@ class ScorerTrainer:
         seed: int = 0,
         actions: Mapping[int, Actions] | None = None,
     ) -> tuple[float, float]:
-        """-> the loss of pairs before and after, mean over layers and heads"""
+        """Do some optimizer steps; returns the loss of pairs before and after, mean over layers and heads."""
         self._normalise(found)
         generator = torch.Generator().manual_seed(seed)
         before = self._whole(found)
@@ -270,7 +271,7 @@ class ScorerTrainer:
             self.optimizer.step()
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters.values()):
             raise SparseRLError(
-                f"the scorer of `learned` is not finite after {steps} steps at a learning rate of {self.lr}; lower it."
+                f"the scorer of `learned` is not finite after {steps} steps; lower its learning rate of {self.lr}."
             )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -279,7 +280,7 @@ class ScorerTrainer:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors of such a network in place of its own."""
+        """Replace the networks' tensors by these, which another process has trained."""
         for name, tensor in self.tensors.items():
             tensor.copy_(tensors[name])
         for name, parameter in self.parameters.items():
@@ -294,7 +295,7 @@ class ScorerTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def log_probs(self, layer: int, actions: Actions) -> Tensor:
-        """Of evictions, by the networks as they are now. -> [n, H]"""
+        """The log-probs of evictions under the present networks. -> [n, H]"""
         device = self.tensors["centre"].device
         scores = score_with(self._networks([layer]), actions.x.to(device))
         return log_prob(scores, self.temperature, actions.possible.to(device), actions.count.to(device))
@@ -304,7 +305,7 @@ class ScorerTrainer:
         return {name: self.parameters.get(name, tensor)[index] for name, tensor in self.tensors.items()}
 
     def _loss(self, layers: Sequence[int], pairs: Pairs) -> Tensor:
-        """Of each of these layers. pairs: [L, H, n, ...] -> [L]"""
+        """The loss of pairs in each of these layers. pairs: [L, H, n, ...] -> [L]"""
         device, networks = self.tensors["centre"].device, self._networks(layers)
         margin = score_with(networks, pairs.kept.to(device)) - score_with(networks, pairs.dropped.to(device))
         weight = pairs.weight.to(device)
@@ -316,7 +317,7 @@ class ScorerTrainer:
         return sum(float(self._loss([layer], stacked([pairs]))) for layer, pairs in found.items()) / len(found)
 
     def _normalise(self, found: dict[int, Pairs]) -> None:
-        """Mean 0 and deviation 1 of every feature, by what a layer shows first."""
+        """Give every feature mean 0 and deviation 1, by the first slots that a layer shows."""
         for layer, pairs in found.items():
             if (self.tensors["scale"][layer] != 1).any():
                 continue
@@ -329,8 +330,8 @@ class ScorerTrainer:
 class Round:
     number: int
     trajectories: int
-    lost: float  # share of attention that evicted tokens would have received; NaN where nothing was evicted
-    before: float  # the loss
+    lost: float  # share of attention that evicted tokens would have received; NaN if nothing was evicted
+    before: float  # loss of the pairs
     after: float
 
 
@@ -344,7 +345,7 @@ def train_rounds(
     pairs: int,
     seed: int,
 ) -> Iterator[Round]:
-    """Rounds of sampling with the compressor as it is, and of learning from that. prompts: ids, by round"""
+    """Rounds of sampling with the present compressor and then training it on these rollouts. prompts: ids, by round"""
     trainer, compressor = ScorerTrainer(companion), engine.compressor
     assert isinstance(compressor, Learned)
     for number, ids in enumerate(prompts):
@@ -353,7 +354,7 @@ def train_rounds(
         if not found.pairs:
             capacity = compressor.capacity(0, 0)
             raise SparseRLError(
-                f"none of {len(done)} rollouts filled {capacity} slots, so nothing was evicted; lower --budget, or "
+                f"none of {len(done)} rollouts filled its {capacity} slots, so nothing was evicted; lower --budget, or "
                 "raise --max-new-tokens."
             )
         before, after = trainer.fit(found.pairs, steps, seed=seed + number)

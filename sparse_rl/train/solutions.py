@@ -1,4 +1,4 @@
-"""Worked solutions as batches of tokens: prompts as rollouts see them, then the solution and the token that ends it."""
+"""Turn worked solutions into batches of tokens: the prompt as rollouts see it, the solution, and the end token."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..tasks import Message, Prompt, Task
 
 
 class Pair(NamedTuple):
-    """Token ids of a prompt, and of its solution with the end token."""
+    """Token ids of a prompt and of its solution, end token included."""
 
     asked: list[int]
     answer: list[int]
-    given: list[bool] | None = None  # tokens of the answer that the model only reads, in a conversation
+    given: list[bool] | None = None  # in a conversation: which tokens of the answer the model only reads
 
 
 Pairs = list[Pair]
@@ -51,7 +51,7 @@ def _pair(tokenizer, chats: Chats, prompt: Prompt, solution: str | list[Message]
 
 
 def padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """tokens int64 [B, T], padded at the end; mask bool [B, T]: what of the solutions the model is to say"""
+    """tokens int64 [B, T], padded at the end; mask bool [B, T]: the tokens that the model learns to write"""
     longest = max(len(pair.asked) + len(pair.answer) for pair in pairs)
     tokens = torch.zeros(len(pairs), longest, dtype=torch.int64)
     mask = torch.zeros(len(pairs), longest, dtype=torch.bool)
@@ -64,8 +64,8 @@ def padded(pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Batches(Dataset):
-    """The batches of a warm-up by step. A task's error is returned as a value: a worker process could not raise it as
-    one sentence.
+    """The batches of a warm-up by step. A task's error is returned as a value, because a worker process could not raise
+    it as one sentence.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -84,12 +84,12 @@ class Batches(Dataset):
             return error
 
     def made(self, workers: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches from step `first` on, in order, padded. Workers make them ahead; they ignore signals, which this
-        process handles.
+        """The padded batches from step `first` on, in order. Worker processes make them ahead; they ignore signals,
+        which this process handles.
         """
         workers = min(workers, os.cpu_count() or 1)
         forks = workers and "fork" in multiprocessing.get_all_start_methods()
-        start = "fork" if forks else None  # tasks need not be picklable
+        start = "fork" if forks else None  # with fork, tasks need not be picklable
         loader = DataLoader(
             self,
             None,

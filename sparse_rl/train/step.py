@@ -1,15 +1,16 @@
-"""The record of a step: what was sampled, and what became of it.
+"""The record of a step: what was sampled, and how it was graded and scored.
 
-Completions of a step are counted in four ways:
+Four numbers refer to completions of a step:
 
     position      0 .. N - 1: the place in the step that a completion was sampled for, prompt * group_size + member
-    row           0 .. R - 1: one completion of all that were sampled, in the lists and tensors of a StepRollout. With
-                  `learn.refill` or `learn.dynamic` a position may have several rows, so R >= N; else R = N
+    row           0 .. R - 1: one of all completions sampled, as an index of the lists and tensors of a StepRollout.
+    With
+                  `learn.refill` or `learn.dynamic` a position may have several rows, so R >= N; otherwise R = N
     chosen_rows   int64 [N]: for every position, the row that is learned from
     owner_rank    int64 [R]: the process that sampled the row; it alone has the whole trace, and learns from it
 
-A process samples for some positions only, its `own_positions`. Its part of a step has rows of its own, and its
-chosen_rows[i] is the row for its i-th own position; merge.py makes one step of the parts.
+A process only samples for some positions, its `own_positions`. The rows of its part of the step are counted from 0, and
+chosen_rows[i] is the row for its i-th own position; merge.py joins the parts.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class StepRollout:
     grades: list[Grade]
     scored: Scored
     chosen_rows: Tensor  # int64 [N]
-    accepted: Tensor | None = None  # bool [R], where refilling had to know it; else the trainer finds out
+    accepted: Tensor | None = None  # bool [R], if refilling had to know it; otherwise the trainer computes it
     alpha: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: overlaps of a few trajectories
-    regret: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: what their evictions cost
-    seconds: float = 0.0  # that sampling took, on the slowest process
+    regret: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by position: the regret of a few trajectories
+    seconds: float = 0.0  # of sampling, in the slowest process
     trace_bytes: int = 0
-    grading_error: str | None = None  # the grader's last error, in whatever step it was
-    talks: list[Talk] = dataclasses.field(default_factory=list)  # of conversations; empty if the task never replies
-    timing: dict[str, float] = dataclasses.field(default_factory=dict)  # of this process: waiting, sampling ahead
+    grading_error: str | None = None  # the grader's last error, of this or an earlier step
+    talks: list[Talk] = dataclasses.field(default_factory=list)  # the conversations; empty if the task never replies
+    timing: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of waiting and of sampling ahead
 
     @property
     def rewards(self) -> Tensor:
@@ -61,9 +62,9 @@ exchanged(StepRollout, Prompt, Trajectory, Trace, SlotFormat, Support, Grade, Sc
 
 
 def with_seen(rollout: StepRollout, batches: Sequence[Batch], updates: Sequence[UpdateResult]) -> StepRollout:
-    """A step of which only some rows were scored, with those that went through the model before the weights moved.
+    """A step that was scored in part, completed with the rows that the update scored before the weights moved.
 
-    updates: by optimizer step; the batches are those of the chosen rows, in their order.
+    updates: by optimizer step; the batches are those of the chosen rows, in their order
     """
     start = 0
     for batch, update in zip(batches, updates):

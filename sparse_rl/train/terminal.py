@@ -1,4 +1,4 @@
-"""What a run shows: a table of its latest steps that redraws itself, or plain lines where there is no terminal."""
+"""Show a run in the terminal: a table of its latest steps that redraws itself, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from ..pool.standing import Standings
 
 _ROWS = 12
-_SAMPLERS = 8  # that are shown
+_SAMPLERS = 8  # samplers that are shown
 _COLUMNS = {  # heading -> (metric, format)
     "reward": ("reward/mean", "{:.3f}"),
     "right": ("reward/right/frac", "{:.1%}"),
@@ -29,7 +29,7 @@ _COLUMNS = {  # heading -> (metric, format)
     "sparse": ("eval/sparse/accuracy", "{:.3f}"),
     "sparse reward": ("eval/sparse/reward", "{:.3f}"),
 }
-_IF_REWARDS_SAY_MORE = {  # heading -> the metric that it would repeat if rewards were 1 for what is right, else 0
+_IF_REWARDS_SAY_MORE = {  # heading -> the metric that it repeats if a reward is 1 for a right answer and else 0
     "right": "reward/mean",
     "dense reward": "eval/dense/accuracy",
     "sparse reward": "eval/sparse/accuracy",
@@ -37,9 +37,9 @@ _IF_REWARDS_SAY_MORE = {  # heading -> the metric that it would repeat if reward
 
 
 class TerminalTable:
-    """Shows the numbers of every step it is given. As a context manager it owns the terminal while it is open.
+    """Shows the numbers of every step. As a context manager it owns the terminal while it is open.
 
-    enabled: steps are shown. quiet: `say` is silent too.
+    enabled: whether steps are shown. quiet: `say` shows nothing either.
     """
 
     def __init__(self, title: str, steps: int, enabled: bool = True, quiet: bool = False):
@@ -49,8 +49,8 @@ class TerminalTable:
         self.live = Live(console=self.console, refresh_per_second=4) if enabled and sys.stderr.isatty() else None
         self.started: tuple[float, int] | None = None
         self.stage = ""
-        self.samplers: Standings | None = None  # of a pool
-        self.changing = threading.RLock()  # a pool may be driven by other threads than the run's
+        self.samplers: Standings | None = None  # those of a pool
+        self.changing = threading.RLock()  # a pool may call from other threads
 
     def show_stage(self, stage: str) -> None:
         """Show what the run is doing."""
@@ -59,7 +59,7 @@ class TerminalTable:
             self._redraw()
 
     def show_samplers(self, samplers: Standings) -> None:
-        """Show where a pool's samplers are, and what they do."""
+        """Show where a pool's samplers are and what they do."""
         with self.changing:
             self.samplers = samplers
             self._redraw()
@@ -84,7 +84,7 @@ class TerminalTable:
 
     def columns(self) -> dict[str, tuple[str, str]]:
         """Heading -> (metric, format): the usual columns, one for each named reward, one for a critic, two for a pool,
-        and two for each student: its KL to the teacher, its accuracy.
+        and two for each student (its KL to the teacher and its accuracy).
         """
         found = {heading: column for heading, column in _COLUMNS.items() if not self._repeats(heading)}
         for name in dict.fromkeys(name for values in self.rows.values() for name in values):
@@ -102,7 +102,7 @@ class TerminalTable:
         return found
 
     def _repeats(self, heading: str) -> bool:
-        """Whether a column says what another says already."""
+        """Whether a column repeats another one."""
         other = _IF_REWARDS_SAY_MORE.get(heading)
         name, _ = _COLUMNS[heading]
         return other is not None and all(abs(v.get(name, 0.0) - v.get(other, 0.0)) < 1e-9 for v in self.rows.values())
@@ -145,7 +145,7 @@ class TerminalTable:
 
 
 def samplers_table(found: Standings) -> Table:
-    """The first few samplers of a pool; of the others their sum."""
+    """A table of a pool's first few samplers, and the sum of the others."""
     under_way = f"pieces {found.done} of {found.asked}" if found.asked else "nothing is asked for"
     table = Table(title=f"{len(found.samplers)} samplers: {under_way}")
     for heading in ("sampler", "node", "pieces", "has", "tokens/s", "lost on its node"):

@@ -1,11 +1,11 @@
-"""Warm-up: supervised training on a task's worked solutions, to make a model that RL can improve.
+"""Warm-up: supervised training on a task's worked solutions, which makes a model that RL can improve.
 
     sparse-rl warmup tiny-sums-warmup --out models/tiny-sums
     sparse-rl warmup models/tiny-sums --resume
 
-The loss is the mean negative log-prob of the solution's tokens and the end token; prompts, chat templates included,
-have none. With `model.lora_rank` only adapters are trained, and they are added into the weights at the end. A warm-up
-writes an ordinary Hugging Face folder:
+The loss is the mean negative log-prob of the solution's tokens and the end token; tokens of the prompt and of the chat
+template do not count. With `model.lora_rank` only adapters are trained, and the model that is written has them merged
+into its weights. A warm-up writes an ordinary Hugging Face folder:
 
     models/NAME/recipe.yaml                  the recipe with every key spelled out
                 metrics.jsonl, timing.jsonl  a line per step, and one per evaluation on held-out problems
@@ -51,22 +51,22 @@ from .run import WRITTEN, check_same, folder_lock
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
 
-_RISE = 20  # steps over which the learning rate rises; constant afterwards
+_RISE = 20  # steps over which the learning rate rises; then it is constant
 _ROOM = 2  # an evaluated response may be this many times as long as the longest held-out solution
 
 
 def warmup(
     recipe: Recipe, folder: str | Path, resume: bool = False, evaluate: bool = True, show: bool = True
 ) -> dict[str, float]:
-    """Train, write the model to `folder`, and return what the evaluation at the end found; nothing without one."""
+    """Train, write the model to `folder`, and return the results of the last evaluation (empty without one)."""
     folder = Path(folder)
     changes = check_start(recipe, folder, resume)
     task = tasks.make(recipe.task.name, **recipe.task.options)
     asked = held_out_of(recipe) if evaluate else None
     for one in (task, asked.task) if asked else (task,):
         for part in one.members:
-            part.solution(part.sample(0, 1)[0])  # says so at once if there are none
-    # Of a finished warm-up only the last evaluation may be missing.
+            part.solution(part.sample(0, 1)[0])  # raises at once if there are none
+    # A finished warm-up may lack its last evaluation.
     model, tokenizer = load_for_training(finished(recipe, folder) if is_finished(folder) else recipe)
     checkpoint_gradients(recipe, model)
     with writing(folder):
@@ -86,14 +86,14 @@ def warmup(
 
 
 def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
-    """Refuse to mix up folders, and to write elsewhere; returns what a resumed warm-up changes."""
+    """Refuse to mix up folders or to write outside; returns sentences about what a resumed warm-up changes."""
     refuse_links_out(folder, WRITTEN)
     if resume:
         path = folder / "recipe.yaml"
         return check_same(load_recipe(path), recipe, path, "warmup")
     if folder.exists():
         raise SparseRLError(
-            f"{folder} exists already; go on with --resume, choose another folder with --out, or remove it."
+            f"{folder} exists already; continue it with --resume, choose another folder with --out, or remove it."
         )
     return []
 
@@ -125,14 +125,14 @@ def finished(recipe: Recipe, folder: Path) -> Recipe:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a warm-up is evaluated on."""
+    """The held-out problems that a warm-up is evaluated on."""
 
     task: Task
     prompts: list[Prompt]
 
 
 def held_out_of(recipe: Recipe) -> HeldOut:
-    """The first `eval.prompts` held-out prompts. They need solutions, for the loss and to bound responses."""
+    """The first `eval.prompts` held-out problems. They need solutions, for the loss and to limit responses."""
     options = {**recipe.task.options, **recipe.eval.options}
     held_out = tasks.make(recipe.task.name, **options).held_out()
     prompts = held_out.sample(0, min(recipe.eval.prompts, held_out.num_prompts or recipe.eval.prompts))
@@ -140,7 +140,7 @@ def held_out_of(recipe: Recipe) -> HeldOut:
 
 
 class Warmup:
-    """A warm-up in progress: between any two of its methods it is after a whole step."""
+    """A warm-up in progress; between calls of its methods it is always after a whole step."""
 
     def __init__(
         self,
@@ -163,13 +163,13 @@ class Warmup:
         self.evaluated = -1  # the step of the last evaluation
 
     def resume(self) -> None:
-        """Go back to the newest checkpoint, or to the start where there is none, and forget what came after it."""
+        """Go back to the newest checkpoint, or to the start if there is none, and forget what came after it."""
         if is_finished(self.folder):
             lines = read_lines(self.log.files["metrics"])
             self.done = max((line["step"] for line in lines), default=self.recipe.warmup.steps)
             if self.done != self.recipe.warmup.steps:
                 raise SparseRLError(
-                    f"{self.folder} was finished after {self.done} steps, so it cannot go on to warmup.steps "
+                    f"{self.folder} was finished after {self.done} steps and cannot be continued to warmup.steps "
                     f"{self.recipe.warmup.steps}; start another warm-up from it with --model.name {self.folder}."
                 )
         elif found := cleaned_checkpoints(self.folder / "checkpoints"):
@@ -186,7 +186,7 @@ class Warmup:
         self.evaluated = max(evaluations, default=-1)
 
     def train(self) -> None:
-        """All steps that are left, and the model."""
+        """Do all remaining steps and write the model."""
         if is_finished(self.folder):
             self.remove_checkpoints()
             return
@@ -241,7 +241,7 @@ class Warmup:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model says in the longest held-out solution."""
+        """Tokens of the longest held-out solution, not counting those that the model only reads."""
         return max(len(pair.answer) - sum(pair.given or ()) for pair in self.held_out_pairs)
 
     @property
@@ -251,7 +251,7 @@ class Warmup:
 
     @property
     def described(self) -> str:
-        """What an evaluation does."""
+        """Words that describe an evaluation."""
         short = self.new_tokens < self.longest
         cut = ", so some cannot be given: raise rollout.max_new_tokens" if short else ""
         return (
@@ -260,7 +260,7 @@ class Warmup:
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Loss of the held-out solutions, and accuracy on a dense cache; also a line of the log."""
+        """Measure the loss of held-out solutions and the accuracy on a dense cache, and log both."""
         assert self.asked is not None
         clock, recipe, asked = Clock(), self.recipe, self.asked
         self.view.show_stage("evaluating")
@@ -284,7 +284,7 @@ class Warmup:
         return found
 
     def evaluate_last(self) -> dict[str, float]:
-        """The evaluation of the finished model, if one is wanted, and it was not done before."""
+        """Evaluate the finished model, if that is wanted and was not done before."""
         if self.asked is None:
             return {}
         if self.evaluated == self.done:
@@ -307,13 +307,13 @@ class Warmup:
     @property
     def way_on(self) -> str:
         trust = " --trust" if any(map(names_code, self.recipe.may_name_code().values())) else ""
-        go_on = f"go on with: sparse-rl warmup {self.folder} --resume{trust}"
+        go_on = f"continue with: sparse-rl warmup {self.folder} --resume{trust}"
         if not self.saved:
             return go_on
         return f"{self.folder}/checkpoints/step-{self.saved:06d} holds the model of that moment; {go_on}"
 
     def save(self) -> None:
-        """Write a checkpoint, unless there is one of this step."""
+        """Write a checkpoint, unless this step has one already."""
         if self.saved == self.done or is_finished(self.folder):
             return
         self.check_finite()
@@ -323,8 +323,9 @@ class Warmup:
             self.saved = self.done
 
     def finish(self) -> None:
-        """Put the model into the folder, its config last: a folder with a config holds a whole model. Adapters are
-        merged from files, because those of 4-bit weights are added to what these stand for.
+        """Write the model into the folder, its config last, so that a folder with a config holds a whole model.
+
+        Adapters are merged from files: those of 4-bit weights need the base again, dequantised.
         """
         self.check_finite()
         partial, adapters = self.folder / ".model.partial", self.folder / ".adapters.partial"
@@ -352,7 +353,7 @@ class Warmup:
         if not self.optimizer.is_finite():
             raise SparseRLError(
                 f"the weights are not finite after step {self.done}, so they were not saved; lower warmup.lr (now "
-                f"{self.recipe.warmup.lr}), and start again or go on from the last checkpoint with --resume."
+                f"{self.recipe.warmup.lr}), then start again or continue from the last checkpoint with --resume."
             )
 
     def remove_checkpoints(self) -> None:
@@ -361,7 +362,7 @@ class Warmup:
 
 
 def _parts(model, tokens: Tensor, mask: Tensor, micro_batch_tokens: int) -> Iterator[Tensor]:
-    """The loss of a batch as summands: one for each micro-batch of about equally long rows."""
+    """The loss of a batch as a sequence of terms, one for each micro-batch of about equally long rows."""
     device = next(model.parameters()).device
     lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
     total = mask.sum().item()

@@ -1,8 +1,9 @@
-"""A process's share of a step: complete its prompts on a compressed cache, grade them, score them with the same
-weights.
+"""Compute a process's share of a step: complete its prompts on a compressed cache, grade them, and score them with the
+same weights.
 
 Nothing here waits for another process, so it may run while the learner works (prefetch.py). What a process samples does
-not depend on the other processes: a completion's random numbers belong to its prompt and its position in the step.
+not depend on other processes, because a completion's random numbers follow from its prompt and its position in the
+step.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from .step import StepRollout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SPARE = FAR // 2  # where the prompts begin that replace others: beyond those of any run, before held-out ones
-MOST_CHECKED = 20_000  # prompts that are encoded before a run begins, about a millisecond each
+SPARE = FAR // 2  # index of the first prompt that replaces another: beyond those of any run, before held-out ones
+MOST_CHECKED = 20_000  # prompts that are encoded and checked before a run begins; each takes about a millisecond
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a process has to do for a step: known when the step is begun, whenever it is carried out."""
+    """What a process has to do for a step. It is settled when the step is begun, whenever it is carried out."""
 
     number: int
     version: int  # of the weights to sample with
@@ -69,8 +70,8 @@ class Sampler(Completer):
         rollout = recipe.rollout
         if rollout.prompts < processes:
             raise SparseRLError(
-                f"rollout.prompts is {rollout.prompts} for {processes} processes, but a group stays on one process; "
-                "use at least as many prompts as processes."
+                f"rollout.prompts is {rollout.prompts}, but each of {processes} processes needs at least one; use at "
+                f"least {processes}."
             )
         super().__init__(recipe, model, tokenizer, critic)
         self.chats = chats_of(model, tokenizer, task)
@@ -80,14 +81,14 @@ class Sampler(Completer):
         self.budget = BudgetControl(rollout.budget, self.engine)
         self.lengths = LengthsSeen()
         self.asks: Asks = Here(self)
-        self.one_at_a_time = Lock()  # tasks and tokenizers serve one thread; several steps may be under way
+        self.one_at_a_time = Lock()  # several steps may be under way, but tasks and tokenizers serve one thread
 
     def step(self, number: int, clock: Clock) -> StepRollout:
-        """Completions of this process's prompts of a step, graded and scored; replaced where the recipe says so."""
+        """Sample, grade and score this process's prompts of a step, and replace some if the recipe says so."""
         return self.carry_out(self.plan(number, clock), clock)
 
     def plan(self, number: int, clock: Clock) -> Planned:
-        """What this process has to do for a step, with the weights that there are now."""
+        """What this process has to do for a step, with the present weights."""
         count, group = self.recipe.rollout.prompts, self.recipe.rollout.group_size
         with clock.stage("rollout"), self.one_at_a_time:
             prompts = self.task.sample(number * count, count)
@@ -112,16 +113,18 @@ class Sampler(Completer):
         return replace(rollout, seconds=clock.seconds["rollout"], grading_error=self.grading_error, timing=timing)
 
     def check_prompts_of_files(self, steps_done: int) -> None:
-        """Refuse a run that would stop at a prompt it cannot sample from. The prompts of files are known beforehand."""
+        """Refuse a run that would stop at a prompt it cannot sample from, if its prompts come from files
+        and are known.
+        """
         rollout = self.recipe.rollout
         begin = steps_done * rollout.prompts
         whole = self.task.positions_of_all(begin)  # the rest of an epoch and the next one: every prompt
         visited = whole if self.recipe.learn.dynamic else self.recipe.run.steps * rollout.prompts - begin
-        count = min(visited, whole, MOST_CHECKED)  # with dynamic sampling any prompt may come
+        count = min(visited, whole, MOST_CHECKED)  # with dynamic sampling any prompt may come up
         refused: list[tuple[int, SparseRLError]] = []
         for start in range(begin, begin + count, 1000):
             prompts = self.task.sample(start, min(1000, begin + count - start))
-            with warnings.catch_warnings():  # of long prompts, which are given when they are sampled from
+            with warnings.catch_warnings():  # warnings about long prompts are shown when these are sampled
                 warnings.simplefilter("ignore")
                 for place, prompt in enumerate(prompts, start):
                     try:
@@ -153,9 +156,9 @@ class Sampler(Completer):
     def _replace_flat_groups(self, rollout: StepRollout, planned: Planned, clock: Clock) -> StepRollout:
         """Sample other prompts for groups whose rewards are all equal, in up to `learn.dynamic` rounds.
 
-        As published, a punishment for length is not looked at: a prompt whose answers are all right is replaced.
-        A round has a prompt of its own for every position of the step, of which those that are needed are completed;
-        so they do not depend on how positions were dealt.
+        As published, punishments for length are ignored: a prompt whose answers are all right is replaced. Each round
+        has its own prompt for every position of the step, and completes those that are needed, so the prompts do not
+        depend on how positions were dealt.
         """
         count, group, rounds = self.recipe.rollout.prompts, self.recipe.rollout.group_size, self.recipe.learn.dynamic
         positions = torch.tensor(planned.own_positions).view(-1, group)
@@ -194,7 +197,7 @@ class Sampler(Completer):
             grades = self.rewards.grade(self.task, asked, trajectories, texts)
             if talks:
                 grades = with_faults(self.task, grades, talks)
-                whole = [t.tokens[t.num_prompt_tokens :].tolist() for t in trajectories]  # to be read
+                whole = [t.tokens[t.num_prompt_tokens :].tolist() for t in trajectories]  # for people to read
                 texts = self.tokenizer.batch_decode(whole, skip_special_tokens=True)
         scored = done.scored
         if scored is None:
@@ -206,7 +209,9 @@ class Sampler(Completer):
         return with_diagnosis(rollout, {i * group + j: values for (i, j), values in done.diagnosed.items()})
 
     def _sampled(self, asks: Asked, prompts: list[Prompt]) -> tuple[Done, list[str], list[Talk]]:
-        """Completions, wherever they are sampled, or conversations, which are held here; and what of them is graded."""
+        """Completions, wherever they are sampled, or conversations, which are held in this process; and the texts to
+        grade.
+        """
         if self.chats is None:
             done = self.asks.complete(asks)
             responses = [t.response_tokens.tolist() for t in done.trajectories]
@@ -227,9 +232,9 @@ class Sampler(Completer):
         return Done(trajectories), texts, talks
 
     def _diagnosed(self, own_positions: list[int]) -> list[tuple[int, int]]:
-        """(row, position) of the `run.diagnose` positions of a step that are looked at, as far as they are its own.
+        """(row, position) of those `run.diagnose` positions of a step that belong to this process.
 
-        Row i of a process's part was sampled for the i-th of its own positions; replacements come later.
+        Row i of a process's part was sampled for the i-th of its own positions; replacements come after these.
         """
         wanted, positions = self.recipe.run.diagnose, self._positions
         if not wanted:
@@ -240,7 +245,7 @@ class Sampler(Completer):
     def complete_held_out(
         self, engine: Engine, task: Task, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[tuple[Trajectory, Grade, Talk | None]]:
-        """This process's share of held-out completions; with several processes, one head of each trace."""
+        """This process's share of held-out completions; with several processes, with only one head of each trace."""
         members = [list(range(samples)) if i % self.processes == self.rank else [] for i in range(len(prompts))]
         seed = stream_key(self.recipe.run.seed, [-2])
         trajectories, grades, talks = complete(
@@ -253,7 +258,7 @@ class Sampler(Completer):
 
     @property
     def grading_error(self) -> str | None:
-        """The first error in a reward, of the task or of what is added to it."""
+        """The first error in a reward, whether the task's or one that the run adds."""
         return self.task.last_error or self.rewards.last_error
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -263,6 +268,6 @@ class Sampler(Completer):
 
 
 def with_diagnosis(rollout: StepRollout, found: Mapping[int, Diagnosis]) -> StepRollout:
-    """found: by position"""
+    """A rollout with the diagnoses of some trajectories. found: by position"""
     regret = {position: values for position, (_, values) in found.items() if values is not None}
     return replace(rollout, alpha={position: values for position, (values, _) in found.items()}, regret=regret)

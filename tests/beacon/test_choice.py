@@ -343,10 +343,10 @@ def test_what_cannot_be_chosen_is_refused():
     plain = add_beacon(copy.deepcopy(tiny("llama")), (4,))
     with pytest.raises(SparseRLError, match=r"has not learned to choose its folds, so beacon:2-8 cannot be used"):
         Engine(plain, "beacon:2-8")
-    with pytest.raises(SparseRLError, match=r"chunks of 2 to 16 tokens were asked for, but .* trained with 2 to 8"):
+    with pytest.raises(SparseRLError, match=r"chunks of 2 to 16 tokens were requested, but .* trained with 2 to 8"):
         Engine(chooser(chunks=(2, 8)), "beacon:2-16")
     for name, words in (
-        ("beacon:8-8", "leaves nothing to choose"),
+        ("beacon:8-8", "leave the model nothing to choose"),
         ("beacon:1-8", "from 2 on"),
         ("beacon:2-", "beacon:2-16 to let the model choose"),
         ("beacon:2-4-8", "beacon:2-16 to let the model choose"),
@@ -355,8 +355,8 @@ def test_what_cannot_be_chosen_is_refused():
             make(name)
     with pytest.raises(SparseRLError, match="least=3 was given too"):
         make("beacon:2-8", least=3)
-    with pytest.raises(SparseRLError, match="either the policy chooses where chunks end or surprise decides"):
+    with pytest.raises(SparseRLError, match="chunks end either where the policy chooses or where"):
         make("beacon:2-8", threshold=1.0)
     (t, *_) = generate(chooser())
-    with pytest.raises(SparseRLError, match="this model does not choose; use the one that sampled"):
+    with pytest.raises(SparseRLError, match="this model cannot make such choices; use the model that"):
         token_logprobs(plain, t.tokens, t.trace, choices=t.choices)

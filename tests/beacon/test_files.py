@@ -119,12 +119,12 @@ def test_a_threshold_is_positive():
 def test_an_engine_takes_the_chunks_its_student_was_trained_with():
     model = student(chunks=(8,))
     assert Engine(model, "beacon:8").compressor.chunk == 8
-    with pytest.raises(SparseRLError, match="no budget to set"):
+    with pytest.raises(SparseRLError, match="no budget that could be set"):
         Engine(model, "beacon:8").set_budget(4)
-    message = "a beacon after 16 tokens was asked for, but this student was trained with one after 8; use"
+    message = "a beacon after every 16 tokens was requested, but this student was trained with one after every 8; use"
     with pytest.raises(SparseRLError, match=message):
         Engine(model, "beacon:16")
-    message = r"a beacon after 2 tokens was asked for \(a threshold ends chunks early\), but"
+    message = r"a beacon after every 2 tokens was requested \(a threshold ends chunks early\), but"
     with pytest.raises(SparseRLError, match=message):
         Engine(model, make("beacon", chunk=8, threshold=1.0))
     with pytest.raises(SparseRLError, match="this model has no beacon"):

@@ -120,17 +120,17 @@ def test_forked_rows_and_parts_read_what_was_stored(kept):
 def test_names_and_layers_are_checked():
     assert slot_format() is None and slot_format("fp8", [0, -1]) == SlotFormat("fp8", (0, -1))
     assert SlotFormat("fp8", (-1, 0, 3)).for_layers(4) == SlotFormat("fp8", (0, 3))
-    with pytest.raises(SparseRLError, match="there are no slots 'fp4'; did you mean 'fp8'"):
+    with pytest.raises(SparseRLError, match="there is no slot format 'fp4'; did you mean 'fp8'"):
         slot_format("fp4")
     with pytest.raises(SparseRLError, match="set slots to fp8 or int8"):
         slot_format("model", [1])
-    with pytest.raises(SparseRLError, match="it must be a list of layers' numbers"):
+    with pytest.raises(SparseRLError, match="it must be a list of layer numbers"):
         slot_format("fp8", "01")
-    with pytest.raises(SparseRLError, match="it must be a list of layers' numbers"):
+    with pytest.raises(SparseRLError, match="it must be a list of layer numbers"):
         slot_format("fp8", [0.5])
     with pytest.raises(SparseRLError, match="names layer 4, but 4 layers have slots"):
         SlotFormat("int8", (4,)).for_layers(4)
-    with pytest.raises(SparseRLError, match=r"stored differently.*\(fp8; the model's dtype\)"):
+    with pytest.raises(SparseRLError, match=r"stored in different formats.*\(fp8; the model's dtype\)"):
         common_format([None, SlotFormat("fp8")])
 
 

@@ -114,7 +114,7 @@ def test_a_call_that_cannot_be_read_is_told_to_the_model(text, response):
 def test_templates_that_cannot_hold_a_conversation_are_refused():
     notes, guess = make("notes", chat=True), make("guess")
     (prompt,) = notes.sample(0, 1)
-    with pytest.raises(SparseRLError, match="writes earlier turns otherwise once a message follows"):
+    with pytest.raises(SparseRLError, match="rewrites earlier turns once a message follows"):
         chats_of(chat_tokenizer(FORGETS), notes).of(prompt)
     with pytest.raises(SparseRLError, match="does not say how the model calls them"):
         chats_of(chat_tokenizer(TEMPLATE.replace("<tool_call>", "")), notes).of(prompt)

@@ -170,7 +170,7 @@ def test_a_damaged_state_is_named_with_the_remedy(trained, tmp_path):
     for name, content in cases.items():
         path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
         said = sentence(run("train", folder, "--resume", "--run.steps", 2))
-        assert f"{path} is damaged (" in said and f"remove {path.parent} to go on" in said, name
+        assert f"{path} is damaged (" in said and f"remove {path.parent} to continue" in said, name
     shutil.rmtree(path.parent)
     assert run("train", folder, "--resume").returncode == 0  # the remedy works
 
@@ -208,17 +208,17 @@ MANY = 10**12
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["rollout", "--group-size", MANY], f"{MANY} completions are asked for; at most 10,000,000"),
-        (["rollout", "--stop-id", 10**30], "which no tokenizer has"),
-        (["eval", "--samples", MANY], f"{MANY} samples of every problem are asked for; at most 100,000"),
-        (["eval", "--limit", MANY], f"{MANY} prompts are asked for"),
-        (["train", "--rollout.prompts", MANY], "completions of a step are asked for"),
-        (["train", "--rollout.group_size", MANY], "completions of a step are asked for"),
-        (["train", "--eval.prompts", MANY], "completions of an evaluation are asked for"),
-        (["train", "--eval.samples", 10**15], "completions of an evaluation are asked for"),
+        (["rollout", "--group-size", MANY], f"{MANY} completions were requested; use at most 10,000,000"),
+        (["rollout", "--stop-id", 10**30], "which is not a token id"),
+        (["eval", "--samples", MANY], f"{MANY} samples of every problem were requested; use at most 100,000"),
+        (["eval", "--limit", MANY], f"{MANY} prompts were requested"),
+        (["train", "--rollout.prompts", MANY], "completions of a step were requested"),
+        (["train", "--rollout.group_size", MANY], "completions of a step were requested"),
+        (["train", "--eval.prompts", MANY], "completions of an evaluation were requested"),
+        (["train", "--eval.samples", 10**15], "completions of an evaluation were requested"),
         (["train", "--model.lora_rank", 10**15], "model.lora_rank is 1000000000000000; it must be at most 65,536"),
-        (["train", "--warmup.batch", MANY], "solutions per step are asked for"),
-        (["train", "--task.count", MANY], f"{MANY} numbers of a sum are asked for; at most 100,000"),
+        (["train", "--warmup.batch", MANY], "solutions per step were requested"),
+        (["train", "--task.count", MANY], f"{MANY} numbers of a sum were requested; use at most 100,000"),
         (["train", "--learn.correction", "{1: 2}"], "learn.correction has a key 1"),
         (["plan", "--seed", -1], "--seed is -1"),
     ],

@@ -81,9 +81,9 @@ def test_models_that_disagree_are_asked_about(folder, tmp_path):
     done = run("eval", "--compare", folder, tmp_path / "interval")
     assert done.returncode == 1 and "was trained with interval 4" in done.stderr and "--interval" in done.stderr
     done = run("eval", "--compare", folder, tmp_path / "task")
-    assert done.returncode == 1 and "with recall; say which one to use with --bench" in done.stderr
+    assert done.returncode == 1 and "with recall; choose one of them with --bench" in done.stderr
     done = run("eval", "tiny-sums")
-    assert done.returncode == 1 and "name what to ask with --bench" in done.stderr
+    assert done.returncode == 1 and "choose one with --bench" in done.stderr
 
 
 def test_a_record_does_not_run_a_python_file(folder, tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_rollout_inherits(folder, tmp_path):
     assert again.returncode == 0 and "budget" not in again.stderr
     assert lines(tmp_path / "a" / "trajectories.jsonl") == lines(tmp_path / "b" / "trajectories.jsonl")
     wrong = run("rollout", folder, *words, "--rollout.budget", 3)
-    assert wrong.returncode == 1 and "rollout has no --rollout.budget" in wrong.stderr
+    assert wrong.returncode == 1 and "no option --rollout.budget" in wrong.stderr
 
 
 def test_rollout_puts_texts_into_the_template_of_training(tmp_path):

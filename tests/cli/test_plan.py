@@ -117,7 +117,7 @@ def test_the_memory_is_that_of_the_device_that_is_there(monkeypatch):
         (["--model", "tiny", "--gpu-memory", "nan"], "it must be a positive number of GiB"),
         (["--model", "tiny", "--dtype", "flaot32"], "did you mean 'float32'"),
         (["--model", "qwen2.5-1.6b"], "qwen2.5-1.5b"),
-        (["--recipe", RECIPE, "--model", "tiny"], "give --model for a rollout or --recipe"),
+        (["--recipe", RECIPE, "--model", "tiny"], "give either --model, to plan a rollout, or --recipe"),
     ],
 )
 def test_mistakes_get_a_sentence(arguments, message):
@@ -154,7 +154,7 @@ def test_the_table_of_one_gpu_that_samples_ahead():
     "arguments, message",
     [
         ([*SEVEN, "--gpus", 0], "--gpus is 0; it must be a whole number of at least 1"),
-        ([*SEVEN, "--gpus", 256], "rollout.prompts is 128 for 256 GPUs"),
+        ([*SEVEN, "--gpus", 256], "rollout.prompts is 128, but all completions of a prompt stay on one of 256 GPUs"),
         (
             [*SEVEN, "--gpus", 8, "--model.shard", "false", "--gpu-memory", 80],
             "divide the learner among them with --model.shard true",
@@ -173,9 +173,9 @@ def test_the_table_of_one_gpu_that_samples_ahead():
         ([*SEVEN, "--gpus", 8, "--lengths", "."], "holds no steps"),
         ([*SEVEN, "--gpus", 8, "--lengths", ".", "--mean", 5], "--mean and --lengths both"),
         ([*SEVEN, "--gpus", 8, "--rollout.bugdet", 5], "did you mean 'budget'"),
-        ([*SEVEN, "--price", 3], "--price is for a run on many GPUs"),
+        ([*SEVEN, "--price", 3], "--price only has a meaning with --gpus"),
         ([*SEVEN, "--rollout.promts", 3], "did you mean 'prompts'"),
-        (["--gpus", 8], "give --model"),
+        (["--gpus", 8], "give either --model"),
     ],
 )
 def test_a_run_on_many_gpus_that_cannot_be_is_refused(tmp_path, monkeypatch, arguments, message):
@@ -231,8 +231,8 @@ def test_the_table_of_a_pool():
         ([*POOL, "--rollout.samplers", 0], "a plan cannot know; give --rollout.samplers"),
         ([*POOL, "--rollout.samplers", 1], "each of the learner's 2 processes needs one; use at least 2"),
         ([*POOL, "--message", 0], "message is 0"),
-        (["plan", *SEVEN, "--gpus", 8, "--store", 3], "--store is for a recipe with rollout.pool"),
-        (["plan", *SEVEN, "--message", 3], "--message is for a run on many GPUs"),
+        (["plan", *SEVEN, "--gpus", 8, "--store", 3], "--store only has a meaning with a pool"),
+        (["plan", *SEVEN, "--message", 3], "--message only has a meaning with --gpus"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(arguments, message):

@@ -87,7 +87,7 @@ def test_rollout_of_a_folder_with_a_beacon(tmp_path, student, prompts):
 def test_rollout_with_another_chunk_than_the_trained_one(tmp_path, student, prompts):
     out = tmp_path / "out"
     done = run("rollout", student, "--compressor", "beacon:4", "--prompts", prompts, "--out", out)
-    assert done.returncode == 1 and "was trained with one after 8; use that." in done.stderr
+    assert done.returncode == 1 and "was trained with one after every 8; use that." in done.stderr
     assert not out.exists()
 
 
@@ -123,7 +123,7 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path):
         ("{nonsense}\n", "line 1 is not JSON"),
         ('{"prompt": "a"}\n{"question": "b"}\n', r"line 2 has no text 'prompt'.*\(it has: question\).*--field"),
         ('{"tokens": ["x"]}\n', r"line 1 has no text 'prompt' and no list of token ids"),
-        ("[1, 2]\n", "line 1 is not an object but list"),
+        ("[1, 2]\n", "line 1 holds list, not an object"),
         ('{"tokens": [500]}\n', "token id 500, outside the vocabulary"),
     ],
 )

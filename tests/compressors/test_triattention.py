@@ -156,7 +156,7 @@ def test_what_rope_does_is_found_layer_by_layer():
 
 
 def test_an_unknown_or_another_model_is_refused(llama):
-    with pytest.raises(SparseRLError, match=r"knows nothing about this model: there is no triattention.safetensors"):
+    with pytest.raises(SparseRLError, match=r"needs triattention.safetensors, but there is none beside this model"):
         Engine(llama, compressor="triattention", budget=16, interval=8)
     try:
         set_companion(llama, "triattention", made_up(2, 4, 8))
@@ -169,7 +169,7 @@ def test_an_unknown_or_another_model_is_refused(llama):
 def test_the_command_writes_beside_the_model_and_others_read_it(tmp_path):
     text, folder = tmp_path / "text.txt", tmp_path / "model"
     text.write_text("12+7=19;3+4=7;" * 20)
-    assert "say with --out" in run("calibrate", "tiny-sums", "--data", str(text)).stderr
+    assert "save a copy with --out" in run("calibrate", "tiny-sums", "--data", str(text)).stderr
     done = run("calibrate", "tiny-sums", "--data", str(text), "--out", str(folder), "--tokens", "200")
     assert done.returncode == 0 and "measured on 200 tokens" in done.stdout, done.stderr
     first = companions_of(load_model(str(folder))[0])["triattention"]

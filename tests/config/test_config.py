@@ -53,14 +53,14 @@ def test_a_part_of_a_correction_can_be_switched_off():
         ({"modle": {}}, "section 'modle'; did you mean 'model'"),
         ({"model": "tiny", "task": {"name": "sums"}}, "section 'model' holds 'tiny'; it must hold keys"),
         ([1], "holds list; a recipe is sections"),
-        ({"task": {"name": "sums"}}, "lacks the section 'model'"),
+        ({"task": {"name": "sums"}}, "has no section 'model'"),
         ({**SMALL, "rollout": {"bugdet": 3}}, "no key rollout.bugdet; did you mean 'budget'"),
         ({**SMALL, "rollout": {"budget": "many"}}, "rollout.budget is 'many'; it must be a whole number"),
         ({**SMALL, "rollout": {"budget": True}}, "rollout.budget is True"),
         ({**SMALL, "rollout": {"budget": 0}}, "rollout.budget is 0; it must be a whole number of at least 1"),
         ({**SMALL, "rollout": {"temperature": 0}}, "rollout.temperature is 0.0; training needs a positive number"),
         ({**SMALL, "optimizer": {"lr": 1.0}}, "lr 1.0 must be above 0 and below 1"),
-        ({**SMALL, "optimizer": {"lr": 0.5, "weight_decay": 1e30}}, r"weight_decay is 1e\+30 with lr 0.5.*at most 2\."),
+        ({**SMALL, "optimizer": {"lr": 0.5, "weight_decay": 1e30}}, r"weight_decay is 1e\+30 and lr 0.5.*at most 2\."),
         ({**SMALL, "optimizer": {"lr": "fast"}}, "optimizer.lr is 'fast'; it must be a number"),
         ({**SMALL, "optimizer": {"lr": float("nan")}}, "optimizer.lr is nan"),
         ({**SMALL, "optimizer": {"betas": [0.9]}}, r"optimizer.betas is \[0.9\]; it must be a list of 2 numbers"),
@@ -71,9 +71,9 @@ def test_a_part_of_a_correction_can_be_switched_off():
         ({**SMALL, "learn": {"method": "tis", "refill": 2}}, "refill is 2 but tis rejects no trajectories"),
         ({**SMALL, "learn": {"minibatches": 9}, "rollout": {"prompts": 2, "group_size": 4}},
          "is 9 but a step has 8 trajectories"),
-        ({**SMALL, "rollout": {"group_size": 1}}, "a group needs at least 2"),
+        ({**SMALL, "rollout": {"group_size": 1}}, "compare completions of a prompt; use at least 2"),
         ({**SMALL, "loss": {"mean": "tokenmean"}}, "did you mean 'token-mean'"),
-        ({**SMALL, "loss": {"mean": "token-mean", "renormalise": True}}, "renormalise divides by trajectories, but"),
+        ({**SMALL, "loss": {"mean": "token-mean", "renormalise": True}}, "renormalise is true, but"),
         ({**SMALL, "learn": {"correction": {"reject_below": 0}}}, "correction.reject_below is 0.0; it must be above 0"),
         ({**SMALL, "learn": {"correction": {"cap": -1}}}, "correction.cap is -1.0"),
         ({**SMALL, "learn": {"advantage_eps": -1}}, "advantage_eps is -1.0"),
@@ -104,8 +104,8 @@ def test_mistakes_get_a_sentence(data, message):
         ("budgte", "did you mean 'rollout.budget'"),
         ("rollot.budget", "did you mean 'rollout'"),
         ("correction.mask_outside", "no section 'correction'"),
-        ("rollout.budget.x", "looks inside rollout.budget, which holds no keys"),
-        ("model.name.foo", "looks inside model.name"),
+        ("rollout.budget.x", "names a key inside rollout.budget, which has no keys"),
+        ("model.name.foo", "names a key inside model.name"),
     ],
 )  # fmt: skip
 def test_override_mistakes_get_a_sentence(key, message):
@@ -141,7 +141,7 @@ def test_every_key_has_help():
     "key, sentence",
     [
         ("late", "student.late is now called student.freeze_teacher"),
-        ("shuffle-advantages", "there is no key learn.shuffle_advantages any more"),
+        ("shuffle-advantages", "the key learn.shuffle_advantages does not exist any more"),
     ],
 )
 def test_an_old_key_by_its_last_part_gets_its_new_name(key, sentence):

@@ -16,13 +16,13 @@ def bomb(levels: int, width: int = 9, leaf: str = "lol") -> str:
 
 
 BOMBS = {
-    "wide": (bomb(30), "stands for more than"),
-    "merged": (bomb(4) + "run: {<<: [*a3, *a3, *a3, *a3]}", "stands for more than"),
-    "long text": (f"t: &t {'x' * 90_000}\n{bomb(2, leaf='*t')}", "stands for more than"),
-    "deep": ("model: {name: " + "[" * 5000 + "]" * 5000 + "}", "more than 20 deep"),
-    "deep blocks": ("\n".join("  " * i + "a:" for i in range(100)), "more than 20 deep"),
+    "wide": (bomb(30), "expands to more than"),
+    "merged": (bomb(4) + "run: {<<: [*a3, *a3, *a3, *a3]}", "expands to more than"),
+    "long text": (f"t: &t {'x' * 90_000}\n{bomb(2, leaf='*t')}", "expands to more than"),
+    "deep": ("model: {name: " + "[" * 5000 + "]" * 5000 + "}", "more than 20 levels deep"),
+    "deep blocks": ("\n".join("  " * i + "a:" for i in range(100)), "more than 20 levels deep"),
     "itself": ("model: &m {name: *m}", "stands for nothing, or itself"),
-    "large": ("model: {name: " + "x" * LONGEST + "}", "at most 200,000 are read"),
+    "large": ("model: {name: " + "x" * LONGEST + "}", "at most 200,000"),
     "number": ("run: {seed: " + "9" * 5000 + "}", "is not YAML"),
     "hexadecimal": ("run: {seed: 0x" + "f" * 5000 + "}", "is too large"),
     "surrogate": (r'model: {name: "\ud800"}', "is not YAML"),

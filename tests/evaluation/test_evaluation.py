@@ -254,7 +254,7 @@ def test_eval_of_a_folder_with_a_beacon(tmp_path):
     assert equal["benches"][0]["tokens_saved"] > 0.2
     with pytest.raises(
         SparseRLError,
-        match="a beacon after 16 tokens was asked for, but this student was trained with one after 4 or 2",
+        match="a beacon after every 16 tokens was requested, but this student was trained with one after every 4 or 2",
     ):
         raise run(*options, "--out", tmp_path / "x").exception
 
@@ -306,13 +306,13 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--compressor", "rkv", "--compressor.snks", 8], "rkv has no parameter 'snks'; did you mean 'sinks'"),
         (
             ["--rollout.budget", 3],
-            "eval has no --rollout.budget (options of benchmarks and compressors: --sums.KEY VALUE,",
+            "eval has no option --rollout.budget (benchmarks and compressors have --sums.KEY VALUE,",
         ),
         (["--budgt", 3], "did you mean 'budget'"),
         (["--sums.cuont", 3], "the task sums has no option 'cuont'; did you mean 'count'"),
         (["--task.cuont", 3], "the task sums has no option 'cuont'; did you mean 'count'"),
         (["--task.count"], "--task.count has no value"),
-        (["tiny"], "2 models are named; give one, or several with --compare."),
+        (["tiny"], "2 models were given; give one, or add --compare to compare several."),
         (["--limit", 0], "limit is 0; it must be a whole number of at least 1."),
         (["--samples", 0], "samples is 0"),
         (["--max-new-tokens", 0], "max_new_tokens"),
@@ -324,7 +324,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--compare", "--compressors", ","], "--compressors is ','; name at least one."),
         (
             ["--compare", "tiny-sums"],
-            "two of tiny-sums, tiny-sums are the same, or would have the same folder; name each model once.",
+            "two of tiny-sums, tiny-sums are the same model, or would write to the same folder; give each model once.",
         ),
         (["--compare", "--budget", 40], "--budget has no meaning with --compare; use --budgets"),
         (["--compare", "--compressor", "snapkv"], "--compressor has no meaning with --compare; use --compressors"),

@@ -142,7 +142,7 @@ def test_a_killed_command_goes_on(tmp_path, number):
     stopped = command_that_is_stopped(number, path, 6, "eval", *words, "--out", killed)
     done = subprocess.run(stopped, capture_output=True, text=True, timeout=PATIENCE)
     if number == signal.SIGTERM:
-        assert done.returncode == 130 and "the same command goes on" in done.stderr
+        assert done.returncode == 130 and "the same command continues" in done.stderr
     kept = path.read_bytes()
     assert 6 <= kept.count(b"\n") < 24  # it was killed in the middle
     assert run(*words, "--out", killed).exit_code == 0 == run(*words, "--out", whole).exit_code

@@ -340,7 +340,7 @@ def read_shards_alone(folder):
         try:
             load_state(path, {"learner": {"optimizer": optimizer.state_dict()}})
         except SparseRLError as error:
-            assert "shards is damaged" in str(error) and "go on from the checkpoint before it" in str(error)
+            assert "shards is damaged" in str(error) and "continue from the checkpoint before" in str(error)
         else:
             raise AssertionError("half the weights are gone")
         shutil.rmtree(path / "shards", ignore_errors=True)

@@ -612,7 +612,7 @@ REFUSED = {
     "min_p": (dict(min_p=0.1), {}, "min_p=0.1 is not supported"),
     "repetition_penalty": (dict(repetition_penalty=1.1), {}, "set it to 1.0"),
     "generation_kwargs": (dict(generation_kwargs={"num_beams": 2}), {}, "leave them None"),
-    "naive under replay": ({}, dict(replay=True, correction="naive"), "no view to replay"),
+    "naive under replay": ({}, dict(replay=True, correction="naive"), "nothing to replay"),
     "clip_kl": (dict(beta=0.1), dict(correction="sparse-rl-released"), "clip_kl=None"),
     "vespo": (dict(loss_type="vespo"), dict(correction="trl"), "token_truncate"),
     "unknown": ({}, dict(correction="sparse"), "did you mean"),

@@ -273,7 +273,7 @@ def test_a_tool_that_interrupts_leaves_no_row(sparse):
     assert sampler.open is None
     trainer.tools = trainer._standalone_tools = [look]
     generated(trainer)
-    with pytest.raises(SparseRLError, match="no continuation of what was sampled"):
+    with pytest.raises(SparseRLError, match="do not continue what was sampled"):
         sampler.generate([row.tolist() for row in torch.randint(2, 20, (2, 6))])
         sampler.generate([[3, 4, 5]])
     sampler.abandon_turns()
@@ -300,5 +300,5 @@ def test_conversations_that_begin_alike_are_told_apart():
 def test_completions_that_were_changed_are_refused():
     batch = OpenBatch(Engine(model_of(), rows=2, **CACHE), [[2, 3, 4]], Sampling(8), seed=0)
     ((said, _),) = batch.first_turns()
-    with pytest.raises(SparseRLError, match="TRL has a conversation of 6 tokens that was not sampled so"):
+    with pytest.raises(SparseRLError, match="TRL has a conversation of 6 tokens that differs from what was sampled"):
         batch.close([[2, 3, 4]], [[(said[0] + 1) % 20, *said[1:3]]])

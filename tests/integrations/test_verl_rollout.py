@@ -91,12 +91,12 @@ def test_requests_are_read_as_vllm_s(verl):
         assert server.sampling_of({"max_new_tokens": 4, "repetition_penalty": 1.0}, 5, "a")[0].max_new_tokens == 4
         assert server._seed_of(1, "a") != server._seed_of(2, "a") != server._seed_of(2, "b")
         for asked, said in (
-            ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1, which sparse rollouts do not have"),
+            ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1, which sparse rollouts do not support"),
             ({"logit_bias": {}}, "brings 'logit_bias', which sparse rollouts do not know"),
         ):
             with pytest.raises(SparseRLError, match=said):
                 server.sampling_of(asked, 10, "a")
-        with pytest.raises(SparseRLError, match="the prompt has 120 tokens, and a prompt with its answer at most 120"):
+        with pytest.raises(SparseRLError, match="the prompt has 120 tokens, but a prompt with its answer may have 120"):
             server.sampling_of({}, 120, "a")
         with pytest.raises(SparseRLError, match="images"):
             await server.generate(PROMPT, {}, "a", image_data=[1])
@@ -292,7 +292,7 @@ def test_weights_that_do_not_fit_or_do_not_come_are_refused(verl):
 
     async def work(server):
         one, two = parts(server.model, 2)
-        with pytest.raises(SparseRLError, match=r"weights did not come, such as"):
+        with pytest.raises(SparseRLError, match=r"weights, such as"):
             await server.update_weights(one, True)
         await server.update_weights(one, False)
         await server.update_weights(two, True)
@@ -342,7 +342,10 @@ def test_experts_come_one_by_one(verl):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quantization": "fp8"}, "rollout.quantization is fp8, which sparse rollouts do not have; leave it at None"),
+        (
+            {"quantization": "fp8"},
+            "rollout.quantization is fp8, which sparse rollouts do not support; leave it at None",
+        ),
         ({"enable_rollout_routing_replay": True}, "enable_rollout_routing_replay is True"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is raw_logprobs"),
         ({"mtp": Namespace(enable=True, enable_rollout=True)}, "mtp.enable_rollout is True"),
@@ -355,7 +358,7 @@ def test_settings_that_would_be_ignored_are_refused(verl, changes, said):
 
 
 def test_a_length_that_the_model_cannot_read_is_refused(verl):
-    with pytest.raises(SparseRLError, match=r"asks for 5000 tokens, a prompt .*, but the model reads 4096"):
+    with pytest.raises(SparseRLError, match=r"allows 5000 tokens for a prompt .*, but the model has 4096"):
         serve(None, max_model_len=None, prompt_length=1000, response_length=4000)
 
 

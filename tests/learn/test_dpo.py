@@ -228,7 +228,7 @@ def test_what_makes_no_sense_is_refused():
         ({"learn": {"algorithm": "online-dpo", "minibatches": 4}, "rollout": {"prompts": 3}}, "use at most 3"),
         ({"dpo": {"beta": 0}}, "dpo.beta is 0"),
         ({"dpo": {"label_smoothing": 0.5}}, "from 0 to below 0.5"),
-        ({"dpo": {"label_smoothing": 0.1, "loss": "ipo"}}, "which has none"),
+        ({"dpo": {"label_smoothing": 0.1, "loss": "ipo"}}, "which does not use it"),
         ({"dpo": {"pairs": "best"}}, "best-worst"),
     ]
     for sections, said in cases:

@@ -409,7 +409,7 @@ def test_what_makes_no_sense_is_refused():
             {"learn": ppo, "ppo": {"critic": "separate"}, "model": {"name": "tiny-sums", "shard": True}},
             "ppo.critic: trunk",
         ),
-        ({"rollout": {"group_size": 1}}, "ppo compares with a critic"),
+        ({"rollout": {"group_size": 1}}, "ppo, which compares with a critic"),
     ]
     for sections, said in cases:
         with pytest.raises(SparseRLError, match=said):

@@ -83,7 +83,7 @@ def test_relatives_are_listed_with_their_settings_and_no_algorithms_of_their_own
 
 
 def test_lists_say_which_to_choose_beside_the_names():
-    for what, choice in (("algorithms", "Begin with grpo"), ("methods", "shadow"), ("presets", "shadow")):
+    for what, choice in (("algorithms", "Start with grpo"), ("methods", "shadow"), ("presets", "shadow")):
         told = run("list", what)
         assert choice in told.stderr and told.stderr.startswith("sparse-rl: ") and "sparse-rl: " not in told.stdout
     assert run("list", "recipes").stderr == ""

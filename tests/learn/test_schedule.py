@@ -41,8 +41,8 @@ def test_a_run_fills_in_the_length_of_its_schedule():
         recipe(learn=learn, run=run, optimizer={"schedule": "cosine", "warmup_steps": 21})
     for mistake, said in (
         ({"schedule": "cosin"}, "cosine"),
-        ({"decay_steps": 5}, "constant and decays nothing"),
-        ({"schedule": "linear", "decay_steps": 5, "warmup_steps": 5}, "it must be above that"),
+        ({"decay_steps": 5}, "optimizer.schedule is constant"),
+        ({"schedule": "linear", "decay_steps": 5, "warmup_steps": 5}, "set it above that"),
     ):
         with pytest.raises(SparseRLError, match=said):
             recipe(optimizer=mistake)

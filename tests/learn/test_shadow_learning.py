@@ -331,9 +331,9 @@ def test_methods_and_their_settings():
         (dict(view="sparse"), "learn.view is 'sparse'"),
         (dict(method="smd", distill="d"), "must be one of dense-to-shadow, shadow-to-dense-forward, "),
         (dict(method="smd", distill="b"), "is now called shadow-to-dense-forward; write learn.distill: shadow-to-"),
-        (dict(method="none", distill="dense-to-shadow"), "needs learn.view: shadow, not dense"),
+        (dict(method="none", distill="dense-to-shadow"), "learn.view is dense, but distillation"),
         (dict(method="shadow", distill_weight=0.5), "does not distill"),
-        (dict(method="naive", view="shadow"), "no view to replay"),
+        (dict(method="naive", view="shadow"), "nothing to replay"),
         (dict(method="smd", distill_weight=-1.0), "distill_weight"),
     ):
         with pytest.raises(SparseRLError, match=message):
@@ -355,7 +355,7 @@ def test_traces_of_other_trajectories_are_refused_though_their_shapes_fit(dtype)
     score(model, collate(own), 1000, view="shadow")
     with pytest.raises(
         SparseRLError,
-        match=r"nats off the sampler's on average, but rounding in \w+ explains only .*sample the trajectories again",
+        match=r"nats on average, but rounding in \w+ explains only .*sample the trajectories again",
     ):
         score(model, collate(swapped), 1000, view="shadow")
     with pytest.raises(SparseRLError, match="other weights or another temperature"):
@@ -370,10 +370,10 @@ def test_one_foreign_trace_among_many_and_many_short_ones_are_refused():
     gap = torch.full(mask.shape, 0.001) * mask
     check_replay(gap, mask, torch.float32)
     gap[5, 8:] = 0.1  # of 32 nats allowed in all
-    with pytest.raises(SparseRLError, match=r"of 1 of 32 trajectories are up to 0.1 nats off"):
+    with pytest.raises(SparseRLError, match=r"of 1 of 32 trajectories differ from the sampler's by up to 0.1 nats"):
         check_replay(gap, mask, torch.float32)
     short = mask & (torch.arange(40) < 16)
-    with pytest.raises(SparseRLError, match=r"of 32 of 32 trajectories are up to 0.05 nats off"):
+    with pytest.raises(SparseRLError, match=r"of 32 of 32 trajectories differ from the sampler's by up to 0.05 nats"):
         check_replay(torch.full(mask.shape, 0.05) * short, short, torch.float32)  # each below what 64 tokens may have
     check_replay(0.05 * short[:1], short[:1], torch.float32)  # a few odd tokens of one alone
 

@@ -276,7 +276,7 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
     saved = find_checkpoints(tmp_path / "run" / "checkpoints")[-1][1]
     assert beacon_of(load_model(str(saved))[0]).chunks == (4,)
     with pytest.raises(
-        SparseRLError, match=r"has a beacon, and is trained with all its weights; set model.lora_rank to 0"
+        SparseRLError, match=r"has a beacon, so all of its weights must be trained; set model.lora_rank to 0"
     ):
         Trainer(
             recipe(**(sections | {"model": sections["model"] | {"lora_rank": 2}}), learn={"method": "shadow"}),
@@ -294,7 +294,7 @@ def test_a_student_goes_on_by_reinforcement_learning(finished, tmp_path):
 def test_refusals():
     for wrong, message in (
         ({"chunks": [1]}, "must be a whole number from 2 on"),
-        ({"chunks": [[]]}, "give a list with an entry per student"),
+        ({"chunks": [[]]}, "give a list with one entry per student"),
         ({"chunks": [[4, 8], [8, 4]]}, "two students are the same"),
         ({"draw": "token"}, "student.draw is 'token'"),
         ({"position": "left"}, "student.position is 'left'"),
@@ -303,7 +303,7 @@ def test_refusals():
     ):
         with pytest.raises(SparseRLError, match=message):
             recipe(student=wrong)
-    with pytest.raises(SparseRLError, match="has an ordinary model for their teacher"):
+    with pytest.raises(SparseRLError, match="the teacher of students must be an ordinary model"):
         recipe(model={"lora_rank": 4})
     assert name_of(sizes_of([8, 2, 4])) == "c2-4-8" and name_of(sizes_of(16)) == "c16"
 

@@ -53,18 +53,18 @@ def test_damaged_weights_are_refused(folder, damage):
 
 def test_tensors_that_would_be_random_are_named(folder):
     edit_weights(folder, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != Q})
-    assert f"lacks 1 of its model's tensors ({Q})" in refusal(folder)
+    assert f"has no weights for 1 of its model's tensors ({Q})" in refusal(folder)
 
 
 def test_a_config_with_more_layers_than_the_weights_is_refused(folder):
     edit_config(folder, num_hidden_layers=5)
     message = refusal(folder)
-    assert "lacks 18 of its model's tensors (model.layers.3." in message and ", ...)" in message
+    assert "has no weights for 18 of its model's tensors (model.layers.3." in message and ", ...)" in message
 
 
 def test_tensors_of_another_shape_are_named(folder):
     edit_weights(folder, lambda tensors: {n: t[:-1].clone() if n == Q else t for n, t in tensors.items()})
-    assert f"1 tensors of another shape than its config.json says ({Q} is [95, 96], not [96, 96])" in refusal(folder)
+    assert f"1 tensors whose shape differs from its config.json ({Q} is [95, 96], not [96, 96])" in refusal(folder)
 
 
 def test_tensors_without_a_place_are_told_but_do_no_harm(folder):
@@ -99,7 +99,10 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(tmp_path):
     first, *rest = sorted(tensors := load_file(path))
     save_file({name: tensors[name] for name in rest}, path, metadata={"format": "pt"})
     message = refusal(tmp_path)
-    assert "lacks 1 of its model's tensors" in message and first.split(".layers.")[1].split(".lora")[0] in message
+    assert (
+        "has no weights for 1 of its model's tensors" in message
+        and first.split(".layers.")[1].split(".lora")[0] in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(tmp_path):
         ({"hidden_act": "nonesuch"}, "no model can be made from this config"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"dtype": 7}, "no model can be made from this config"),
-        ({"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}}, "needs Python code"),
+        ({"model_type": "nonesuch", "auto_map": {"AutoConfig": "evil.Config"}}, "needs the Python code"),
     ],
 )
 def test_odd_values_in_a_config_get_a_sentence(folder, keys, message):
@@ -146,7 +149,7 @@ def test_a_code_file_in_a_folder_is_not_run(folder, tmp_path):
     edit_config(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     load_model(str(folder), device="cpu")  # a known type: its own class is taken
     edit_config(folder, model_type="nonesuch")
-    assert "needs Python code" in refusal(folder)
+    assert "needs the Python code" in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 

@@ -286,7 +286,7 @@ def test_a_later_call_of_the_same_engine_cuts_a_stream_off():
         ("1", {"rows": 0}, "rows is 0"),
         ("1", {"compressor": "rvk"}, "did you mean 'rkv'"),
         ("1", {"compressor_options": {"sink": 1}}, "did you mean 'sinks'"),
-        ("1", {"compressor": make("rkv"), "compressor_options": {"sinks": 1}}, "make it with them"),
+        ("1", {"compressor": make("rkv"), "compressor_options": {"sinks": 1}}, "pass them when"),
         ("1", {"compressor": "beacon:4"}, "has no beacon"),
         ("Z", {}, "outside the vocabulary"),
     ],

@@ -244,7 +244,7 @@ def test_budgets_that_make_no_sense_are_refused(layers, why):
 
 def test_what_has_no_budget_and_budgets_that_move_are_refused():
     for name in ("dense", "beacon:4"):
-        with pytest.raises(SparseRLError, match="has no budget, so layer_budgets mean nothing"):
+        with pytest.raises(SparseRLError, match="has no budget, so layer_budgets have no meaning"):
             make(name, layer_budgets=[9, 20, 10])
     engine = Engine(tiny("llama"), make("rkv", layer_budgets=[9, 20, 10]), BUDGET, INTERVAL)
     with pytest.raises(SparseRLError, match="keep 13 slots on average, but the budget is 12"):

@@ -401,7 +401,7 @@ def test_ten_thousand_operations_leave_every_row_free():
                     live.extend(chat, rng.choice(prompts)[: rng.randrange(0, 30)], Sampling(rng.randrange(1, 4)))
                     seen["extended"] += 1
                 except SparseRLError as error:
-                    assert "only one that stopped" in str(error) or "leaves no room" in str(error)
+                    assert "wait until it has stopped to continue" in str(error) or "leaves no room" in str(error)
             elif do < 0.75 and alive:
                 chat = alive.pop(rng.randrange(len(alive)))
                 live.cancel(chat)
@@ -646,9 +646,9 @@ def test_what_makes_no_sense_is_refused(llama):
         chats = [live.submit([1, 2]), live.submit([1, 3])]
         with pytest.raises(QueueFull, match="2 conversations wait"):
             live.submit([1, 4])
-        with pytest.raises(SparseRLError, match="conversation 0 is waiting; only one that stopped"):
+        with pytest.raises(SparseRLError, match="conversation 0 is waiting; wait until it has stopped"):
             live.extend(chats[0], [1])
-        with pytest.raises(SparseRLError, match="its trajectory is there when it has stopped"):
+        with pytest.raises(SparseRLError, match="wait until it has stopped to read its trajectory"):
             live.trajectory(chats[0])
         live.step()
         live.submit([1, 4])
@@ -686,7 +686,7 @@ def test_models_and_compressors_that_cannot_are_refused(llama):
 
     with pytest.raises(SparseRLError, match="folds chunks of a response into beacons"):
         Engine(add_beacon(copy.deepcopy(llama)), "beacon:4", rows=2).open(8, 20)
-    with pytest.raises(SparseRLError, match="take tokens only as a whole prompt"):
+    with pytest.raises(SparseRLError, match="can only read tokens as a whole prompt"):
         Engine(hybrid("jamba"), "rkv", rows=2, budget=16, interval=8).open(8, 20)
     with pytest.raises(SparseRLError, match="max_tokens is 8"):
         Engine(llama, "rkv", rows=2, budget=16, interval=8).open(8, 8)

@@ -54,8 +54,8 @@ def test_no_prompts_give_no_trajectories(engine):
         (dict(top_p=0.0), "top_p is 0.0"),
         (dict(top_k=-2), "top_k is -2"),
         (dict(max_new_tokens=1.5), "max_new_tokens is 1.5"),
-        (dict(top_p=0.9, for_correction=True), "top_p 0.9 cannot go with a correction.*biased.*top_p=1"),
-        (dict(top_k=5, for_correction=True), "top_k 5.*cannot go with a correction"),
+        (dict(top_p=0.9, for_correction=True), "top_p 0.9 cannot be combined with a correction.*biased.*top_p=1"),
+        (dict(top_k=5, for_correction=True), "top_k 5.*cannot be combined with a correction"),
     ],
 )
 def test_sampling_is_checked(options, message):

@@ -181,7 +181,7 @@ def test_what_recurrent_layers_cannot_do_is_refused():
     assert not packs(model, "auto")
     with pytest.raises(SparseRLError, match="qwen3_5_text models, which have recurrent layers, cannot be packed"):
         packs(model, "always")
-    with pytest.raises(SparseRLError, match="states a beacon would enter and never leave"):
+    with pytest.raises(SparseRLError, match="states would keep both a beacon"):
         add_beacon(copy.deepcopy(model))
     with pytest.raises(SparseRLError, match=r"limits its time steps to 0.001 .. inf .* set time_step_min .* to 1e-09"):
         Engine(hybrid("nemotron_h", time_step_min=0.001))

@@ -91,7 +91,7 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path):
             (["--port", port], "cannot be used"),
             (["--host", "0.0.0.0"], "--api-key"),
             (["--weights-root", tmp_path], "--admin-key"),
-            (["--weights-root", tmp_path / "none", "--admin-key", "k"], "there is no folder"),
+            (["--weights-root", tmp_path / "none", "--admin-key", "k"], "is not a folder"),
             (["--rows", 0], "rows"),
         ]
         for arguments, said in cases:

@@ -92,7 +92,7 @@ def test_the_template_of_a_task(tmp_path):
     for options, message in [
         (
             dict(files=plain, template="chat", chat=True),
-            "template 'chat' says what surrounds a question; omit chat and suffix",
+            "template 'chat' sets the text around a question; omit chat and suffix",
         ),
         (dict(files=plain, template="chat", suffix="!"), "omit chat and suffix"),
         (dict(files=plain, template="chta"), "there is no template 'chta'; did you mean 'chat'"),

@@ -258,7 +258,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
         ([], {}, r"0 of 0 rows cannot be used \(it is empty\)"),
         (["nonsense"], {}, r"1 of 1 rows cannot be used \(not JSON: 1\); each line must be one JSON object"),
         (good, dict(split="test"), "split is 'test'"),
-        (good, dict(holdout=18), "holdout 18 leaves nothing of 18 usable rows"),
+        (good, dict(holdout=18), "holdout 18 leaves none of 18 usable rows"),
         (good, dict(holdout=-1), "holdout is -1"),
         (good, dict(split="held-out"), "holdout is 0, so none of the 18 problems is held out"),
         (good, dict(ansewr="label"), "the task math has no option 'ansewr'; did you mean 'answer'"),
@@ -269,7 +269,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
             make("math", files=write(tmp_path / "bad.jsonl", rows), **options)
     for files, message in [
         (str(tmp_path / "none.jsonl"), "there is no file .*none.jsonl"),
-        ([], "names no file"),
+        ([], "files is empty"),
         ([path, "none"], "there is no"),
     ]:
         with pytest.raises(SparseRLError, match=message):

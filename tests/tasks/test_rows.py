@@ -55,7 +55,7 @@ def test_every_split_has_its_own_solutions(tmp_path):
 def test_missing_solutions_are_told_in_a_sentence(tmp_path):
     rows = [{"prompt": f"{i}?", "label": i, "work": f"{i}"} for i in range(30)]
     path = write(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(SparseRLError, match=r"no field of its rows is named as such; set task.solution"):
+    with pytest.raises(SparseRLError, match=r"does not know which field of a row holds them; set task.solution"):
         make("math", files=path).solution(Prompt("0?", 0))
     with pytest.raises(
         SparseRLError,

@@ -240,7 +240,7 @@ def test_bad_options_are_told():
         ("recall", dict(count=700), "at most 676 pairs"),
         ("recall", dict(count=[5, 6, 7]), r"the task recall cannot use the options \{'count': \[5, 6, 7\]\}"),
         ("recall", dict(filler=-1), "filler is -1"),
-        ("recall", dict(letters=4), "letters is 4; keys have 2 or 3"),
+        ("recall", dict(letters=4), "letters is 4; it must be 2 or 3"),
         ("recall", dict(depth=[0.5, 0.2]), r"depth is \[0.5, 0.2\]"),
         ("recall", dict(count=20, depth=[0, 0.1]), "of 20 pairs 2 lie at depth"),
         ("recall", dict(count=20, lookalikes=5), "with 5 lookalikes each"),

@@ -210,12 +210,12 @@ def test_mistakes_get_a_sentence():
     hot = {"compressor_options": {"temperature": 1.0}}
     for given, said in [
         ({"scorer": {"every": 0}}, "scorer.every is 0"),
-        ({}, "nothing is drawn without a temperature"),
-        ({"rollout": {**hot, "compressor": "prompt-only:learned"}}, "evicts prompts alone"),
-        ({"rollout": {**hot, "ahead": 1}}, "rollout.ahead 1 the scorer is not the one that drew"),
+        ({}, "without a temperature they are not drawn"),
+        ({"rollout": {**hot, "compressor": "prompt-only:learned"}}, "only evicts prompts"),
+        ({"rollout": {**hot, "ahead": 1}}, "rollout.ahead 1 another scorer drew"),
         ({"rollout": hot, "learn": {"algorithm": "ppo"}}, "ppo has no advantage of a trajectory"),
         ({"rollout": {"compressor_options": {"temperature": 1, "forget_given": 1}}}, "forget_given orders slots"),
-        ({"rollout": {**hot, "budget": 32, "layer_budgets": [30, 34]}}, "evictions of a layer differ in size"),
+        ({"rollout": {**hot, "budget": 32, "layer_budgets": [30, 34]}}, "the layers evict different numbers of slots"),
         ({"scorer": {"advantage": -1.0}}, "scorer.advantage is -1.0"),
     ]:
         with pytest.raises(SparseRLError, match=said):

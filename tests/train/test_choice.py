@@ -99,7 +99,7 @@ def test_the_choice_is_learned_and_travels_with_the_model(chosen, tmp_path):
     [
         (
             {"rollout": {"start_chunk": 9.0}},
-            "chunks of 9.0 tokens on average were asked for, but they have from 2 to 8",
+            "chunks cannot have 9.0 tokens on average, because each has from 2 to 8",
         ),
         ({"rollout": {"compressor": "beacon:2-16"}}, "this student was trained with 2 to 8"),
         ({"learn": {"method": "none"}}, "rollouts with beacons need the shadow view"),

@@ -30,7 +30,7 @@ def test_shards_of_a_stranger_run_no_code(foreign):
     (checkpoint / "shards" / ".metadata").write_bytes(pickle.dumps(Command(proof)))
     done = run("train", checkpoint.parent.parent, "--resume")
     assert done.returncode == 1 and not proof.exists()
-    assert "go on for one step with that version and --model.shard false" in done.stderr, done.stderr
+    assert "do one step with that version and --model.shard false" in done.stderr, done.stderr
 
 
 def test_a_state_of_a_stranger_runs_no_code(foreign):

@@ -121,7 +121,7 @@ def test_envelopes_are_convex_and_below():
     assert allocate(torch.tensor([cost, [1.01 * y for y in cost]]), budgets, 6) == [4, 8]
     assert allocate(torch.tensor([[2.0, 0.0], [1.0, 0.0]]), [4, 12], 8, step=3) == [12, 4]
     assert grid_of(20, 10) == [10, 12, 14, 16, 18, 20, 23, 26, 30, 35, 40]
-    with pytest.raises(SparseRLError, match="the least that a layer may keep is 21, but the budget is 20"):
+    with pytest.raises(SparseRLError, match="least is 21, but the budget is 20"):
         grid_of(20, 21)
 
 
@@ -195,7 +195,7 @@ def test_choices_have_the_sum_and_the_least(dense):
         again.generate(prompts_of(30), 2, Sampling(30, stop_ids=()))
     with pytest.raises(SparseRLError, match="it must be one of mass, nats"):
         choose_budgets(model, dense, bound, "luck")
-    with pytest.raises(SparseRLError, match="even a budget of 100 cost none of 4 rollouts anything"):
+    with pytest.raises(SparseRLError, match="evictions cost nothing in 4 rollouts, even with a budget of 100"):
         choose_budgets(model, dense, Engine(model, "rkv", 200, 4, rows=1).compressor)
 
 
@@ -215,4 +215,6 @@ def test_the_command_writes_what_others_use(tmp_path):
     assert done.returncode == 0 and "layer budgets" in done.stderr, done.stderr
     assert len(list(read_trajectories(tmp_path / "out"))) == 1
     done = run("allocate", "tiny-sums", "--budget", 30)
-    assert done.returncode == 1 and "give prompts to measure on: --task NAME or --prompts FILE" in done.stderr
+    assert (
+        done.returncode == 1 and "give the prompts to measure on: either --task NAME or --prompts FILE" in done.stderr
+    )

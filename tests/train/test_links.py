@@ -133,7 +133,7 @@ def test_a_metric_that_is_not_a_number_is_one_sentence(tmp_path, value):
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("inf"), 10**400])
 def test_an_accuracy_that_is_no_share_is_one_sentence(value):
-    with pytest.raises(SparseRLError, match="it is a share of 1"):
+    with pytest.raises(SparseRLError, match="it must be from 0 to 1"):
         measured({"step": 1, "eval/dense/accuracy": value, "eval/dense/reward": 0.5})
 
 

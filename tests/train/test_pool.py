@@ -252,7 +252,7 @@ def test_mistakes():
         ({"pool": "ray://head:70000"}, "rollout.pool is 'ray://head:70000'"),
         ({"pool": "ray://ray://head:6379"}, "rollout.pool is 'ray://ray://head:6379'"),
         ({"samplers": 2}, "rollout.samplers is 2, but there is no pool"),
-        ({"ahead": 2}, r"or up to 1 \(with rollout.pool up to 8\)"),
+        ({"ahead": 2}, r"from 0 to 1 \(to 8 with rollout.pool\)"),
         ({"ahead": 9, "pool": "ray"}, "rollout.ahead is 9; .* or up to 8"),
         ({"over_ask": 0.5}, "rollout.over_ask is 0.5, but there is no pool"),
         ({"pool": "ray", "over_ask": 2.0}, "it must be a share from 0 to 1"),

@@ -280,10 +280,10 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
     (tmp_path / "headless" / "config.json").write_text(json.dumps(code))
     cases = {
         str(tmp_path / "nowhere"): "there is no model in .*nowhere",
-        make_reward_model(tmp_path / "three", labels=3): "has 3 labels, but a reward is one number",
+        make_reward_model(tmp_path / "three", labels=3): "has 3 labels, but a reward is a single number",
         str(tmp_path / "language"): "is a LlamaForCausalLM, which scores nothing",
-        str(tmp_path / "language-as-scorer"): "lacks 1 of its model's tensors .score.weight",
-        headless: "needs Python code that its folder brings along, which is never run",
+        str(tmp_path / "language-as-scorer"): "has no weights for 1 of its model's tensors .score.weight",
+        headless: "needs the Python code in its folder, which is never run",
         make_reward_model(tmp_path / "short", max_position_embeddings=64): "reads 64 tokens, but responses alone have "
         "up to 64",
     }

@@ -85,7 +85,7 @@ def test_rollouts_and_plans_take_it_as_an_option_of_the_compressor(tmp_path):
 
 
 def test_mistakes_get_a_sentence():
-    with pytest.raises(SparseRLError, match="there are no slots 'fp16'; did you mean 'fp8'"):
+    with pytest.raises(SparseRLError, match="there is no slot format 'fp16'; did you mean 'fp8'"):
         recipe(rollout={"slots": "fp16"})
     with pytest.raises(SparseRLError, match="set slots to fp8 or int8"):
         recipe(rollout={"slots_kept": [0]})

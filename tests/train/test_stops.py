@@ -62,7 +62,7 @@ def test_an_interrupt_saves_and_stops(finished, tmp_path, monkeypatch):
         patch.setattr(sparse_rl.train.complete, "score", interrupted)
         done = run("train", given, "--out", folder)
     assert done.returncode == 130, done.stderr
-    assert f"go on with: sparse-rl train {folder} --resume" in done.stderr and "Traceback" not in done.stderr
+    assert f"continue with: sparse-rl train {folder} --resume" in done.stderr and "Traceback" not in done.stderr
     assert [step for step, _ in find_checkpoints(folder / "checkpoints")] == [3]
     train(recipe(run={"steps": 6}), folder, resume=True, show=False)
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()

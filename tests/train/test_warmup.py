@@ -297,14 +297,17 @@ def test_what_a_resumed_warm_up_may_change(tmp_path, uninterrupted):
     folder = tmp_path / "model"
     assert run("warmup", folder, "--resume").returncode == 1
     for options, message in [
-        (["--warmup.steps", 20], r"was finished after 9 steps, so it cannot go on to warmup.steps 20; start another"),
+        (
+            ["--warmup.steps", 20],
+            r"was finished after 9 steps and cannot be continued to warmup.steps 20; start another",
+        ),
         (["--warmup.batch", 5], r"warmup.batch is 5 but"),
         (["--seed", 5], f"(sparse-rl warmup {uninterrupted} --resume)"),
     ]:
         done = run("warmup", uninterrupted, "--resume", *options)
         assert done.returncode == 1 and message in " ".join(done.stderr.split()), done.stderr
     done = run("warmup", uninterrupted, "--warmup.steps", 20)
-    assert done.returncode == 1 and "exists already; go on with --resume" in done.stderr
+    assert done.returncode == 1 and "exists already; continue it with --resume" in done.stderr
     settings = recipe(**RESUMED, warmup={**SHORT, "steps": 4, "checkpoint_every": 0})
     module.warmup(settings, folder, evaluate=False, show=False)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
