@@ -341,7 +341,7 @@ def test_choices_that_are_not_places_of_the_response_are_refused(tmp_path):
 
 def test_what_cannot_be_chosen_is_refused():
     plain = add_beacon(copy.deepcopy(tiny("llama")), (4,))
-    with pytest.raises(SparseRLError, match=r"has not learned to choose its folds, so beacon:2-8 cannot be used"):
+    with pytest.raises(SparseRLError, match=r"has not learned to choose its folds, so it cannot use beacon:2-8"):
         Engine(plain, "beacon:2-8")
     with pytest.raises(SparseRLError, match=r"chunks of 2 to 16 tokens were requested, but .* trained with 2 to 8"):
         Engine(chooser(chunks=(2, 8)), "beacon:2-16")

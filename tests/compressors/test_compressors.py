@@ -338,7 +338,7 @@ def test_a_compressor_parses_its_own_argument():
         ("rkv:8", {}, "rkv takes no argument, but rkv:8 was given; write rkv."),
         ("dense:", {}, "dense takes no argument"),
         ("rkw:8", {}, "there is no compressor 'rkw:8'; did you mean 'rkv'"),
-        ("beacon:8", {"chunk": 4}, "beacon:8 names its chunk, but chunk=4 was given too"),
+        ("beacon:8", {"chunk": 4}, "beacon:8 sets chunk already, but chunk=4 was given too"),
         ("beacon:8", {"chunks": 4}, "beacon:8 has no parameter 'chunks'; did you mean 'chunk'"),
         ("kvpress", {}, "kvpress needs the name of a scorer; write kvpress:KnormPress"),
         ("prompt-only:rkw", {}, "there is no compressor 'rkw'; did you mean 'rkv'"),

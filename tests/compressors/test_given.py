@@ -78,7 +78,9 @@ def test_options_that_mean_nothing_are_refused():
     for name in ("dense", "prompt-only"):
         with pytest.raises(SparseRLError, match=r"set both to 0|has no parameter"):
             make(name, forget_given=1)
-    with pytest.raises(SparseRLError, match=r"protect_given is 3, .* set protect_given to at most 2"):
+    with pytest.raises(
+        SparseRLError, match=r"protect_given 3 would keep .* forget_given 2 .* set protect_given to at most 2"
+    ):
         make("rkv", protect_given=3, forget_given=2)
     with pytest.raises(SparseRLError, match="forget_given is -1"):
         make("rkv", forget_given=-1)

@@ -216,7 +216,7 @@ def test_stopping_one_process_stops_all_at_one_place_and_keeps_every_step(tmp_pa
     check_that_strangers_are_kept_out(process.pid, tmp_path / "proof")
     os.kill(processes_of(process.pid, 1), signal.SIGTERM)
     status, said = finish(process)
-    assert status == 130 and said.count("sparse-rl: stopped; go on with") == 1 and "Traceback" not in said, said
+    assert status == 130 and said.count("sparse-rl: stopped; continue with") == 1 and "Traceback" not in said, said
     step, _ = find_checkpoints(folder / "checkpoints")[-1]
     assert step == read_lines(folder / "metrics.jsonl")[-1]["step"]
 
@@ -261,7 +261,9 @@ def test_what_cannot_be_divided_is_refused(tmp_path, monkeypatch):
     status, said = finish(
         start("train", write_recipe(tmp_path), "--out", tmp_path / "run", "--num-processes", 2, "--rollout.prompts", 1)
     )
-    assert status == 1 and said.count("rollout.prompts is 1 for 2 processes") == 1, said  # not by every process
+    assert status == 1 and said.count("rollout.prompts is 1, but each of 2 processes needs at least one") == 1, (
+        said
+    )  # not by every process
     assert "Traceback" not in said and "signal" not in said and "--resume" not in said, said
     assert not (tmp_path / "run").exists()
 

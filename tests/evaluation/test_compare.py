@@ -132,7 +132,7 @@ def test_caches_of_a_comparison():
     assert found[0].make().name == "dense" and found[1].make().protect_prompt and found[1].interval == 4
     with pytest.raises(SparseRLError, match="has no dense cache to compare with; add dense"):
         caches(["rkv"], [16], 4, {})
-    with pytest.raises(SparseRLError, match="none of dense, rkv has a parameter 'snks'"):
+    with pytest.raises(SparseRLError, match="none of the compressors dense, rkv has a parameter 'snks'"):
         caches(["dense", "rkv"], [16], 4, {"snks": 3})
 
 

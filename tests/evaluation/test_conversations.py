@@ -118,7 +118,7 @@ def test_replies_that_fail_are_counted(two_sums, tmp_path):
 
 
 def test_limits_of_turns_need_a_task_that_replies(tmp_path):
-    with pytest.raises(SparseRLError, match="--max-turns is for tasks that reply, which sums does not; omit it"):
+    with pytest.raises(SparseRLError, match="--max-turns is for tasks that reply, but sums does not reply; omit it"):
         evaluated("sums", tmp_path, max_given_tokens=None)
     with pytest.raises(SparseRLError, match="max_turns"):
         Asked(["calculator"], max_turns=0)

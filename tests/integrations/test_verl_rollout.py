@@ -283,7 +283,7 @@ def test_weights_that_do_not_fit_or_do_not_come_are_refused(verl):
     name, parameter = next(iter(model.named_parameters()))
     kept = parameter.clone()
     for tensors, said in (
-        ({name: kept + 1, "other": torch.zeros(1)}, "verl sends 'other', which the model does not have"),
+        ({name: kept + 1, "other": torch.zeros(1)}, "verl sends 'other', which the sampler's model does not have"),
         ({name: torch.zeros(3)}, r"has shape \[3\] in verl"),
     ):
         with pytest.raises(SparseRLError, match=said):
@@ -333,9 +333,9 @@ def test_experts_come_one_by_one(verl):
     for (name, one), other in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
         assert torch.equal(one, other), name
     for wrong in (last.replace(".1.", ".3."), last.replace("experts", "others")):
-        with pytest.raises(SparseRLError, match="which the model does not have"):
+        with pytest.raises(SparseRLError, match="which the sampler's model does not have"):
             copy_weights(models[1], save({wrong: sent[last]}), arrived)
-    with pytest.raises(SparseRLError, match=r"has shape \[6, 8\] in verl, but \[8, 6\] here"):
+    with pytest.raises(SparseRLError, match=r"has shape \[6, 8\] in verl, but \[8, 6\] in the sampler"):
         copy_weights(models[1], save({last.replace("up_proj", "down_proj"): sent[last]}), arrived)
 
 

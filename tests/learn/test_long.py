@@ -185,7 +185,7 @@ def test_the_plan_counts_what_is_held():
 
 
 def test_a_divided_learner_is_refused():
-    with pytest.raises(SparseRLError, match=r"model\.shard divides; use true"):
+    with pytest.raises(SparseRLError, match=r"is offload, which does not work with model\.shard; use true"):
         recipe(model={"gradient_checkpointing": "offload", "shard": True})
 
 

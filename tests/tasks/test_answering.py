@@ -69,7 +69,7 @@ def test_a_run_names_rewards_that_are_too_large(tmp_path):
     task = {"name": str(tmp_path / "mine.py")}
     given = write_recipe(tmp_path, task=task, rollout={"budget": 24, "temperature": 2.0}, eval={"every": 0})
     done = run("train", given, "--out", tmp_path / "run")
-    assert done.returncode == 1 and "the rewards reach from -1e+308 to 1e+308" in done.stderr, done.stderr
+    assert done.returncode == 1 and "the rewards range from -1e+308 to 1e+308" in done.stderr, done.stderr
 
 
 def test_the_prompts_are_a_remedy_only_where_they_have_a_template():

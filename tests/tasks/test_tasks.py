@@ -242,7 +242,7 @@ def test_bad_options_are_told():
         ("recall", dict(filler=-1), "filler is -1"),
         ("recall", dict(letters=4), "letters is 4; it must be 2 or 3"),
         ("recall", dict(depth=[0.5, 0.2]), r"depth is \[0.5, 0.2\]"),
-        ("recall", dict(count=20, depth=[0, 0.1]), "of 20 pairs 2 lie at depth"),
+        ("recall", dict(count=20, depth=[0, 0.1]), "only 2 of 20 pairs lie at depth"),
         ("recall", dict(count=20, lookalikes=5), "with 5 lookalikes each"),
         ("recall", dict(count=[4.5, 10]), "least count is 4.5"),
         ("countdown", dict(search=640.5), "search is 640.5"),

@@ -76,7 +76,7 @@ def test_samples_that_cannot_be_written_stop_the_run_with_a_sentence(tmp_path):
 
 def test_a_disk_without_room_is_refused_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000})())
-    with pytest.raises(SparseRLError, match=r"a checkpoint takes 5 MiB, .* has 0 MiB free"):
+    with pytest.raises(SparseRLError, match=r"a checkpoint takes 5 MiB, but .* has only 0 MiB free"):
         train(recipe(), tmp_path / "run", show=False)
 
 

@@ -138,7 +138,10 @@ def test_added_rewards_leave_the_verdict_to_the_task():
     [
         ({"learn": {"dynamic": -1}}, "learn.dynamic is -1"),
         ({"learn": {"dynamic": 2, "refill": 1}}, "learn.refill is 1 and learn.dynamic is 2"),
-        ({"learn": {"dynamic": 2, "algorithm": "ppo"}}, "learn.dynamic is 2: .* ppo learns from those, too"),
+        (
+            {"learn": {"dynamic": 2, "algorithm": "ppo"}},
+            "learn.dynamic is 2, which replaces .* ppo learns from those, too",
+        ),
         ({"task": {"name": "sums", "overlong": 1.5}}, "task.overlong is 1.5; it must be a share of max_new_tokens"),
         ({"task": {"name": "sums", "overlong": "much"}}, "task.overlong"),
     ],
