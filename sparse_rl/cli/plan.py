@@ -94,7 +94,9 @@ def plan(
         raise SparseRLError(f"--gpu-memory is {gpu_memory}; it must be a positive number of GiB.")
     memory = None if gpu_memory is None else int(gpu_memory * 2**30)
     if (model is None) == (recipe is None):
-        raise SparseRLError("give either --model, to plan a rollout, or --recipe, to plan a training run.")
+        named = next((repr(word) for word in context.args[:1] if not word.startswith("--")), None)
+        alone = "" if named is None else f"{named} has no option before it; "
+        raise SparseRLError(f"{alone}give either --model, to plan a rollout, or --recipe, to plan a training run.")
     given, options = options_given(context), context.params
     if gpus is not None:
         plan_many_gpus(recipe_of(context, given), options, given, memory)

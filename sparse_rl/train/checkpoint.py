@@ -177,10 +177,12 @@ def with_shards(state: Any, like: Any, folder: Path) -> Any:
 def save_model(folder: Path, model, tokenizer) -> None:
     """Write an ordinary Hugging Face folder, with the model's beacon beside the weights if it has one."""
     with no_progress_bar():
+        # embeddings keep their size, so peft need not ask the hub for that of the base
+        options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
         if beacon_of(model) is None:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **options)
         else:
-            model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()))
+            model.save_pretrained(folder, state_dict=without_beacon(model.state_dict()), **options)
             save_beacon(folder, model)
     save_companions(folder, model)
     tokenizer.save_pretrained(folder)

@@ -53,6 +53,11 @@ def test_the_plan_of_a_recipe():
     assert "cache, 3 rows" in fewer and "budget 64 + interval 128" in fewer
 
 
+def test_a_model_without_its_option_is_told_which():
+    refused = run("plan", "models/mine")
+    assert refused.returncode == 1 and "'models/mine' has no option before it; give either --model" in refused.stderr
+
+
 def test_any_key_of_a_recipe_is_an_option():
     plain = json.loads(run("plan", "--recipe", RECIPE, "--json").stdout)
     keys = ["--lora-rank", 16, "--learn.micro_batch_tokens", 4096, "--loss.beta=0", "--rollout.rows", 8]
