@@ -16,6 +16,7 @@ into its weights. A warm-up writes an ordinary Hugging Face folder:
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -72,8 +73,9 @@ def warmup(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
-        with explained_memory(recipe):
+        with explained_memory(recipe, in_pass=False):
             run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
+        del model  # only `run` holds it, so that it can be freed when adapters have been merged
         if resume:
             run.resume()
         write_text(folder / "recipe.yaml", recipe.to_yaml())
@@ -99,18 +101,31 @@ def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
 
 
 @contextmanager
-def explained_memory(recipe: Recipe) -> Iterator[None]:
-    """Turn running out of memory into a sentence. Between two steps nothing has changed, so a checkpoint is written."""
+def explained_memory(recipe: Recipe, in_pass: bool = True) -> Iterator[None]:
+    """Turn running out of memory into a sentence. in_pass: in a pass through the model; otherwise for masters and
+    moments, which smaller micro-batches do not make smaller
+    """
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        adapters = "" if recipe.model.lora_rank else ", or train adapters alone (model.lora_rank 16)"
+        where = "in a pass through the model" if in_pass else "for the optimizer's state"
+        remedies = memory_remedies(recipe, in_pass)
         raise OutOfMemory(
-            f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
-            f"{recipe.micro_batch_tokens}, at least one solution), set model.gradient_checkpointing{adapters}."
+            f"out of memory {where} ({first_line(error)}); {', '.join(remedies[:-1])}, or {remedies[-1]}."
         ) from error
+
+
+def memory_remedies(recipe: Recipe, in_pass: bool) -> list[str]:
+    """What to change if memory ran out, in words. in_pass: as in `explained_memory`"""
+    rank, tokens = recipe.model.lora_rank, recipe.micro_batch_tokens
+    adapters = [] if rank else ["train adapters alone (model.lora_rank 16)"]
+    if in_pass:
+        smaller = f"lower learn.micro_batch_tokens (now {tokens}, at least one solution)"
+        return [smaller, "set model.gradient_checkpointing", *adapters]
+    lower = [f"lower model.lora_rank (now {rank})"] if rank else []
+    return [*lower, "use a smaller model", *adapters]
 
 
 def is_finished(folder: Path) -> bool:
@@ -160,7 +175,9 @@ class Warmup:
         self.optimizer = MasterAdamW(model.parameters(), settings)
         self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
         self.done = self.saved = 0  # steps
+        self.updating = False  # whether an optimizer step has begun and not ended, so that weights must not be saved
         self.evaluated = -1  # the step of the last evaluation
+        self.merged = False  # whether adapters have been merged into the written model, but not into `model`
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start if there is none, and forget what came after it."""
@@ -205,7 +222,7 @@ class Warmup:
                 self.step(*next(made))
             self.finish()
         except (KeyboardInterrupt, SparseRLError) as error:
-            if not isinstance(error, CannotWrite):
+            if not isinstance(error, CannotWrite) and not self.updating:
                 self.save()
             if isinstance(error, KeyboardInterrupt):
                 self.view.say(f"sparse-rl: stopped after {self.done} of {settings.steps} steps; {self.way_on}")
@@ -219,7 +236,10 @@ class Warmup:
         with explained_memory(self.recipe):
             loss = _backward(self.model, tokens, mask, self.recipe.micro_batch_tokens)
         with uninterrupted():
-            norm, lr = self.optimizer.step(self.done, loss)
+            self.updating = True
+            with explained_memory(self.recipe, in_pass=False):
+                norm, lr = self.optimizer.step(self.done, loss)
+            self.updating = False
             check_skipped(
                 count_skipped(0, norm),
                 1,
@@ -264,7 +284,8 @@ class Warmup:
         assert self.asked is not None
         clock, recipe, asked = Clock(), self.recipe, self.asked
         self.view.show_stage("evaluating")
-        loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.micro_batch_tokens)
+        with explained_memory(recipe):
+            loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.micro_batch_tokens)
         rows = min(recipe.rollout.rows, len(asked.prompts) * recipe.eval.samples)
         engine = Engine(self.model, compressor="dense", rows=rows)
         sampling = Sampling(self.new_tokens, recipe.eval.temperature, stop_ids=self.ends.stops())
@@ -292,6 +313,8 @@ class Warmup:
             return {k.removeprefix("eval/dense/"): v for k, v in line.items() if k.startswith("eval/dense/")}
         self.view.say(f"evaluating the model, which is in {self.folder}: {self.described}")
         try:
+            if self.merged:
+                self.load_merged_model()
             return self.evaluate()
         except KeyboardInterrupt:
             self.view.say(f"sparse-rl: the evaluation was stopped; {self.folder} holds the model.")
@@ -301,7 +324,7 @@ class Warmup:
 
     @property
     def model_bytes(self) -> int:
-        """Of the model that is written at the end. Weights of 4 bits, two in a byte, become weights of 16."""
+        """Bytes of the model that is written at the end. Weights of 4 bits, two in a byte, become weights of 16."""
         return sum(p.nbytes * (4 if p.dtype == torch.uint8 else 1) for p in self.model.parameters())
 
     @property
@@ -345,8 +368,14 @@ class Warmup:
             partial.rmdir()
             flush(self.folder)
             self.remove_checkpoints()
-        if self.recipe.model.lora_rank:  # what is evaluated is what was written, which merging has rounded
-            self.model, _ = load_for_training(finished(self.recipe, self.folder))
+        self.merged = self.recipe.model.lora_rank > 0
+
+    def load_merged_model(self) -> None:
+        """Replace the model by the one that was written, which merging has rounded. The old one is freed first."""
+        self.model = None
+        gc.collect()
+        self.model, _ = load_for_training(finished(self.recipe, self.folder))
+        self.merged = False
 
     def check_finite(self) -> None:
         """Refuse to write weights that are not finite."""
