@@ -348,9 +348,12 @@ class Warmup:
     def finish(self) -> None:
         """Write the model into the folder, its config last, so that a folder with a config holds a whole model.
 
-        Adapters are merged from files: those of 4-bit weights need the base again, dequantised.
+        Adapters are merged from files: those of 4-bit weights need the base again, dequantised. Merging takes host
+        memory and may fail, so a checkpoint comes first.
         """
         self.check_finite()
+        if self.recipe.model.lora_rank:
+            self.save()
         partial, adapters = self.folder / ".model.partial", self.folder / ".adapters.partial"
         with uninterrupted(), writing(self.folder):
             for place in (partial, adapters):

@@ -314,6 +314,19 @@ def test_memory_that_runs_out_in_an_evaluation_is_a_sentence_and_the_warm_up_is_
     assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
 
 
+def test_adapters_are_saved_before_they_are_merged(tmp_path, monkeypatch):
+    def killed(*args):
+        raise MemoryError
+
+    settings = recipe(model={"name": "tiny", "lora_rank": 2}, warmup={**SHORT, "steps": 3, "checkpoint_every": 0})
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(module, "load_merged", killed)
+        module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")] == [3]
+    module.warmup(settings, tmp_path / "model", resume=True, evaluate=False, show=False)
+    assert (tmp_path / "model/config.json").exists() and not list((tmp_path / "model").glob(".*partial"))
+
+
 def test_merged_adapters_are_loaded_only_to_be_evaluated_and_after_the_trained_model_is_freed(tmp_path, monkeypatch):
     load, models = module.load_for_training, []
 
