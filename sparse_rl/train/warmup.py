@@ -375,7 +375,7 @@ class Warmup:
 
     def load_merged_model(self) -> None:
         """Replace the model by the one that was written, which merging has rounded. The old one is freed first."""
-        self.model = None
+        del self.model
         gc.collect()
         self.model, _ = load_for_training(finished(self.recipe, self.folder))
         self.merged = False
