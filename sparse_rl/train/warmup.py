@@ -20,7 +20,7 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,7 @@ from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, r
 from .held_out import accuracy
 from .log import Clock, Log
 from .parts import checkpoint_gradients, load_for_training, make_record
-from .run import WRITTEN, check_same, folder_lock
+from .run import WRITTEN, check_same, folder_lock, vanishing
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
 
@@ -73,7 +73,7 @@ def warmup(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
-        with explained_memory(recipe, in_pass=False):
+        with nullcontext() if resume else vanishing(folder), explained_memory(recipe, in_pass=False):
             run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
         del model  # only `run` holds it, so that it can be freed when adapters have been merged
         if resume:

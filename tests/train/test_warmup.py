@@ -314,6 +314,19 @@ def test_memory_that_runs_out_in_an_evaluation_is_a_sentence_and_the_warm_up_is_
     assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_float16_is_refused_and_a_refused_warm_up_leaves_no_folder(tmp_path, rank):
+    """Adapters are in fp32, but their gradients come through the frozen weights."""
+    for dtype in ("float16", "float16", "bfloat16"):
+        settings = recipe(model={"name": "tiny", "lora_rank": rank, "dtype": dtype}, warmup={**SHORT, "steps": 1})
+        if dtype == "float16":
+            with pytest.raises(SparseRLError, match="the model is float16, in which gradients vanish"):
+                module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+            assert not (tmp_path / "model").exists()
+        else:
+            module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+
+
 def test_adapters_are_saved_before_they_are_merged(tmp_path, monkeypatch):
     def killed(*args):
         raise MemoryError
