@@ -20,7 +20,7 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,21 +32,21 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks
 from ..chat import Turns
 from ..config import Recipe, load_recipe
-from ..errors import CannotWrite, OutOfMemory, SparseRLError
-from ..files import first_line, names_code, read_lines, refuse_links_out, write_text, writing
+from ..errors import CannotWrite, SparseRLError
+from ..files import names_code, read_lines, refuse_links_out, write_text, writing
 from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.packing import pack
 from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, load_merged, set_record, unknown_to_tiny
-from ..planning.memory import is_out_of_memory
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Prompt, Task
 from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, restoring, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
+from .out_of_memory import explained_memory
 from .parts import checkpoint_gradients, load_for_training, make_record
 from .run import WRITTEN, check_same, folder_lock, vanishing
 from .solutions import Batches, Pairs, padded, pairs_of
@@ -98,34 +98,6 @@ def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
             f"{folder} exists already; continue it with --resume, choose another folder with --out, or remove it."
         )
     return []
-
-
-@contextmanager
-def explained_memory(recipe: Recipe, in_pass: bool = True) -> Iterator[None]:
-    """Turn running out of memory into a sentence. in_pass: in a pass through the model; otherwise for masters and
-    moments, which smaller micro-batches do not make smaller
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        where = "in a pass through the model" if in_pass else "for the optimizer's state"
-        remedies = memory_remedies(recipe, in_pass)
-        raise OutOfMemory(
-            f"out of memory {where} ({first_line(error)}); {', '.join(remedies[:-1])}, or {remedies[-1]}."
-        ) from error
-
-
-def memory_remedies(recipe: Recipe, in_pass: bool) -> list[str]:
-    """What to change if memory ran out, in words. in_pass: as in `explained_memory`"""
-    rank, tokens = recipe.model.lora_rank, recipe.micro_batch_tokens
-    adapters = [] if rank else ["train adapters alone (model.lora_rank 16)"]
-    if in_pass:
-        smaller = f"lower learn.micro_batch_tokens (now {tokens}, at least one solution)"
-        return [smaller, "set model.gradient_checkpointing", *adapters]
-    lower = [f"lower model.lora_rank (now {rank})"] if rank else []
-    return [*lower, "use a smaller model", *adapters]
 
 
 def is_finished(folder: Path) -> bool:

@@ -257,7 +257,7 @@ def test_a_warm_up_of_adapters_writes_a_whole_model_and_goes_on_to_the_same_byte
     assert module.warmup(settings, folder, resume=True, show=False)["loss"] == found
 
 
-@pytest.mark.parametrize("rank, remedy", [(0, "or train adapters alone"), (2, r"set model.gradient_checkpointing\.$")])
+@pytest.mark.parametrize("rank, remedy", [(0, "or train only adapters"), (2, r"set model.gradient_checkpointing\.$")])
 def test_a_warm_up_that_runs_out_of_memory_is_saved_and_says_so(tmp_path, monkeypatch, rank, remedy):
     backward, calls = module._backward, []
 
@@ -279,7 +279,7 @@ def test_a_warm_up_that_runs_out_of_memory_is_saved_and_says_so(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "rank, remedy", [(0, "use a smaller model, or train adapters alone"), (2, r"lower model.lora_rank \(now 2\)")]
+    "rank, remedy", [(0, "use a smaller model, or train only adapters"), (2, r"lower model.lora_rank \(now 2\)")]
 )
 def test_memory_that_runs_out_in_an_optimizer_step_leaves_no_half_updated_weights(tmp_path, monkeypatch, rank, remedy):
     step = module.MasterAdamW.step
