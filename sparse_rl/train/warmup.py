@@ -77,7 +77,8 @@ def warmup(
             run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
         del model  # only `run` holds it, so that it can be freed when adapters have been merged
         if resume:
-            run.resume()
+            with explained_memory(recipe, in_pass=False):
+                run.resume()
         write_text(folder / "recipe.yaml", recipe.to_yaml())
         unknown = unknown_to_tiny(tokenizer, tasks.first_texts(task))
         for line in [*tasks.notices(task, asked and asked.task), *unknown, *changes]:

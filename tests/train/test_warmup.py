@@ -284,7 +284,7 @@ def test_a_warm_up_that_runs_out_of_memory_is_saved_and_says_so(tmp_path, monkey
 def test_memory_that_runs_out_in_an_optimizer_step_leaves_no_half_updated_weights(tmp_path, monkeypatch, rank, remedy):
     step = module.MasterAdamW.step
 
-    def full(self, steps_done, loss):
+    def full(self, steps_done, loss=0.0):
         found = step(self, steps_done, loss)
         if steps_done == 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -297,6 +297,9 @@ def test_memory_that_runs_out_in_an_optimizer_step_leaves_no_half_updated_weight
         module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
     assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
     assert len(read_lines(tmp_path / "model/metrics.jsonl")) == 4
+    with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match=said):
+        patched.setattr(module.MasterAdamW, "load_state_dict", lambda self, state: full(self, 4))
+        module.warmup(settings, tmp_path / "model", resume=True, evaluate=False, show=False)
     module.warmup(settings, tmp_path / "model", resume=True, evaluate=False, show=False)
     whole = tmp_path / "whole"
     module.warmup(settings, whole, evaluate=False, show=False)
