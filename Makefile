@@ -46,7 +46,7 @@ slow: install
 # Clients and libraries of others that cannot share the environment of `make test`: a second one, laid over the first.
 # An import that fails ends it, so that no test is skipped for want of a package.
 $(OTHERS)/.ready: $(READY) tests/others.txt
-	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
+	test -x $(OTHERS)/bin/python || $(BIN)/python -m venv $(OTHERS)
 	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	    echo "import site; site.addsitedir('$$site')" > \
 	    "$$($(OTHERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/under.pth"

@@ -31,7 +31,7 @@ class NonFiniteLogits(SparseRLError):
 
 
 class OutOfMemory(SparseRLError):
-    """Memory ran out; the message shows the memory plan and the largest setting that fits.
+    """Memory ran out; the message says what to change. An engine's also shows its memory plan and what fits.
 
     `trajectories` holds the trajectories that had finished by then.
     """

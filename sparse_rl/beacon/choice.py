@@ -9,8 +9,8 @@ The next token is drawn first. If the response ends with it, there is no choice.
     p(x) sigmoid(-z)    the next token is x, and is fed
     sigmoid(z) p(x)     a beacon is fed, then x; after the beacon there is no choice before x
 
-    and a trajectory has one log-prob for everything that was fed by choice: that of folding stands at the beacon, and
-    that of continuing is part of the token's. Temperature, top-k and top-p only concern text and do not change z.
+and a trajectory has one log-prob for everything that was fed by choice: that of folding stands at the beacon, and that
+of continuing is part of the token's. Temperature, top-k and top-p only concern text and do not change z.
 
 n tokens of a response.
 """

@@ -49,9 +49,8 @@ class SlotFormat:
     """The format of slots of 8 bits."""
 
     kind: str  # of CODES
-    kept: tuple[
-        int, ...
-    ] = ()  # layers that store the model's dtype, numbered as in traces; negative ones count from the end
+    # layers that store the model's dtype, numbered as in traces; negative ones count from the end
+    kept: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.kind not in CODES:

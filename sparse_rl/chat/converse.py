@@ -1,9 +1,9 @@
 """Hold conversations on an open engine: sample turns, let the task reply, and continue with the reply.
 
-for every conversation, in whatever order replies come:
-    turn      sample until it stops
-    reply     ask the task (tasks/replies.py) while other rows run
-    extend    feed the reply's tokens and sample the next turn
+    for every conversation, in whatever order replies come:
+        turn      sample until it stops
+        reply     ask the task (tasks/replies.py) while other rows run
+        extend    feed the reply's tokens and sample the next turn
 
 What a conversation samples does not depend on when its replies come: rows that others need meanwhile are moved out and
 back with the same bits, and results are in the order of the prompts.

@@ -1,7 +1,7 @@
 """Translate between messages and tokens, without ever encoding sampled tokens again.
 
-heard      sampled tokens -> the model's message, with its tool calls
-given      a reply's messages -> the tokens that are fed after what was sampled
+    heard      sampled tokens -> the model's message, with its tool calls
+    given      a reply's messages -> the tokens that are fed after what was sampled
 
 The tokens of a reply come from the template: the conversation is rendered with the reply and without it, and the
 difference is encoded. A template that rewrites earlier turns once a message follows them is refused, because the model

@@ -29,14 +29,15 @@ def serve(
     interval: InheritedInterval = None,
     rows: Annotated[int, typer.Option(help="Answers sampled at a time.")] = 64,
     dense_rows: Annotated[
-        int, typer.Option(help="Answers sampled at a time on a second, dense cache, served as NAME:dense; 0: no such.")
+        int,
+        typer.Option(help="Answers sampled at a time on a second, dense cache, served as NAME:dense; 0: no such one."),
     ] = 1,
     prompt_tokens: Annotated[
         int | None, typer.Option(help="The longest prompt, in tokens. Default: half of --max-tokens.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="The longest prompt together with its answer, in tokens.")] = 8192,
     waiting: Annotated[
-        int, typer.Option(help="Requests that may wait for a free row; further ones are refused (429).")
+        int, typer.Option(help="Answers that may wait for a free row; further ones are refused (429).")
     ] = 256,
     name: Annotated[
         str | None, typer.Option(help="The name by which clients ask for the model. Default: the last part of MODEL.")

@@ -31,7 +31,8 @@ def train_compressor(
     steps: Annotated[int, typer.Option(help="Optimizer steps per round.")] = 150,
     pairs: Annotated[int, typer.Option(help="Pairs of slots compared per eviction, layer and KV head.")] = 32,
     features: Annotated[
-        str, typer.Option(help="What the scorer reads of a slot: all, or position (only its age and whether prompt).")
+        str,
+        typer.Option(help="What the scorer reads of a slot: all, or position (place, age, whether it is a prompt's)."),
     ] = "all",
     max_new_tokens: Annotated[
         int | None, typer.Option(help="The longest response. Default: as in training, else 256.")

@@ -163,6 +163,6 @@ def default_compressor(model: nn.Module) -> str:
         return f"beacon:{beacon.chunks[0]}"
     chunks = " or ".join(map(str, beacon.chunks)) or "any number of"
     raise SparseRLError(
-        f"this model's beacon was trained for chunks of {chunks} tokens, which does not name a compressor; "
-        "name the compressor, such as compressor='beacon:16' or 'rkv'."
+        f"this model's beacon was trained for chunks of {chunks} tokens, so no compressor follows from it; name one, "
+        "such as compressor='beacon:16' or 'rkv'."
     )

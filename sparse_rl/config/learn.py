@@ -106,9 +106,8 @@ class LearnSettings:
             raise SparseRLError(f"learn.replay_routing is {given!r}; it must be true, false or auto.")
         if self.packing not in PACKING:
             raise SparseRLError(f"learn.packing is {self.packing!r}; {nearest(self.packing, PACKING)}")
-        if self.advantage not in ESTIMATORS and not names_python_file(
-            self.advantage
-        ):  # a user's file is only loaded by a run
+        # a user's file is only loaded by a run
+        if self.advantage not in ESTIMATORS and not names_python_file(self.advantage):
             raise SparseRLError(f"learn.advantage is {self.advantage!r}; {nearest(self.advantage, ESTIMATORS)}")
         if self.distill_weight is not None and not 0 < self.distill_weight < math.inf:
             raise SparseRLError(

@@ -47,7 +47,7 @@ def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], t
 
 
 def _is_in(key: str, own_words: Sequence[tuple[str, list[str]]]) -> bool:
-    """Whether an override set a key, or a part of which the key is: --task.tasks sets task.tasks.0.name, too."""
+    """Whether an override set a key or something that contains it: --task.tasks also sets task.tasks.0.name."""
     section, path = _find(key)
     return any(section == name and path[: len(given)] == given for name, given in own_words)
 

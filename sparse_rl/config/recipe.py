@@ -320,9 +320,8 @@ class Recipe:
         chosen, known = self.learn.resolve_method(), self.learn.algorithm in ("grpo", "online-dpo")
         later = self.rollout.ahead or self.student.chunks or self.learn.dynamic
         checked = chosen.view == "shadow" and known and not later
-        depends = (
-            chosen.correction.looks_at_gap or self.loss.level == "sequence"
-        )  # its clip range is as small as rounding
+        # The clip range of a sequence's ratio is as small as rounding.
+        depends = chosen.correction.looks_at_gap or self.loss.level == "sequence"
         return self.learn.rescore == "always" or not checked or depends or self.rollout.truncates
 
     @property

@@ -19,10 +19,8 @@ from pathlib import Path
 from ..errors import SparseRLError, require_int
 from .world import MEETING_FILE
 
-_PATIENCE = {
-    True: 3600.0,
-    False: 30.0,
-}  # seconds to save, for processes that were stopped (True) or whose peer failed (False)
+# seconds to save, for processes that were stopped (True) or whose peer failed (False)
+_PATIENCE = {True: 3600.0, False: 30.0}
 
 
 def launch(processes: int, arguments: list[str], folder: Path, go_on: str) -> int:

@@ -124,7 +124,7 @@ def evaluate(
                 "reply; omit it."
             )
         for cache in caches:
-            cache.make().bind(*cache.slots)  # as well
+            cache.make().bind(*cache.slots)  # refuses wrong budgets before the model is loaded
         model, tokenizer = load_model(name, asked.dtype, seed=asked.seed)
         trained = (record_of(model) or Record()).template
         exams = []

@@ -55,8 +55,8 @@ class OpenBatch:
             conversation = max(begun, key=lambda c: len(c.tokens), default=None)
             if conversation is None:
                 raise SparseRLError(
-                    f"TRL asks for a turn after {len(tokens)} tokens that do not continue what was sampled, so it "
-                    "encoded sampled text again; use a chat template that only appends."
+                    f"TRL asks for a turn after {len(tokens)} tokens that do not continue what was sampled; use a chat "
+                    "template that only appends, so that sampled tokens are never encoded again."
                 )
             free.remove(conversation)
             left = self.sampling.max_new_tokens - (len(tokens) - len(conversation.prompt))

@@ -23,12 +23,13 @@ def copy_weights(model: nn.Module, part: bytes, arrived: Arrived) -> None:
         place = place_of(name, own)
         if place is None:
             raise SparseRLError(
-                f"verl sends {name!r:.100}, which the sampler's model does not have; give both one model."
+                f"verl sends {name!r:.100}, which the sampler's model does not have; give both the same model."
             )
         if tensor.shape != place.part.shape:
             shape = list(place.part.shape)
             raise SparseRLError(
-                f"{name:.100} has shape {list(tensor.shape)} in verl, but {shape} in the sampler; give both one model."
+                f"{name:.100} has shape {list(tensor.shape)} in verl, but {shape} in the sampler; give both the same "
+                "model."
             )
         places[name] = place
     for name, tensor in tensors.items():

@@ -24,8 +24,8 @@ def check_slots(device: torch.device, kind: str) -> None:
     if kind == "fp8" and device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise SparseRLError(
-            f"slots are fp8, which needs compute capability 8.9, but {name} has {found[0]}.{found[1]}; use int8, which "
-            "rounds less and takes the same memory."
+            f"slots are fp8, which needs compute capability 8.9 or more, but {name} has {found[0]}.{found[1]}; use "
+            "int8, which rounds less and takes the same memory."
         )
 
 

@@ -292,9 +292,7 @@ class Rules:
     fuses: bool  # models of the Llama family are decoded by fused kernels (rollout/fused.py)
     captures: bool  # decode steps are CUDA graphs, so the row state keeps its addresses between calls
     attends_while_storing: bool  # a decode step stores a token and attends in one operation
-    own_experts: tuple[
-        torch.dtype, ...
-    ]  # dtypes in which decode steps compute experts by our kernel (rollout/experts.py)
+    own_experts: tuple[torch.dtype, ...]  # in which decode steps compute experts by our kernel (rollout/experts.py)
     splits_products: bool  # a matrix product with few tiles is computed as a sum of parts
     defers_checks: bool  # a compressor's slots are checked at the next sync, not at once
     poll: tuple[int, int]  # the least and the most decode steps between two syncs

@@ -197,9 +197,8 @@ def _scaled(logits, i, size, least, inverse_temperature, LIMITED: tl.constexpr, 
     """Logits over the temperature; -inf if they are not kept, and beyond the last. logits, least: of one row"""
     x = tl.load(logits + i, mask=i < size, other=-float("inf")).to(tl.float32)
     if LIMITED:
-        x = tl.where(
-            (_place(x, BITS) < tl.load(least)) & (x == x), -float("inf"), x
-        )  # NaN stays, so that it is noticed
+        # NaN stays, so that it is noticed
+        x = tl.where((_place(x, BITS) < tl.load(least)) & (x == x), -float("inf"), x)
     return x * inverse_temperature
 
 

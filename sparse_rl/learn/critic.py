@@ -1,7 +1,7 @@
 """The critic for PPO: estimates the value of the state before every token, in fp32.
 
-trunk       a head on the policy's hidden states: takes hardly any memory, but the value loss also trains the policy
-separate    a copy of the starting model with its own head: twice the memory, and the two do not affect each other
+    trunk       a head on the policy's hidden states: takes hardly any memory, but the value loss also trains the policy
+    separate    a copy of the starting model with its own head: twice the memory, and the two do not affect each other
 
 Both see what the policy's view sees. Values start at 0. The critic is not part of the model that is sampled from,
 saved and exported; a run's checkpoints hold its weights with the optimizer's state.

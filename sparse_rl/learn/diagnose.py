@@ -1,6 +1,6 @@
 """Metrics of what compression did to the samples, over the response mask before any rejection.
 
-xi = exp(gap), gap = old - sampler log-prob. Near 1: the learner agrees with the sampler.
+    xi = exp(gap), gap = old - sampler log-prob. Near 1: the learner agrees with the sampler.
 
 Pure functions of detached tensors; keys are stage/quantity/stat. Shapes: N trajectories, T tokens (padded).
 

@@ -1,8 +1,8 @@
 """Distil one view of a trajectory into the other, exact over the vocabulary, in chunks (Shadow Mask Distillation).
 
-dense-to-shadow            KL( dense || sg(shadow) )    pulls the dense view to the shadow view: deploy dense
-shadow-to-dense-forward    KL( sg(dense) || shadow )    pulls the shadow view to the dense view: deploy sparse
-shadow-to-dense-reverse    KL( shadow || sg(dense) )    the same, weighted by the shadow view's own distribution
+    dense-to-shadow            KL( dense || sg(shadow) )    pulls the dense view to the shadow view: deploy dense
+    shadow-to-dense-forward    KL( sg(dense) || shadow )    pulls the shadow view to the dense view: deploy sparse
+    shadow-to-dense-reverse    KL( shadow || sg(dense) )    the same, weighted by the shadow view's own distribution
 
 The view that is pulled is the student; sg stops the gradient of the other view, the teacher. Shapes: n response tokens,
 V vocabulary.

@@ -1,6 +1,6 @@
 """Online DPO: learns from pairs of completions of a prompt, instead of from ratios and advantages.
 
-s_i   = sum over the response of log pi(token)              ref_i: the same under the reference, which is fixed
+    s_i   = sum over the response of log pi(token)              ref_i: the same under the reference, which is fixed
     h     = (s_chosen - s_rejected) - (ref_chosen - ref_rejected)
     loss  = - (1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h)          `sigmoid`, eps: label smoothing
             (h - 1 / (2 beta))^2                                                `ipo`

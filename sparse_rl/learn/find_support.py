@@ -33,11 +33,10 @@ def score_and_find(
     rows: Tensor,
     supports: list[Support | None],
 ) -> Tensor:
-    """`score_of` some rows over the supports that follow from their margins, which are put into `supports`. -> fp32 [n,
-    3]
+    """`score_of` some rows over the supports that follow from their margins; these are put into `supports`.
 
-    One pass through the head finds the supports chunk by chunk, and the log-probs over them. tokens, target_mask [B,
-    T]; rows [B]: the indices of these rows in `supports`
+    One pass through the head finds the supports chunk by chunk, and the log-probs over them. tokens, target_mask
+    [B, T]; rows [B]: the indices of these rows in `supports` -> fp32 [n, 3]
     """
     known, targets, mask = plain_head(causal_lm_of(model)), tokens[target_mask], target_mask.cpu()
     before = states.last_hidden_state[:, :-1][target_mask[:, 1:]]  # [n, hidden]

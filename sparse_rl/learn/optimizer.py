@@ -110,12 +110,13 @@ class MasterAdamW:
         """
         self.settings, self.scale = settings, scale
         self.overflowed = False  # whether the last step was skipped only because the scale was too large
+        parameters = list(parameters)
         self.parameters = [p for p in parameters if p.requires_grad]
         self.policy = len(self.parameters)  # the critic's parameters come after this many others
         self.parameters += [p for p in critic if p.requires_grad]
         if not self.policy:
             raise SparseRLError("the model has no parameters to train (requires_grad is off everywhere).")
-        if scale is None and any(p.dtype == torch.float16 for p in self.parameters):
+        if scale is None and any(p.dtype == torch.float16 for p in parameters):  # frozen ones under adapters, too
             raise SparseRLError(
                 "the model is float16, in which gradients vanish unless the loss is scaled, as only reinforcement "
                 "learning does; set model.dtype to bfloat16 or float32 for warm-ups and students."

@@ -35,7 +35,7 @@ from .routes import routes_in_order
 from .score import batch_logprobs, hidden_states, replay_of, routes_of
 
 BLOCK = 128  # queries whose logits exist at a time
-LOGITS = 2**20  # of a head, that may exist at a time on a GPU, which many small products keep waiting
+LOGITS = 2**20  # of a head, in a block of queries on a GPU: many small products would leave it idle
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def regret_metrics(found: Sequence[Tensor]) -> dict[str, float]:
 
 
 class Digest:
-    """Watches a forward pass over one trajectory, and keeps of every layer only what `regret_metrics` needs: on
+    """Watches a forward pass over one trajectory, and keeps only what `regret_metrics` needs of each layer. It stays on
     the device, so nothing waits for it, and memory does not grow with the layers.
     """
 
@@ -239,8 +239,8 @@ class Digest:
         self.found.append(torch.stack([part.double() for part in parts]))
 
     def summary(self) -> Tensor | None:
-        """Share of attention lost since the first eviction, mean excess, largest mass of a token; None: nothing was
-        evicted early enough to be asked for. fp64 [3]; where layers share slots, each of them counts
+        """Share of attention lost since the first eviction, mean excess, largest mass of a token; None if no query
+        followed an eviction. fp64 [3]; if layers share slots, each of them counts
         """
         if not self.found:
             return None
@@ -249,7 +249,7 @@ class Digest:
 
 
 def mean_lost(found: Regret) -> Tensor | None:
-    """Share of attention lost since the first eviction; None: nothing was evicted early enough to be asked for. fp64"""
+    """Share of attention lost since the first eviction; None if no query followed an eviction. fp64"""
     if len(found.begins) < 2:
         return None
     weights = found.queries[1:].double()

@@ -1,6 +1,4 @@
-"""Models: their shapes, loading by name, what is refused and why, records of training, logits, stop
-ids, tiny models.
-"""
+"""Models: shapes, loading by name, what is refused and why, records of training, logits, stop ids, tiny models."""
 
 from .adapters import base_of, is_adapter, record_base, set_base
 from .companion import (

@@ -31,9 +31,12 @@ def is_adapter(source: str) -> bool:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """peft calls transformers by a name that will be removed, and every user would read the warning."""
+    """Silence two warnings of peft that users would read: it calls transformers by a name that will be removed, and it
+    names missing tensors, which we refuse.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
         yield
 
 

@@ -22,9 +22,8 @@ from .companion import companions_of
 
 LEARNED = "learned"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight")
-Arrived = dict[
-    int, dict[str, int]
-]  # for each parameter (by identity) that came: names that were sent -> their numbers of elements
+# for each parameter (by identity) that came: names that were sent -> their numbers of elements
+Arrived = dict[int, dict[str, int]]
 
 
 class Place(NamedTuple):

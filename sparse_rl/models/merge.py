@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from .adapters import base_of, quiet_peft
 from .companion import load_companions
-from .folder import reading
+from .folder import check_tensors, reading
 from .load import load_model
 from .quantize import dequantise
 from .record import Record, read_record, set_record
@@ -31,8 +31,20 @@ def load_merged(folder: str, dtype: str | None = None) -> tuple[PreTrainedModel,
         dequantise(base)
     with reading(folder), quiet_peft():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        merged = cast("PeftModel", PeftModel.from_pretrained(base, folder)).merge_and_unload()
+        adapted = cast("PeftModel", PeftModel.from_pretrained(base, folder))
+        _check_adapters(folder, adapted)
+        merged = adapted.merge_and_unload()
     repair(merged, tokenizer)
     set_record(merged, record)
     load_companions(folder, merged)
     return cast("PreTrainedModel", merged), tokenizer
+
+
+def _check_adapters(folder: str, adapted: PeftModel) -> None:
+    """Refuse adapters whose file lacks tensors. peft only warns, and merges what these begin with."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    given = load_peft_weights(folder, device="cpu").keys()
+    found = {"missing_keys": wanted - given, "mismatched_keys": [], "unexpected_keys": given - wanted}
+    check_tensors(folder, found)

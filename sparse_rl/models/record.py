@@ -124,9 +124,8 @@ def read_record(source: str) -> Record | None:
     A Python file that it names without a folder is one beside the model.
     """
     here = Path(source).exists()
-    for name in (
-        (FILE, "config.json") if here else ("config.json", FILE)
-    ):  # on the hub, most models only have the second
+    # The hub is first asked for the file that every model has.
+    for name in (FILE, "config.json") if here else ("config.json", FILE):
         path = _find(source, name)
         if path is None or not path.is_file():
             continue

@@ -139,7 +139,7 @@ def reward_config(name: str) -> Any:
 
 
 def context_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The longest text of a model, by its config and its tokenizer; the tokenizer's limit may be astronomical.
+    """The most tokens that a text may have, by the config and the tokenizer, whose own limit may be astronomical.
 
     The smaller limit counts: two rows of RoBERTa's table of positions cannot be used.
     """

@@ -213,10 +213,8 @@ class _Replayed:
 
     def __init__(self, router: Any, ids: Tensor):
         """ids [n, k]: the experts to choose"""
-        forward = router.forward
-        self.forward = (
-            forward.forward if isinstance(forward, _Replayed) else forward
-        )  # if it is replayed already, the later one counts
+        forward = router.forward  # if it is replayed already, only the later replay counts
+        self.forward = forward.forward if isinstance(forward, _Replayed) else forward
         self.router, self.ids = router, ids
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,8 @@ Four sources name such tokens, and they do not always agree:
     model config         the same for models without a generation config; otherwise a second opinion
     tokenizer            its eos token; in some GGUF files that is the token which begins a turn
 
-    So if neither the configs nor the template know the eos token, it is ignored if a template says what ends a turn,
-    and refused if there is no template.
+So an eos token that neither the configs nor the template know is ignored if a template says what ends a turn, and
+refused if none does.
 """
 
 from __future__ import annotations

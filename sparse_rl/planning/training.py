@@ -244,9 +244,8 @@ def _update_bytes(
     layer = tokens * layer_bytes(shape, adapters)
     kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
     activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
-    if (
-        long_rows
-    ):  # inputs being copied out, in use, and copied in; one layer, one chunk of its MLP, and their gradients
+    if long_rows:
+        # inputs being copied out, in use, and copied in; one layer, one chunk of its MLP, and their gradients
         activations = 5 * kept + 2 * _layer_in_chunks(shape, tokens, adapters)
     scans = 1 if checkpointing or long_rows else len(shape.states)  # whose activations exist at a time
     activations += scans * tokens * 2 * scan_token_bytes(shape)

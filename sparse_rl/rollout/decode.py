@@ -178,8 +178,8 @@ class RowState:
         return [as_trace(copied[i, :, :, :n], self.slots) for i, n in enumerate(tokens)]
 
     def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
-        """The routes of each trajectory on the CPU, [T, M, k]; None if they are not recorded. prompts: routes [P, M,
-        k]. The last token was never fed, so its experts are arbitrary.
+        """The routes of each trajectory on the CPU, [T, M, k]; None if they are not recorded. prompts: their routes,
+        [P, M, k]. The last token was never fed, so its experts are arbitrary.
         """
         if self.routes is None:
             return [None] * len(rows)

@@ -1,4 +1,4 @@
-"""Evict once: the compressor chooses slots of full rows, the rows are compacted, and the trace records the rest."""
+"""Evict once: the compressor chooses slots of full rows, rows are compacted, and the trace records what is gone."""
 
 from collections.abc import Sequence
 

@@ -140,6 +140,8 @@ class LiveEngine:
             )
         with self._lock:
             self._check_open()
+            if conversation.status == "ended":
+                raise SparseRLError(f"conversation {conversation.number} has ended; begin another with `submit`.")
             if conversation.status != "stopped":
                 raise SparseRLError(
                     f"conversation {conversation.number} is {conversation.status}; wait until it has stopped to "
@@ -207,6 +209,11 @@ class LiveEngine:
     def trajectory(self, conversation: Conversation) -> Trajectory:
         """The trajectory of a conversation that stopped: all its turns under one trace."""
         self._check_own(conversation)
+        if conversation.status == "ended":
+            raise SparseRLError(
+                f"conversation {conversation.number} has ended, so its trajectory is gone; read a trajectory before "
+                "its conversation ends."
+            )
         if conversation.status != "stopped":
             raise SparseRLError(
                 f"conversation {conversation.number} is {conversation.status}; wait until it has stopped to read its "

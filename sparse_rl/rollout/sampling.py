@@ -49,8 +49,8 @@ class Sampling:
             raise SparseRLError(
                 f"top_k {self.top_k} and top_p {self.top_p} cannot be combined with a correction: the sampler's "
                 "log-probs are renormalised over the kept tokens and the learner's are not, so every ratio would be "
-                "biased by the "
-                'kept mass; set top_k=0 and top_p=1, or support="ids" for a learner that renormalises too.'
+                'biased by the kept mass; set top_k=0 and top_p=1, or support="ids" for a learner that renormalises '
+                "too."
             )
         if self.stop_ids is not None:
             ids = (self.stop_ids,) if isinstance(self.stop_ids, int) else tuple(self.stop_ids)

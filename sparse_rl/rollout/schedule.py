@@ -2,7 +2,7 @@
 
     while sequences are waiting or running:
         admit    prefill prompts together, fork them into every free row
-        feed     feed given tokens to rows that continue after a pause (only in live.py)
+        feed     feed given tokens to rows that continue after a pause (only in live_loop.py)
         decode   sample some tokens in every running row
         evict    rows whose slots are full keep `budget` of them
         finish   sync with the device and collect rows that stopped

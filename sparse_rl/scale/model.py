@@ -44,7 +44,7 @@ class Machine:
     learn_flops: float  # FLOP/s of scoring and learning
     rollout_rest: float  # share of a rollout spent on traces to the host and on the host itself
     step_rest: float  # share of a step spent on grading and on the overlaps of a few trajectories
-    hidden: float  # share of the shorter one that is gained by sampling and learning at the same time
+    hidden: float  # share of the shorter of sampling and learning that is saved by doing both at the same time
     record_seconds: float  # of corrections and diagnostics on each host, per token of the step, padding included
     memory: int  # bytes
 

@@ -79,7 +79,7 @@ class Recall(GeneratedTask):
         if len(self._places(least)) < queries or queries * (1 + lookalikes) > least:
             raise SparseRLError(
                 f"recall: only {len(self._places(least))} of {least} pairs lie at depth {list(depth)}, but {queries} "
-                f"are asked for, with {lookalikes} lookalikes each; use more pairs, or a larger depth."
+                f"are asked for, with {lookalikes} lookalikes each; use more pairs, or a wider depth."
             )
 
     def _places(self, count: int) -> range:

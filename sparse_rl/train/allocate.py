@@ -149,7 +149,7 @@ def costs(
     compressor: one that an engine has attached to the model
     """
     if measure not in MEASURES:
-        raise SparseRLError(f"by is {measure!r}; it must be one of {', '.join(MEASURES)}.")
+        raise SparseRLError(f"costs are measured by {measure!r}; it must be one of {', '.join(MEASURES)}.")
     bound = [compressor.on_average().bind(budget, compressor.interval) for budget in budgets]
     found = []
     with evaluating(model):

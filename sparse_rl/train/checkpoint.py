@@ -2,7 +2,7 @@
 
     checkpoints/step-000010/    config.json, model.safetensors, tokenizer..., training.pt; students/ if there are any
                                 shards/ if the learner was divided among processes: each wrote its own part
-                                best            a link to the best one by held-out accuracy (best.py)
+                best            a link to the best one by held-out accuracy (best.py)
 
 A checkpoint is written under another name, flushed to disk and renamed, so it is either whole or absent. Any number of
 processes can continue from it.

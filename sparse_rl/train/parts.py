@@ -152,8 +152,8 @@ def replayed_routing(recipe: Recipe, model: nn.Module) -> Routing | None:
         return routing_of(model)
     if wanted is True:
         raise SparseRLError(
-            f"learn.replay_routing is true, but {recipe.model.name} {why}; set it to auto, with which the learner "
-            "chooses the experts again."
+            f"learn.replay_routing is true, but {recipe.model.name} {why}; set it to auto, so that the learner chooses "
+            "the experts itself."
         )
     warnings.warn(
         f"{recipe.model.name} {why}, so its routing is not replayed: the learner chooses experts anew, and where two "

@@ -4,8 +4,7 @@ Four numbers refer to completions of a step:
 
     position      0 .. N - 1: the place in the step that a completion was sampled for, prompt * group_size + member
     row           0 .. R - 1: one of all completions sampled, as an index of the lists and tensors of a StepRollout.
-    With
-                  `learn.refill` or `learn.dynamic` a position may have several rows, so R >= N; otherwise R = N
+                  With `learn.refill` or `learn.dynamic` a position may have several rows, so R >= N; otherwise R = N
     chosen_rows   int64 [N]: for every position, the row that is learned from
     owner_rank    int64 [R]: the process that sampled the row; it alone has the whole trace, and learns from it
 

@@ -16,10 +16,11 @@ into its weights. A warm-up writes an ordinary Hugging Face folder:
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,23 +32,23 @@ from transformers import PreTrainedTokenizerBase
 from .. import tasks
 from ..chat import Turns
 from ..config import Recipe, load_recipe
-from ..errors import CannotWrite, OutOfMemory, SparseRLError
-from ..files import first_line, names_code, read_lines, refuse_links_out, write_text, writing
+from ..errors import CannotWrite, SparseRLError
+from ..files import names_code, read_lines, refuse_links_out, write_text, writing
 from ..learn.fused import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.packing import pack
 from ..learn.score import batch_logprobs
 from ..models import ends_of, evaluating, load_merged, set_record, unknown_to_tiny
-from ..planning.memory import is_out_of_memory
 from ..rollout import Engine, Sampling
 from ..signals import stoppable, uninterrupted
 from ..tasks import Prompt, Task
 from .checkpoint import cleaned_checkpoints, flush, load_state, require_space, restoring, save_checkpoint, save_model
 from .held_out import accuracy
 from .log import Clock, Log
+from .out_of_memory import explained_memory
 from .parts import checkpoint_gradients, load_for_training, make_record
-from .run import WRITTEN, check_same, folder_lock
+from .run import WRITTEN, check_same, folder_lock, vanishing
 from .solutions import Batches, Pairs, padded, pairs_of
 from .terminal import TerminalTable
 
@@ -72,10 +73,12 @@ def warmup(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder), TerminalTable(f"warm-up on {recipe.task.name}", recipe.warmup.steps, show) as view:
-        with explained_memory(recipe):
+        with nullcontext() if resume else vanishing(folder), explained_memory(recipe, in_pass=False):
             run = Warmup(recipe, folder, task, asked, model, tokenizer, view)
+        del model  # only `run` holds it, so that it can be freed when adapters have been merged
         if resume:
-            run.resume()
+            with explained_memory(recipe, in_pass=False):
+                run.resume()
         write_text(folder / "recipe.yaml", recipe.to_yaml())
         unknown = unknown_to_tiny(tokenizer, tasks.first_texts(task))
         for line in [*tasks.notices(task, asked and asked.task), *unknown, *changes]:
@@ -96,21 +99,6 @@ def check_start(recipe: Recipe, folder: Path, resume: bool) -> list[str]:
             f"{folder} exists already; continue it with --resume, choose another folder with --out, or remove it."
         )
     return []
-
-
-@contextmanager
-def explained_memory(recipe: Recipe) -> Iterator[None]:
-    """Turn running out of memory into a sentence. Between two steps nothing has changed, so a checkpoint is written."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        adapters = "" if recipe.model.lora_rank else ", or train adapters alone (model.lora_rank 16)"
-        raise OutOfMemory(
-            f"out of memory while learning ({first_line(error)}); lower learn.micro_batch_tokens (now "
-            f"{recipe.micro_batch_tokens}, at least one solution), set model.gradient_checkpointing{adapters}."
-        ) from error
 
 
 def is_finished(folder: Path) -> bool:
@@ -160,7 +148,9 @@ class Warmup:
         self.optimizer = MasterAdamW(model.parameters(), settings)
         self.log = Log(folder, recipe.run.trackers, recipe.run.project, recipe.to_dict())
         self.done = self.saved = 0  # steps
+        self.updating = False  # whether an optimizer step has begun and not ended, so that weights must not be saved
         self.evaluated = -1  # the step of the last evaluation
+        self.merged = False  # whether adapters have been merged into the written model, but not into `model`
 
     def resume(self) -> None:
         """Go back to the newest checkpoint, or to the start if there is none, and forget what came after it."""
@@ -205,7 +195,7 @@ class Warmup:
                 self.step(*next(made))
             self.finish()
         except (KeyboardInterrupt, SparseRLError) as error:
-            if not isinstance(error, CannotWrite):
+            if not isinstance(error, CannotWrite) and not self.updating:
                 self.save()
             if isinstance(error, KeyboardInterrupt):
                 self.view.say(f"sparse-rl: stopped after {self.done} of {settings.steps} steps; {self.way_on}")
@@ -219,7 +209,10 @@ class Warmup:
         with explained_memory(self.recipe):
             loss = _backward(self.model, tokens, mask, self.recipe.micro_batch_tokens)
         with uninterrupted():
-            norm, lr = self.optimizer.step(self.done, loss)
+            self.updating = True
+            with explained_memory(self.recipe, in_pass=False):
+                norm, lr = self.optimizer.step(self.done, loss)
+            self.updating = False
             check_skipped(
                 count_skipped(0, norm),
                 1,
@@ -264,7 +257,8 @@ class Warmup:
         assert self.asked is not None
         clock, recipe, asked = Clock(), self.recipe, self.asked
         self.view.show_stage("evaluating")
-        loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.micro_batch_tokens)
+        with explained_memory(recipe):
+            loss = held_out_loss(self.model, *padded(self.held_out_pairs), recipe.micro_batch_tokens)
         rows = min(recipe.rollout.rows, len(asked.prompts) * recipe.eval.samples)
         engine = Engine(self.model, compressor="dense", rows=rows)
         sampling = Sampling(self.new_tokens, recipe.eval.temperature, stop_ids=self.ends.stops())
@@ -292,6 +286,8 @@ class Warmup:
             return {k.removeprefix("eval/dense/"): v for k, v in line.items() if k.startswith("eval/dense/")}
         self.view.say(f"evaluating the model, which is in {self.folder}: {self.described}")
         try:
+            if self.merged:
+                self.load_merged_model()
             return self.evaluate()
         except KeyboardInterrupt:
             self.view.say(f"sparse-rl: the evaluation was stopped; {self.folder} holds the model.")
@@ -301,7 +297,7 @@ class Warmup:
 
     @property
     def model_bytes(self) -> int:
-        """Of the model that is written at the end. Weights of 4 bits, two in a byte, become weights of 16."""
+        """Bytes of the model that is written at the end. Weights of 4 bits, two in a byte, become weights of 16."""
         return sum(p.nbytes * (4 if p.dtype == torch.uint8 else 1) for p in self.model.parameters())
 
     @property
@@ -325,9 +321,12 @@ class Warmup:
     def finish(self) -> None:
         """Write the model into the folder, its config last, so that a folder with a config holds a whole model.
 
-        Adapters are merged from files: those of 4-bit weights need the base again, dequantised.
+        Adapters are merged from files: those of 4-bit weights need the base again, dequantised. Merging takes host
+        memory and may fail, so a checkpoint comes first.
         """
         self.check_finite()
+        if self.recipe.model.lora_rank:
+            self.save()
         partial, adapters = self.folder / ".model.partial", self.folder / ".adapters.partial"
         with uninterrupted(), writing(self.folder):
             for place in (partial, adapters):
@@ -345,8 +344,14 @@ class Warmup:
             partial.rmdir()
             flush(self.folder)
             self.remove_checkpoints()
-        if self.recipe.model.lora_rank:  # what is evaluated is what was written, which merging has rounded
-            self.model, _ = load_for_training(finished(self.recipe, self.folder))
+        self.merged = self.recipe.model.lora_rank > 0
+
+    def load_merged_model(self) -> None:
+        """Replace the model by the one that was written, which merging has rounded. The old one is freed first."""
+        del self.model
+        gc.collect()
+        self.model, _ = load_for_training(finished(self.recipe, self.folder))
+        self.merged = False
 
     def check_finite(self) -> None:
         """Refuse to write weights that are not finite."""

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparse_rl.errors import OutOfMemory, SparseRLError
-from sparse_rl.models import load_config, load_model, weight_bytes
+from sparse_rl.models import load_config, load_merged, load_model, weight_bytes
 from sparse_rl.models.load import BUILT_IN, with_lora
 from tests.helpers.models import tiny
 from tests.helpers.runs import run
@@ -94,15 +94,15 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(tmp_path):
     model.config._name_or_path = str(BUILT_IN["tiny-sums"])
     with_lora(model, 2, 4).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    load_model(str(tmp_path), device="cpu")
+    load_model(str(tmp_path), device="cpu"), load_merged(str(tmp_path))
     path = tmp_path / "adapter_model.safetensors"
     first, *rest = sorted(tensors := load_file(path))
     save_file({name: tensors[name] for name in rest}, path, metadata={"format": "pt"})
-    message = refusal(tmp_path)
-    assert (
-        "has no weights for 1 of its model's tensors" in message
-        and first.split(".layers.")[1].split(".lora")[0] in message
-    )
+    with pytest.raises(SparseRLError) as merging:
+        load_merged(str(tmp_path))
+    for message in (refusal(tmp_path), str(merging.value)):
+        assert "has no weights for 1 of its model's tensors" in message
+        assert first.split(".layers.")[1].split(".lora")[0] in message
 
 
 @pytest.mark.parametrize(

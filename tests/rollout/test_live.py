@@ -650,7 +650,12 @@ def test_what_makes_no_sense_is_refused(llama):
             live.extend(chats[0], [1])
         with pytest.raises(SparseRLError, match="wait until it has stopped to read its trajectory"):
             live.trajectory(chats[0])
+        live.cancel(chats[1])
         live.step()
+        with pytest.raises(SparseRLError, match="conversation 1 has ended; begin another with `submit`"):
+            live.extend(chats[1], [1])
+        with pytest.raises(SparseRLError, match="conversation 1 has ended, so its trajectory is gone"):
+            live.trajectory(chats[1])
         live.submit([1, 4])
     for call in (live.step, lambda: live.submit([1])):
         with pytest.raises(SparseRLError, match="was closed"):

@@ -1,10 +1,12 @@
 """Warm-up: gradients, order, what is learned from a file, evaluation, signals, resuming and sentences."""
 
 import copy
+import gc
 import json
 import os
 import signal
 import subprocess
+import weakref
 
 import pytest
 import torch
@@ -255,7 +257,7 @@ def test_a_warm_up_of_adapters_writes_a_whole_model_and_goes_on_to_the_same_byte
     assert module.warmup(settings, folder, resume=True, show=False)["loss"] == found
 
 
-@pytest.mark.parametrize("rank, remedy", [(0, "or train adapters alone"), (2, r"set model.gradient_checkpointing\.$")])
+@pytest.mark.parametrize("rank, remedy", [(0, "or train only adapters"), (2, r"set model.gradient_checkpointing\.$")])
 def test_a_warm_up_that_runs_out_of_memory_is_saved_and_says_so(tmp_path, monkeypatch, rank, remedy):
     backward, calls = module._backward, []
 
@@ -267,12 +269,97 @@ def test_a_warm_up_that_runs_out_of_memory_is_saved_and_says_so(tmp_path, monkey
 
     settings = recipe(model={"name": "tiny", "lora_rank": rank}, warmup=SHORT)
     said = (
-        rf"out of memory while learning \(CUDA .*lower learn.micro_batch_tokens \(now {settings.micro_batch_tokens}, "
+        r"out of memory in a pass through the model \(CUDA .*\); lower learn.micro_batch_tokens "
+        rf"\(now {settings.micro_batch_tokens}, "
     )
     with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match=f"{said}.*{remedy}"):
         patched.setattr(module, "_backward", full)
         module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
     assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
+
+
+@pytest.mark.parametrize(
+    "rank, remedy", [(0, "use a smaller model, or train only adapters"), (2, r"lower model.lora_rank \(now 2\)")]
+)
+def test_memory_that_runs_out_in_an_optimizer_step_leaves_no_half_updated_weights(tmp_path, monkeypatch, rank, remedy):
+    step = module.MasterAdamW.step
+
+    def full(self, steps_done, loss=0.0):
+        found = step(self, steps_done, loss)
+        if steps_done == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return found
+
+    settings = recipe(model={"name": "tiny", "lora_rank": rank}, warmup={**SHORT, "checkpoint_every": 3})
+    said = rf"out of memory for the optimizer's state \(CUDA .*\); {remedy}"
+    with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match=said):
+        patched.setattr(module.MasterAdamW, "step", full)
+        module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
+    assert len(read_lines(tmp_path / "model/metrics.jsonl")) == 4
+    with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match=said):
+        patched.setattr(module.MasterAdamW, "load_state_dict", lambda self, state: full(self, 4))
+        module.warmup(settings, tmp_path / "model", resume=True, evaluate=False, show=False)
+    module.warmup(settings, tmp_path / "model", resume=True, evaluate=False, show=False)
+    whole = tmp_path / "whole"
+    module.warmup(settings, whole, evaluate=False, show=False)
+    assert bytes_of(tmp_path / "model") == bytes_of(whole)
+
+
+def test_memory_that_runs_out_in_an_evaluation_is_a_sentence_and_the_warm_up_is_saved(tmp_path, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    settings = recipe(model={"name": "tiny"}, eval={"prompts": 3}, warmup={**SHORT, "eval_every": 3})
+    monkeypatch.setattr(module, "held_out_loss", full)
+    with pytest.raises(OutOfMemory, match=r"out of memory in a pass through the model"):
+        module.warmup(settings, tmp_path / "model", show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")][-1] == 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_float16_is_refused_and_a_refused_warm_up_leaves_no_folder(tmp_path, rank):
+    """Adapters are in fp32, but their gradients come through the frozen weights."""
+    for dtype in ("float16", "float16", "bfloat16"):
+        settings = recipe(model={"name": "tiny", "lora_rank": rank, "dtype": dtype}, warmup={**SHORT, "steps": 1})
+        if dtype == "float16":
+            with pytest.raises(SparseRLError, match="the model is float16, in which gradients vanish"):
+                module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+            assert not (tmp_path / "model").exists()
+        else:
+            module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+
+
+def test_adapters_are_saved_before_they_are_merged(tmp_path, monkeypatch):
+    def killed(*args):
+        raise MemoryError
+
+    settings = recipe(model={"name": "tiny", "lora_rank": 2}, warmup={**SHORT, "steps": 3, "checkpoint_every": 0})
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(module, "load_merged", killed)
+        module.warmup(settings, tmp_path / "model", evaluate=False, show=False)
+    assert [step for step, _ in find_checkpoints(tmp_path / "model/checkpoints")] == [3]
+    module.warmup(settings, tmp_path / "model", resume=True, evaluate=False, show=False)
+    assert (tmp_path / "model/config.json").exists() and not list((tmp_path / "model").glob(".*partial"))
+
+
+def test_merged_adapters_are_loaded_only_to_be_evaluated_and_after_the_trained_model_is_freed(tmp_path, monkeypatch):
+    load, models = module.load_for_training, []
+
+    def noting(settings):
+        gc.collect()
+        assert not models or models[-1]() is None
+        found = load(settings)
+        models.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(module, "load_for_training", noting)
+    settings = recipe(model={"name": "tiny", "lora_rank": 2}, eval={"prompts": 3}, warmup={**SHORT, "steps": 2})
+    module.warmup(settings, tmp_path / "unasked", evaluate=False, show=False)
+    assert len(models) == 1
+    models.clear()
+    module.warmup(settings, tmp_path / "asked", show=False)
+    assert len(models) == 2
 
 
 def test_a_killed_warm_up_goes_on_to_the_same_bytes(tmp_path):
