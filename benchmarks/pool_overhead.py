@@ -12,7 +12,8 @@ made of the same lengths by the same ledger, without Ray: what a step takes beyo
 `weights`: bf16 arrays in the shapes of a model go into the object store of one node, and an actor on another node
 fetches them and copies them once, as a sampler does. A part is little more than 512 MiB, as in a run. 1.5B: all parts
 stay until the next version comes, of which there are two: the first into memory that nobody has touched, the second
-into that of the first. 7B: each part is forgotten as soon as it was fetched, so that it needs little memory.
+into that of the first. 7B: each part is forgotten as soon as it was fetched, so that it needs little memory. Last, a
+share of the weights changes, as in a step (benchmarks/weight_changes.py), and only that is sent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from sparse_rl.pool import cluster
 from sparse_rl.pool.cluster import Actor, RayTransport
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
+from sparse_rl.pool.weights import Changes, changed_part
 
 SAMPLERS = (2, 4, 8, 16, 32, 64)
 PROMPTS, GROUP, LONGEST, MEAN, PROMPT_TOKENS = 128, 8, 4096, 1024, 256
@@ -68,7 +71,7 @@ class StubHands:
         self.noise = np.random.default_rng(0).bytes(2**25)  # what a compressed trace looks like
 
     def complete(self, work, fetch, deliver) -> None:
-        for part in fetch():
+        for part in fetch(None):
             _ = [array.copy() for array in part.values()]
         times, total = self.times
         start = time.perf_counter()
@@ -91,6 +94,9 @@ class StubHands:
         return 0
 
     def cache_bytes(self) -> int:
+        return 0
+
+    def fetched_bytes(self) -> int:
         return 0
 
 
@@ -120,7 +126,8 @@ def deal_once(samplers: int, bytes_per_token: float, steps: int) -> dict:
     class Timed(RayTransport):
         def hand(self, member, handed):
             times = finish_times(work, H200, [piece for _, piece in handed], new, scores=False)
-            self.asked[self.actors[member].timed_start.remote(list(handed), self.weights[0], self.poll, times)] = member
+            weights = self.weights.offer(0)
+            self.asked[self.actors[member].timed_start.remote(list(handed), weights, self.poll, times)] = member
 
     cluster.Actor = TimedActor  # pyright: ignore[reportAttributeAccessIssue]
     ray.init(num_cpus=samplers, object_store_memory=2**30, include_dashboard=False, log_to_driver=False)
@@ -171,12 +178,16 @@ SHAPES = {  # hidden, intermediate, layers, query heads, KV heads, head width, v
 }
 
 
-def arrays_of(name: str):
-    """The bf16 arrays of a model in parts, all of them views of one block of random numbers."""
+def arrays_of(name: str, changed: float = 0.0):
+    """The bf16 arrays of a model in parts, all of them views of one block of random numbers.
+
+    changed: share of the numbers that differ from those of other calls
+    """
     hidden, inner, layers, heads, kv, width, vocabulary, tied = SHAPES[name]
     layer = [hidden * heads * width * 2, 2 * hidden * kv * width, 3 * hidden * inner, 2 * hidden]
     sizes = [vocabulary * hidden] * (1 if tied else 2) + [count for _ in range(layers) for count in layer]
     block = np.random.default_rng(0).integers(-(2**15), 2**15, max(sizes), dtype=np.int16)
+    block[np.random.default_rng(1).random(len(block), np.float32) < changed] ^= 1
     part, size = {}, 0
     for i, count in enumerate(sizes):
         part[str(i)] = block[:count]
@@ -198,14 +209,19 @@ class Receiver:
         if not hasattr(self, "buffer"):
             self.buffer = np.zeros(2**30, np.int16)  # parameters that are there already
         begun, size = time.perf_counter(), 0
-        for array in part.values():
-            np.copyto(self.buffer[: array.size], array)
-            size += array.nbytes
+        for content in part.values():
+            if isinstance(content, Changes):
+                self.buffer[content.places] = content.values
+            else:
+                np.copyto(self.buffer[: content.size], content)
+            size += content.nbytes
         return size, fetched - start, time.perf_counter() - begun
 
 
-def send_weights(name: str, forget: bool) -> list[dict]:
-    """Two versions of a model; forget: of one, each part is dropped from the store as soon as it was fetched"""
+def send_weights(name: str, forget: bool, changed: float) -> list[dict]:
+    """Two versions of a model, and then what changed; forget: one version, of which each part is dropped from the store
+    as soon as it was fetched
+    """
     import ray
     from ray.cluster_utils import Cluster
 
@@ -220,24 +236,39 @@ def send_weights(name: str, forget: bool) -> list[dict]:
         ray.get(receiver.receive.remote([ray.put({"w": np.zeros(1, np.int16)})]))
         lines = []
         for version in range(1 if forget else 2):
-            total, put, fetched, copied, kept, parts = 0, 0.0, 0.0, 0.0, [], 0
-            for part in arrays_of(name):
-                start = time.perf_counter()
-                ref = ray.put(part)
-                put += time.perf_counter() - start
-                size, fetch, copy = ray.get(receiver.receive.remote([ref]))
-                total, fetched, copied, parts = total + size, fetched + fetch, copied + copy, parts + 1
-                if not forget:
-                    kept.append(ref)
-                del ref
-            found = {"kind": "weights", "model": name, "bytes": total, "parts": parts, "put": put, "fetch": fetched}
-            lines.append(found | {"copy": copied, "kept": not forget, "version": version})
-            kept.clear()
+            lines.append(
+                {"model": name, "kept": not forget, "version": version, **send(ray, receiver, arrays_of(name), forget)}
+            )
             time.sleep(2.0)  # until both stores have forgotten it
-        return lines
+        compared = 0.0
+
+        def changes():
+            nonlocal compared
+            for new, old in zip(arrays_of(name, changed), arrays_of(name), strict=True):
+                start = time.perf_counter()
+                part = changed_part(new, old)
+                compared += time.perf_counter() - start
+                yield part
+
+        found = send(ray, receiver, changes(), forget)
+        return [*lines, {"model": name, "changed": changed, "compare": compared, **found}]
     finally:
         ray.shutdown()
         nodes.shutdown()
+
+
+def send(ray: Any, receiver: Any, parts: Iterable[Any], forget: bool) -> dict:
+    total, put, fetched, copied, kept, count = 0, 0.0, 0.0, 0.0, [], 0
+    for part in parts:
+        start = time.perf_counter()
+        ref = ray.put(part)
+        put += time.perf_counter() - start
+        size, fetch, copy = ray.get(receiver.receive.remote([ref]))
+        total, fetched, copied, count = total + size, fetched + fetch, copied + copy, count + 1
+        if not forget:
+            kept.append(ref)
+        del ref
+    return {"kind": "weights", "bytes": total, "parts": count, "put": put, "fetch": fetched, "copy": copied}
 
 
 def table(lines: list[dict]) -> str:
@@ -252,18 +283,14 @@ def table(lines: list[dict]) -> str:
             f"{line['learner_cpu']:.2f} s ({line['learner_cpu'] / line['seconds']:.0%}) | {line['messages']:.0f} | "
             f"{line['predicted_messages']} | {line['bytes'] / 2**20:.1f} MiB |"
         )
-    rows += ["", "| model | bytes | parts | into the store | to the other node | copied | in all |", "|" + "---|" * 7]
+    heads = "| model | bytes | parts | compared | into the store | to the other node | copied | in all |"
+    rows += ["", heads, "|" + "---|" * 8]
     for line in (r for r in lines if r["kind"] == "weights"):
-        rates = [
-            f"{line[name]:.1f} s ({line['bytes'] / line[name] / 1e9:.2f} GB/s)" for name in ("put", "fetch", "copy")
-        ]
-        total = line["put"] + line["fetch"] + line["copy"]
-        cells = [
-            line["model"] + (f", version {line['version'] + 1}" if line["kept"] else ", part by part"),
-            f"{line['bytes'] / 1e9:.2f} GB",
-            line["parts"],
-        ]
-        rows.append("| " + " | ".join(map(str, [*cells, *rates, f"{total:.1f} s"])) + " |")
+        stages = [line.get("compare", 0.0), *(line[name] for name in ("put", "fetch", "copy"))]
+        told = "changes" if "changed" in line else f"version {line['version'] + 1}" if line["kept"] else "part by part"
+        rates = [f"{s:.1f} s" + (f" ({line['bytes'] / s / 1e9:.2f} GB/s)" if s > 0.05 else "") for s in stages[1:]]
+        cells = [f"{line['model']}, {told}", f"{line['bytes'] / 1e9:.2f} GB", line["parts"], f"{stages[0]:.1f} s"]
+        rows.append("| " + " | ".join(map(str, [*cells, *rates, f"{sum(stages):.1f} s"])) + " |")
     return "\n".join(rows)
 
 
@@ -272,6 +299,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="bytes; dealing, or numbers of samplers; weights 1.5b 7b")
     parser.add_argument("--out", type=Path, default=Path("runs/overhead"))
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--changed", type=float, default=0.005, help="share of the weights that a step changes")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -288,7 +316,7 @@ def main() -> None:
             append_line(results, found := deal_once(samplers, per_token, given.steps))
             print(found, flush=True)
     for name in (name for name in given.what if name in SHAPES):
-        for found in send_weights(name, forget=name == "7b"):
+        for found in send_weights(name, name == "7b", given.changed):
             append_line(results, found)
             print(found, flush=True)
     if given.table:

@@ -4,8 +4,9 @@
     ray://HOST:PORT   a running cluster, by the address of its head; this machine must be one of its nodes
     ray://auto        the running cluster of which this machine is a node
 
-Weights go through Ray's object store, once per version and node; results come back with the answers to polls. Ray
-unpickles what it receives, so the network of a cluster must be trusted (SECURITY.md).
+Weights go through Ray's object store, once per version and node; a member on another node fetches only what changed
+since the version that it has (weights.py). Results come back with the answers to polls. Ray unpickles what it receives,
+so the network of a cluster must be trusted (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import SparseRLError
 from ..files import first_line
 from .pieces import Piece, Place
 from .pool import Answered, Event, Joined, Lost
-from .worker import About, Answer, Hands, Part, Worker
+from .weights import Offer, Part, Versions
+from .worker import About, Answer, Hands, Worker
 
 POLL = 5.0  # seconds after which a member answers a poll even if nothing happened
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray gives its own processes no address but 127.0.0.1
@@ -46,10 +50,10 @@ class Actor:
         node = ray.get_runtime_context().get_node_id()
         return About(self.hands.rows, socket.gethostname(), os.getpid(), node)
 
-    def start(self, work: Sequence[tuple[Place, Piece]], weights: Sequence[Any], seconds: float) -> Answer:
+    def start(self, work: Sequence[tuple[Place, Piece]], weights: Offer[Any], seconds: float) -> Answer:
         import ray
 
-        self.worker.start(work, lambda: (ray.get(part) for part in weights))
+        self.worker.start(work, lambda has: (ray.get(ref) for ref in weights.refs(has)))
         return self.worker.poll(seconds)
 
     def poll(self, seconds: float) -> Answer:
@@ -82,7 +86,7 @@ class RayTransport:
         self.actors: dict[int, Any] = {}
         self.about: dict[int, About] = {}
         self.asked: dict[Any, int] = {}  # what members have not answered yet -> who
-        self.weights: dict[int, list[Any]] = {}  # by version: where their parts are in the object store
+        self.weights: Versions[Any] = Versions(self._put, lambda ref: self.ray.get(ref))  # in the object store
 
     def _units(self) -> list[float]:
         """What samplers can share: the CPUs of each node that is there, or each of its GPUs."""
@@ -99,7 +103,7 @@ class RayTransport:
         self.asked[actor.about.remote()] = member
 
     def hand(self, member: int, work: Sequence[tuple[Place, Piece]]) -> None:
-        weights = self.weights[work[0][1].version]  # where they are: a member fetches them if it has others
+        weights = self.weights.offer(work[0][1].version)  # a member fetches them if it has others
         self.asked[self.actors[member].start.remote(list(work), weights, self.poll)] = member
 
     def stop(self, member: int, handout: Place) -> None:
@@ -146,26 +150,24 @@ class RayTransport:
             self.asked[self.actors[member].poll.remote(self.poll)] = member
         return Answered(member, answer)
 
-    def publish(self, version: int, parts: Iterable[Part], oldest: int) -> int:
-        self.weights = {known: refs for known, refs in self.weights.items() if oldest <= known < version}
-        size, refs = 0, []
-        for part in parts:
-            size += sum(array.nbytes for array in part.values())
-            try:
-                refs.append(self.ray.put(dict(part)))
-            except (self.ray.exceptions.ObjectStoreFullError, self.ray.exceptions.OutOfDiskError) as error:
-                raise SparseRLError(
-                    f"Ray's object store has no room for {size / 2**20:,.0f} MiB of weights and more "
-                    f"({first_line(error)}); start the node with a larger --object-store-memory, or make room on the "
-                    "disk that it spills to."
-                ) from error
-        self.weights[version] = refs
-        return size
+    def publish(self, version: int, parts: Iterable[dict[str, np.ndarray]], oldest: int) -> int:
+        others = any(about.node != self.node for about in self.about.values())  # on this node, memory is shared
+        return self.weights.publish(version, parts, oldest, compare=others)
+
+    def _put(self, part: Part, needed: int) -> Any:
+        try:
+            return self.ray.put(dict(part))
+        except (self.ray.exceptions.ObjectStoreFullError, self.ray.exceptions.OutOfDiskError) as error:
+            raise SparseRLError(
+                f"Ray's object store has no room for {needed / 2**20:,.0f} MiB of weights and more "
+                f"({first_line(error)}); start the node with a larger --object-store-memory, or make room on the "
+                "disk that it spills to."
+            ) from error
 
     def close(self) -> None:
         for member in list(self.actors):
             self.kill(member)
-        self.weights.clear()
+        self.weights.kept.clear()
         if self.own:
             self.ray.shutdown()
 

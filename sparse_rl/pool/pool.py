@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from .. import errors
 from ..errors import SparseRLError
 from .ledger import Brought, Ledger
 from .pieces import Piece, Place
 from .standing import Standing, Standings
-from .worker import About, Answer, Part
+from .worker import About, Answer
 
 MOST_LOSSES = 20  # of one piece: after that it is the piece's fault
 MOST_STARTS = 3  # times in a row that members failed before they had joined
@@ -79,7 +81,7 @@ class Transport(Protocol):
         """What has happened; waits so long if nothing has."""
         ...
 
-    def publish(self, version: int, parts: Iterable[Part], oldest: int) -> int:
+    def publish(self, version: int, parts: Iterable[dict[str, np.ndarray]], oldest: int) -> int:
         """Make weights available, and forget those before `oldest`. Returns their bytes."""
         ...
 
@@ -97,6 +99,7 @@ class Sampler:
     tokens: int = 0  # that it has sampled
     seconds: float = 0.0  # that it has worked
     cache_bytes: int = 0
+    fetched_bytes: int = 0  # of weights
     handout: Place | None = None  # the first place of what it was handed last
     stopping: bool = False  # it was asked to end that early
 
@@ -112,7 +115,8 @@ class Counts:
     late: int = 0
     messages: int = 0
     bytes_in: int = 0
-    bytes_out: int = 0  # weights, once per version
+    bytes_out: int = 0  # whole weights, once per version
+    bytes_fetched: int = 0  # weights that samplers fetched, whole or as changes
 
 
 @dataclass
@@ -155,7 +159,7 @@ class Pool:
         self.closed = False
         self.driving = threading.Lock()
 
-    def publish(self, version: int, weights: Callable[[], Iterable[Part]]) -> None:
+    def publish(self, version: int, weights: Callable[[], Iterable[dict[str, np.ndarray]]]) -> None:
         """Make the weights of a version available, if they are not yet; one part after the other."""
         if version in self.versions:
             return
@@ -295,6 +299,8 @@ class Pool:
         if known is None:
             return
         known.seconds, known.cache_bytes, known.tokens = answer.seconds, answer.cache_bytes, answer.tokens
+        self.counts.bytes_fetched += answer.fetched_bytes - known.fetched_bytes
+        known.fetched_bytes = answer.fetched_bytes
         if answer.beats != known.beats or answer.finished or not answer.busy:
             known.beats, known.moved = answer.beats, time.monotonic()
         if answer.busy:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import SparseRLError
 from .pieces import Piece, Place
+from .weights import Part
 
 Work = Sequence[tuple[Place, Piece]]
-Part = Mapping[str, Any]  # of the weights: arrays by name
-Fetch = Callable[[], Iterable[Part]]  # -> the weights of the version that the pieces ask for
+Fetch = Callable[[int | None], Iterable[Part]]  # version that the member has -> parts of the one that pieces ask for
 Deliver = Callable[[Place, bytes], None]
 
 
@@ -42,6 +42,10 @@ class Hands(Protocol):
 
     def cache_bytes(self) -> int: ...
 
+    def fetched_bytes(self) -> int:
+        """Bytes of weights that came so far."""
+        ...
+
 
 @dataclass(frozen=True)
 class About:
@@ -68,6 +72,7 @@ class Answer:
     seconds: float = 0.0  # that it has worked so far
     cache_bytes: int = 0
     tokens: int = 0  # that it has sampled so far
+    fetched_bytes: int = 0  # of weights so far
     error: tuple[str, str] | None = None  # (class, message) of what ended its work
 
 
@@ -94,6 +99,7 @@ class Worker:
             hands, now = self.hands, time.perf_counter()
             worked = self.seconds + (now - self.since if self.busy else 0.0)
             answer = Answer(self.finished, self.busy, hands.beats(), worked, hands.cache_bytes(), hands.tokens())
+            answer.fetched_bytes = hands.fetched_bytes()
             answer.error, self.error, self.finished = self.error, None, []
             return answer
 

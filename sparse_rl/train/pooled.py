@@ -76,6 +76,7 @@ class RunPool:
             "pool/messages/count": counts.messages,
             "pool/bytes/received": counts.bytes_in,
             "pool/bytes/weights": counts.bytes_out,
+            "pool/bytes/fetched": counts.bytes_fetched,
         }
         return {name: float(value) for name, value in found.items()}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from ..errors import SparseRLError
 from ..learn.batch import collate
 from ..models import companions_of
 from ..pool.pieces import Piece, completions, engine_call, piece_of
-from ..pool.worker import Deliver, Fetch, Part, Work
+from ..pool.weights import Changes, Part, bytes_of
+from ..pool.worker import Deliver, Fetch, Work
 from ..records import Trajectory
 from .ask import Done, closed
 from .complete import Completer
@@ -49,15 +50,24 @@ def weights_of(*modules: nn.Module | None) -> Iterator[dict[str, np.ndarray]]:
 
 
 @torch.no_grad()
-def load_weights(parts: Iterable[Mapping[str, np.ndarray]], *modules: nn.Module | None) -> None:
-    """Put the weights of `weights_of` into modules of the same kind. Those of a critic are left out where it is not."""
-    missing = dict(trained(*modules))
+def load_weights(parts: Iterable[Part], *modules: nn.Module | None) -> None:
+    """Put the weights of `weights_of`, whole or as changes, into modules of the same kind. Those of a critic are left
+    out where it is not.
+    """
+    values = dict(trained(*modules))
+    missing = set(values)
     for part in parts:
-        for name, array in part.items():
-            if name in missing:
-                value = missing.pop(name)
-                value.copy_(_tensor(array, value.dtype))
-    assert not missing, f"weights that did not come: {list(missing)[:3]}"
+        for name, content in part.items():
+            if name not in values:
+                continue
+            missing.discard(name)
+            value = values[name]
+            if isinstance(content, Changes):
+                places = torch.from_numpy(content.places.astype(np.int64)).to(value.device)
+                value[torch.unravel_index(places, value.shape)] = _tensor(content.values, value.dtype).to(value.device)
+            else:
+                value.copy_(_tensor(content, value.dtype))
+    assert not missing, f"weights that did not come: {sorted(missing)[:3]}"
 
 
 def trained(*modules: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
@@ -112,6 +122,7 @@ class RecipeHands:
         self.version: int | None = None  # of the weights that are loaded
         self.moves = 0  # parts of weights that came, and pieces that were scored
         self.sampled = 0  # tokens
+        self.fetched = 0  # bytes of weights
 
     def complete(self, work: Work, fetch: Fetch, deliver: Deliver) -> None:
         torch.set_num_threads(self.threads)  # of this thread
@@ -119,8 +130,8 @@ class RecipeHands:
         pieces = [piece for _, piece in work]
         first = pieces[0]
         if self.version != first.version:
-            self.version = None  # until all of them are there
-            load_weights(self._counted(fetch()), completer.model, completer.critic)
+            has, self.version = self.version, None  # until all of them are there
+            load_weights(self._counted(fetch(has)), completer.model, completer.critic)
             self.version = engine.version = first.version
         if first.budget is not None and first.budget != engine.compressor.budget:
             engine.set_budget(first.budget)
@@ -154,6 +165,7 @@ class RecipeHands:
     def _counted(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:
             self.moves += 1
+            self.fetched += bytes_of(part)
             yield part
 
     def begin(self) -> None:
@@ -171,6 +183,9 @@ class RecipeHands:
     def cache_bytes(self) -> int:
         storage = self.completer.engine.storage
         return sum(cache.nbytes for cache in (storage.cache, storage.scratch) if cache is not None)
+
+    def fetched_bytes(self) -> int:
+        return self.fetched
 
 
 def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from sparse_rl.pool.pool import Answered, Joined, Lost
+from sparse_rl.pool.weights import Versions
 from sparse_rl.pool.worker import About, Worker
 
 
@@ -16,7 +19,8 @@ class Threads:
     def __init__(self, make_hands, mishap=lambda member, finished: None, room=2):
         self.make_hands, self.mishap, self.most = make_hands, mishap, room
         self.workers, self.open, self.late, self.news = {}, [], [], []
-        self.weights, self.stopped, self.handed = {}, [], []
+        self.stopped, self.handed = [], []
+        self.weights = Versions(lambda part, needed: copied(part), lambda part: part)
 
     def room(self):
         return self.most
@@ -27,9 +31,9 @@ class Threads:
         self.news.append(Joined(member, About(hands.rows, "here", member)))
 
     def hand(self, member, work):
-        weights = self.weights[work[0][1].version]
+        offer = self.weights.offer(work[0][1].version)
         self.handed.append((member, [place for place, _ in work]))
-        self.workers[member].start(work, lambda: weights)
+        self.workers[member].start(work, offer.refs)
         self.open.append(member)
 
     def stop(self, member, handout):
@@ -59,10 +63,13 @@ class Threads:
         return found
 
     def publish(self, version, weights, oldest):
-        self.weights = {known: kept for known, kept in self.weights.items() if known >= oldest}
-        self.weights[version] = [{name: array.copy() for name, array in part.items()} for part in weights]
-        return sum(array.nbytes for part in self.weights[version] for array in part.values())
+        return self.weights.publish(version, weights, oldest, compare=True)
 
     def close(self):
         for member in list(self.workers):
             self.kill(member)
+
+
+def copied(part):
+    """The learner's weights change in place."""
+    return {name: content.copy() if isinstance(content, np.ndarray) else content for name, content in part.items()}

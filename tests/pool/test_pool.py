@@ -21,6 +21,7 @@ from sparse_rl.pool import pool as pool_module
 from sparse_rl.pool.cluster import POLL, RayTransport, connect, kill_sampler
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.pool import Pool
+from sparse_rl.pool.weights import Versions
 from sparse_rl.pool.worker import Worker
 from tests.helpers.pools import Threads
 
@@ -34,7 +35,7 @@ class Echo:
         self.trouble, self.ended, self.done = trouble, threading.Event(), 0
 
     def complete(self, work, fetch, deliver):
-        weights = fetch()
+        (weights,) = (str(part["text"]) for part in fetch(None))
         for place, piece in work:
             if self.trouble is not None:
                 self.trouble(self, piece)
@@ -58,12 +59,19 @@ class Echo:
     def cache_bytes(self):
         return 100
 
+    def fetched_bytes(self):
+        return 5 * self.done
+
+
+def text(content):
+    """Weights as far as Echo knows them."""
+    return [{"text": np.array(content)}]
+
 
 def made(hands=Echo, members=2, mishap=lambda member, finished: None, **options):
     transport = Threads(hands, mishap)
-    transport.publish = lambda version, weights, oldest: transport.weights.update({version: weights}) or 8
     pool = Pool(transport, members, **options)
-    pool.publish(0, lambda: "first")
+    pool.publish(0, lambda: text("first"))
     return pool, transport
 
 
@@ -93,7 +101,7 @@ def test_members_that_are_lost_or_late_change_nothing(seed):
 
     pool, _ = made(mishap=mishap, members=3, over_ask=0.5)
     for version in range(4):
-        pool.publish(version, lambda version=version: f"version {version}")
+        pool.publish(version, lambda version=version: text(f"version {version}"))
         pieces = request(version=version)
         weights = "first" if version == 0 else f"version {version}"
         assert pool.complete(pieces) == expected(pieces, weights)
@@ -293,7 +301,7 @@ def test_members_join_in_the_middle(monkeypatch):
 
 def test_several_requests_at_a_time_each_with_its_weights():
     pool, _ = made(members=2)
-    pool.publish(1, lambda: "second")
+    pool.publish(1, lambda: text("second"))
     found = {}
 
     def ask(version):
@@ -460,7 +468,7 @@ def test_a_full_object_store_is_told_with_what_it_needed(kind):
         raise getattr(ray.exceptions, kind)("the node is full")
 
     ray, transport = fake_ray(put), object.__new__(RayTransport)
-    transport.ray, transport.weights = ray, {0: "old"}
+    transport.ray, transport.about, transport.weights = ray, {}, Versions(transport._put, None)
     with pytest.raises(
         SparseRLError, match=r"no room for 4 MiB of weights and more \(the node is full\); .*object-store-memory"
     ):
@@ -470,13 +478,13 @@ def test_a_full_object_store_is_told_with_what_it_needed(kind):
 def test_a_stop_that_comes_late_does_not_end_what_came_after_it():
     """Ray may run two calls of an actor in another order than they were sent in."""
     worker, (one, other) = Worker(Echo()), request(prompts=2, group=1)
-    worker.start([((0, 0), one)], lambda: "first")
+    worker.start([((0, 0), one)], lambda has: text("first"))
     assert [place for place, _ in worker.poll(60).finished] == [(0, 0)]
     while worker.poll(60).busy:
         pass
     begun, go_on = threading.Event(), threading.Event()
     worker.hands.trouble = lambda hands, piece: begun.set() or go_on.wait(60)
-    worker.start([((1, 0), other)], lambda: "first")
+    worker.start([((1, 0), other)], lambda has: text("first"))
     begun.wait(60)
     worker.stop((0, 0))
     go_on.set()
@@ -486,7 +494,7 @@ def test_a_stop_that_comes_late_does_not_end_what_came_after_it():
 def test_a_stop_that_comes_while_weights_are_fetched_is_heard():
     worker, (piece,) = Worker(Echo()), request(prompts=1, group=1)
     begun, go_on = threading.Event(), threading.Event()
-    worker.start([((0, 0), piece)], lambda: begun.set() or go_on.wait(60) or "first")
+    worker.start([((0, 0), piece)], lambda has: (begun.set(), go_on.wait(60)) and text("first"))
     begun.wait(60)
     worker.stop((0, 0))
     go_on.set()

@@ -142,6 +142,29 @@ def cut_off_run(folder):
     print("frozen", len(frozen))
 
 
+def half_precision(**rollout):
+    """Few weights move far enough to become another number of bfloat16."""
+    sections = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-5}, "run": {"steps": 3}, "eval": {"every": 0}}
+    return recipe(**sections, rollout={"max_new_tokens": 64, "group_size": 6, **rollout})
+
+
+def distant_run(folder):
+    """The only sampler is on another node than the learner."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from sparse_rl.train.run import train
+
+    store = 80 * 2**20
+    head = {"num_cpus": 0, "object_store_memory": store, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=1, object_store_memory=store)
+    ray.init(address=cluster.address, log_to_driver=False)
+    train(half_precision(pool=f"ray://{cluster.address}", samplers=1), folder, show=False)
+    ray.shutdown()
+    cluster.shutdown()
+
+
 def lost_learner(folder, out):
     """A learner is killed; another goes on with its folder, on the same cluster."""
     from ray.cluster_utils import Cluster
@@ -194,6 +217,17 @@ def test_a_node_is_cut_off(tmp_path):
     assert (tmp_path / "pool" / "metrics.jsonl").read_bytes() == (tmp_path / "one" / "metrics.jsonl").read_bytes()
     last = read_lines(tmp_path / "pool" / "timing.jsonl")[-1]
     assert "frozen" in done.stdout and last["pool/lost/count"] >= 1 and last["pool/duplicates/different"] == 0
+
+
+def test_a_distant_sampler_fetches_what_changed(tmp_path):
+    from sparse_rl.train.run import train
+
+    train(half_precision(), tmp_path / "one", show=False)
+    in_a_process("distant_run", tmp_path / "pool")
+    assert (tmp_path / "pool" / "metrics.jsonl").read_bytes() == (tmp_path / "one" / "metrics.jsonl").read_bytes()
+    fetched = [line["pool/bytes/fetched"] for line in read_lines(tmp_path / "pool" / "timing.jsonl")]
+    whole = fetched[0]
+    assert 0 < whole and whole < fetched[-1] < 1.5 * whole, fetched  # the versions of two updates came as changes
 
 
 def test_the_learner_is_lost_and_another_attaches_to_the_pool(tmp_path):

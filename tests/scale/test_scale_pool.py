@@ -106,6 +106,9 @@ def test_a_pool_sends_no_more_messages_than_are_counted():
         def cache_bytes(self):
             return 0
 
+        def fetched_bytes(self):
+            return 0
+
     new = np.full((16, 4), 100)
     transport = Threads(Hands)
     pool = Pool(transport, 3)
@@ -205,7 +208,7 @@ def test_a_plan_needs_to_know_how_many_samplers():
     for samplers, gpus, said in [
         (0, 1, "a plan cannot know; give --rollout.samplers"),
         (1, 2, "each of the learner's 2 processes needs one; use at least 2"),
-        (40, 32, "rollout.prompts is 16 for 32 GPUs"),
+        (40, 32, "rollout.prompts is 16, but all completions of a prompt stay on one of 32 GPUs"),
     ]:
         with pytest.raises(SparseRLError, match=said):
             forecast_pool(work(rollout={"samplers": samplers}), H200, LINKS, gpus, lengths)

@@ -4,6 +4,7 @@ Here they are threads of this process; tests/pool/test_ray.py has them as proces
 """
 
 import json
+import math
 import os
 import random
 import threading
@@ -18,10 +19,11 @@ import sparse_rl.train.pooled
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
 from sparse_rl.pool.pieces import cut
+from sparse_rl.pool.weights import Versions, bytes_of
 from sparse_rl.train import remote
 from sparse_rl.train.ask import Done, closed, opened
 from sparse_rl.train.run import train
-from tests.helpers.pools import Threads
+from tests.helpers.pools import Threads, copied
 from tests.helpers.runs import recipe
 
 
@@ -183,6 +185,47 @@ def test_weights_travel_in_parts(monkeypatch):
         remote.load_weights(parts[1:], made[1])
 
 
+def test_changes_give_the_same_bits_as_the_whole():
+    """In bf16 and fp32, in a tied weight and in one that is a view with gaps; NaN and both zeros among them."""
+
+    def made():
+        model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False), nn.Linear(4, 3), nn.Linear(6, 5))
+        model[1].weight = model[0].weight
+        model[:2].to(torch.bfloat16)
+        model[3].weight = nn.Parameter(torch.zeros(6, 5).t())  # not contiguous
+        return model
+
+    learner, member = made(), made()
+    kept = Versions(lambda part, needed: copied(part), lambda part: part)
+    whole = kept.publish(0, remote.weights_of(learner), 0, compare=True)
+    remote.load_weights(kept.offer(0).refs(None), member)
+    with torch.no_grad():
+        learner[0].weight[3, 5], learner[0].weight[49, 7], learner[0].weight[0, 0] = math.nan, -0.0, 7.0
+        learner[3].weight[1, 4] = 2.0
+        learner[2].weight.add_(1.0)
+    kept.publish(1, remote.weights_of(learner), 0, compare=True)
+    parts = kept.offer(1).refs(0)
+    assert sum(map(bytes_of, parts)) == 3 * 6 + 8 + 4 * 12 < whole / 2  # 3 of bf16, 1 of fp32, and all of 12
+    remote.load_weights(parts, member)
+    for (name, value), (_, wanted) in zip(remote.trained(member), remote.trained(learner), strict=True):
+        found, expected = (tensor.detach().contiguous().view(torch.uint8) for tensor in (value, wanted))
+        assert torch.equal(found, expected), name
+
+
+def test_samplers_in_half_precision_fetch_only_what_changed(pools, tmp_path):
+    def settings(**rollout):
+        sections = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-5}, "run": {"steps": 3}}
+        return small(**sections, rollout={"max_new_tokens": 64, "group_size": 6, **rollout})
+
+    train(settings(), tmp_path / "one", show=False)
+    train(settings(pool="ray", samplers=1), tmp_path / "pool", show=False)
+    assert metrics(tmp_path / "pool") == metrics(tmp_path / "one")
+    lines = [line for line in read_lines(tmp_path / "pool" / "timing.jsonl") if "pool/bytes/fetched" in line]
+    whole, last = lines[0]["pool/bytes/fetched"], lines[-1]["pool/bytes/fetched"]
+    assert lines[-1]["pool/bytes/weights"] >= 3 * whole  # with versions that nobody samples from
+    assert whole < last < 1.5 * whole
+
+
 def test_weights_that_are_lost_on_their_way_are_fetched_again(monkeypatch):
     """A node is lost in the middle of a transfer: nothing is sampled with weights of which some are old."""
     monkeypatch.setattr(remote, "PART", 1)
@@ -195,7 +238,7 @@ def test_weights_that_are_lost_on_their_way_are_fetched_again(monkeypatch):
     assert len(parts) > 2
     work = [((0, i), piece) for i, piece in enumerate(cut([[5, 6, 7]], [[0, 1]], 3, version=4))]
 
-    def torn():
+    def torn(has):
         yield from parts[:2]
         raise OSError("the node is gone")
 
@@ -204,10 +247,10 @@ def test_weights_that_are_lost_on_their_way_are_fetched_again(monkeypatch):
         hands.complete(work, torn, lambda place, payload: found.append(payload))
     assert not found and hands.version is None
     beats = hands.beats()
-    hands.complete(work, lambda: parts, lambda place, payload: found.append(payload))
+    hands.complete(work, lambda has: parts, lambda place, payload: found.append(payload))
     assert hands.version == 4 and hands.beats() > beats + len(parts) - 1 and hands.tokens() > 0
     other.version = other.completer.engine.version = 4
-    other.complete(work, lambda: [], lambda place, payload: found.append(payload))
+    other.complete(work, lambda has: [], lambda place, payload: found.append(payload))
     assert found[0] == found[1]
 
 
@@ -253,7 +296,7 @@ def test_mistakes():
         ({"pool": "ray://ray://head:6379"}, "rollout.pool is 'ray://ray://head:6379'"),
         ({"samplers": 2}, "rollout.samplers is 2, but there is no pool"),
         ({"ahead": 2}, r"from 0 to 1 \(to 8 with rollout.pool\)"),
-        ({"ahead": 9, "pool": "ray"}, "rollout.ahead is 9; .* or up to 8"),
+        ({"ahead": 9, "pool": "ray"}, "rollout.ahead is 9; .* from 0 to 8"),
         ({"over_ask": 0.5}, "rollout.over_ask is 0.5, but there is no pool"),
         ({"pool": "ray", "over_ask": 2.0}, "it must be a share from 0 to 1"),
         ({"pool": "ray", "patience": 0.0}, "rollout.patience is 0.0"),
