@@ -1,6 +1,6 @@
 """How many bf16 weights does a training step change? What changed is what a pool sends to samplers on other machines.
 
-    python benchmarks/weight_changes.py --model models/smollm2 --data data/train/gsm8k.jsonl --lr 1e-6 2e-5 --steps 4
+    python benchmarks/weight_changes.py --model models/smollm2 --data data/train/gsm8k.jsonl --lr 1e-6 2e-5
 
 The recipe is smollm2-gsm8k, cut to what a CPU does in a minute a step; rewards are planted (planted_math.py), so that
 every step has a gradient. After each step, the weights are compared with those before it, as a pool compares them.

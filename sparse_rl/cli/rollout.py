@@ -107,8 +107,9 @@ def rollout(
             )
             raise typer.Exit(130) from None
     tokens = sum(len(t.response_tokens) for t in done)
+    named = "trajectory" if len(done) == 1 else "trajectories"
     typer.echo(
-        f"{len(done)} {'trajectory' if len(done) == 1 else 'trajectories'}, {tokens:,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
+        f"{len(done)} {named}, {tokens:,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
         f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
     )
 

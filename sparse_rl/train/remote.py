@@ -91,7 +91,7 @@ class MakeHands:
     """Makes a sampler's `Hands` in the process where it runs.
 
     threads: as many as the learner's, because rounding depends on their number; folder: where the learner was started,
-    to which paths in the recipe are relative; code: the learner's version of this package
+    and so where the recipe's relative paths begin; code: the learner's version of this package
     """
 
     recipe: Recipe

@@ -107,8 +107,8 @@ def test_a_file_is_trained_resumed_evaluated_and_exported(tmp_path, monkeypatch)
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sections = {
         "model": {"name": "model.gguf"},
-        "task": {"name": "math", "files": "problems.jsonl", "prompt": "question", "answer": "answer", "solution": "answer",
-                 "holdout": 3, "template": "chat"},
+        "task": {"name": "math", "files": "problems.jsonl", "prompt": "question", "answer": "answer",
+                 "solution": "answer", "holdout": 3, "template": "chat"},
         "rollout": {"compressor": "rkv", "budget": 24, "interval": 8, "rows": 4, "prompts": 2, "group_size": 2,
                     "max_new_tokens": 12, "compressor_options": {"protect_prompt": False}},
         "learn": {"method": "shadow", "minibatches": 1},
@@ -117,8 +117,10 @@ def test_a_file_is_trained_resumed_evaluated_and_exported(tmp_path, monkeypatch)
         "run": {"steps": 1, "checkpoint_every": 1},
     }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(json.dumps(sections))
-    bench = ["--bench", "math", "--math.files", "problems.jsonl", "--math.prompt", "question", "--math.answer", "answer",
-             "--math.holdout", 3, "--template", "chat", "--limit", 2, "--max-new-tokens", 8]  # fmt: skip
+    bench = [
+        "--bench", "math", "--math.files", "problems.jsonl", "--math.prompt", "question", "--math.answer", "answer",
+        "--math.holdout", 3, "--template", "chat", "--limit", 2, "--max-new-tokens", 8,
+    ]  # fmt: skip
     steps = [
         ["plan", "--recipe", "mine.yaml", "--gpu-memory", 8],
         ["warmup", "mine.yaml", "--out", "warm", "--no-eval"],

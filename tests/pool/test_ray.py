@@ -227,7 +227,7 @@ def test_a_distant_sampler_fetches_what_changed(tmp_path):
     assert (tmp_path / "pool" / "metrics.jsonl").read_bytes() == (tmp_path / "one" / "metrics.jsonl").read_bytes()
     fetched = [line["pool/bytes/fetched"] for line in read_lines(tmp_path / "pool" / "timing.jsonl")]
     whole = fetched[0]
-    assert 0 < whole and whole < fetched[-1] < 1.5 * whole, fetched  # the versions of two updates came as changes
+    assert whole > 0 and whole < fetched[-1] < 1.5 * whole, fetched  # the versions of two updates came as changes
 
 
 def test_the_learner_is_lost_and_another_attaches_to_the_pool(tmp_path):
