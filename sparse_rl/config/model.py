@@ -31,7 +31,8 @@ class ModelSettings:
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
     lora_alpha: int = key("the adapters are scaled by alpha / rank", 32)
     lora_targets: list[str] = key(
-        "linear layers that get adapters, by the ends of their names, such as [q_proj, v_proj]; []: all but the head",
+        "linear layers that get adapters, by the ends of their names, such as [q_proj, v_proj]; []: all but the head "
+        "and the feed-forward layers of a mixture of experts",
         [],
     )
     quantize: str | None = key(

@@ -12,14 +12,13 @@ from .companion import (
 from .decoder import causal_lm_of, decoder_of, decoder_place, last_logits_only, taken_by
 from .folder import no_progress_bar, reading
 from .load import (
-    adapted_layers,
     encode,
     evaluating,
     load_config,
     load_model,
-    with_lora,
 )
 from .logits import Float32Head, check_logits, set_logits, wide_product
+from .lora import adapted_layers, with_lora
 from .merge import load_merged
 from .names import check_folder
 from .quantize import check_quantize, dequantise, quantised_bytes

@@ -1,10 +1,10 @@
 """Load configs, models and tokenizers by name: a hub id, a folder, a GGUF file, the built-in model, a character-level
-model of any size, or a public architecture with random weights. Also adapters, evaluation mode and encoding prompts.
+model of any size, or a public architecture with random weights. Also evaluation mode and encoding prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..beacon import beacon_of, load_beacon
+from ..beacon import load_beacon
 from ..errors import OutOfMemory, SparseRLError, nearest, shown
 from ..files import first_line, is_text
-from .adapters import base_of, is_adapter, quiet_peft
+from .adapters import base_of, is_adapter
 from .companion import load_companions
 from .folder import check_layers, check_size, check_tensors, reading
 from .logits import check_logits, set_logits
@@ -165,47 +165,6 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
     model.is_quantized = False  # pyright: ignore[reportArgumentType]
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
-
-
-def adapted_layers(model: nn.Module, targets: Sequence[str] = ()) -> list[nn.Linear]:
-    """The layers that get adapters: all that are linear but the head, or those of them whose names end in a target."""
-    head = cast(Any, model).get_output_embeddings()
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    known = {name.rpartition(".")[2] for name in linear}
-    for target in targets:
-        if not any(_ends_in(name, target) for name in linear):
-            raise SparseRLError(
-                f"model.lora_targets has {target!r}, but no linear layer besides the head has this name; "
-                f"{nearest(target, sorted(known))}"
-            )
-    return [m for name, m in linear.items() if not targets or any(_ends_in(name, target) for target in targets)]
-
-
-def _ends_in(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def with_lora(
-    model: nn.Module, rank: int, alpha: int, targets: Sequence[str] = (), key: str = "model.lora_rank"
-) -> nn.Module:
-    """Add low-rank adapters to linear layers of a model (`adapted_layers`); only these, and a beacon if there is one,
-    are trained.
-
-    `key`: the setting that error messages name
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise SparseRLError(f"{key} is {rank}, which needs peft: pip install 'sparse-rl[lora]'.") from error
-    adapted_layers(model, targets)
-    with quiet_peft():
-        config = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
-        )
-        adapted = get_peft_model(model, config)
-    if (beacon := beacon_of(adapted)) is not None:
-        beacon.beacon.requires_grad_(True)
-    return adapted
 
 
 @contextmanager

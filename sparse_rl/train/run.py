@@ -285,7 +285,7 @@ def lora_parameters(config, rank: int, targets: Sequence[str] = ()) -> int:
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    return rank * sum(m.in_features + m.out_features for m in adapted_layers(skeleton, targets))
+    return rank * sum(m.in_features + m.out_features for m in adapted_layers(skeleton, targets).values())
 
 
 def trained_parameters(config, recipe: Recipe) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 from sparse_rl.errors import SparseRLError
 from sparse_rl.models import with_lora
 from sparse_rl.train.run import lora_parameters
-from tests.helpers.models import tiny
+from tests.helpers.models import MIXTURES, tiny
 from tests.helpers.runs import recipe
 
 
@@ -20,6 +20,17 @@ def test_only_the_layers_that_are_named_get_adapters():
     assert trained == lora_parameters(tiny("llama").config, 2, ["q_proj", "mlp.down_proj"])
     every = with_lora(twin, 2, 4)
     assert sum(p.numel() for p in every.parameters() if p.requires_grad) == lora_parameters(tiny("llama").config, 2)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_and_routers_get_no_adapters_and_the_plan_counts_the_others(kind):
+    model = tiny(kind)
+    adapted = with_lora(copy.deepcopy(model), 2, 4)
+    trained = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
+    assert sum(trained.values()) == lora_parameters(model.config, 2)
+    assert trained and all("self_attn" in name or "shared_expert_gate" in name for name in trained), trained
+    with pytest.raises(SparseRLError, match="the feed-forward layers of a mixture"):
+        with_lora(copy.deepcopy(model), 2, 4, ["up_proj"])
 
 
 @pytest.mark.parametrize("target, said", [("qproj", "did you mean 'q_proj'?"), ("lm_head", "besides the head")])

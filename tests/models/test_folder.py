@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from sparse_rl.errors import OutOfMemory, SparseRLError
 from sparse_rl.models import load_config, load_merged, load_model, weight_bytes
-from sparse_rl.models.load import BUILT_IN, with_lora
+from sparse_rl.models.load import BUILT_IN
+from sparse_rl.models.lora import with_lora
 from tests.helpers.models import tiny
 from tests.helpers.runs import run
 
