@@ -6,12 +6,17 @@
     python benchmarks/arms_cpu.py top-p --out runs/top-p --processes 1 --starts tiny-sums
     python benchmarks/arms_cpu.py top-p --out runs/top-p --first-ratio
     python benchmarks/arms_cpu.py joint --out runs/joint --processes 2 --starts tiny-sums --seeds 2
+    python benchmarks/arms_cpu.py distill --out runs/distill --processes 2 --starts tiny-sums
+    python benchmarks/arms_cpu.py relatives --out runs/relatives --processes 2 --starts tiny-sums
 
     ablations    which part of Sparse-RL's correction does the work? One change at a time, at R-KV 38 + 4
     algorithms   GRPO, online DPO and PPO in the dense view (sparse-rl; online DPO keeps its rejection) and in the
                  shadow view, at a harmless and at a hurting budget
+    distill      distillation between the views at weights 0.01 and 1, beside `shadow`, which has none (0.1 is in the
+                 table of methods), at two hurting budgets
     joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets;
                  also with evictions that are drawn, and moved by advantages
+    relatives    GRPO and its relatives in both views, at R-KV 38 + 4
     top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
 Every run is one of benchmarks/learning_cpu.py with keys changed. All arms are evaluated alike: on the same 128
@@ -40,6 +45,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from learning_cpu import STARTS, final, interval, lazily, make_second
 from learning_cpu import run as run_plain
+
+from sparse_rl.learn.objective import RELATIVES
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,35 @@ JOINT = {
     for name, (keys, methods) in SCORERS.items()
     for method in methods
 }
-STUDIES = {"ablations": ABLATIONS, "algorithms": ALGORITHMS, "top-p": TOP_P, "joint": JOINT}
-HEADS = (
-    *("arm", "runs", "dense inference", "worst", "sparse inference", "worst", "rejected", "gradient norm"),
-    "attention lost",
-)
+DIRECTIONS = ("dense-to-shadow", "shadow-to-dense-forward", "shadow-to-dense-reverse")
+DISTILL = {
+    f"{setting}, {name}": Arm(keys, method, setting)
+    for setting in ("rkv 38", "rkv 32")
+    for name, method, keys in [
+        ("shadow", "shadow", {}),
+        *((f"{d}, {w}", f"smd {d}", {"learn.distill_weight": w}) for d in DIRECTIONS for w in ("0.01", "1.0")),
+    ]
+}
+RELATIVE = {
+    f"{name}, {method}": Arm({key: str(value) for key, value in keys.items()}, method)
+    for name, keys in {"grpo": {}, **{name: keys for name, (_, keys) in RELATIVES.items()}}.items()
+    for method in ("sparse-rl", "shadow")
+}
+STUDIES = {
+    "ablations": ABLATIONS,
+    "algorithms": ALGORITHMS,
+    "distill": DISTILL,
+    "joint": JOINT,
+    "relatives": RELATIVE,
+    "top-p": TOP_P,
+}
+HEADS = {  # of the table, after the accuracies; means over the steps of a run, and how they are written
+    "rejected": ("reject/trajectories/frac", ".0%"),
+    "gradient norm": ("update/grad_norm", ".2f"),
+    "attention lost": ("cache/regret/lost/mean", ".1%"),
+    "clipped": ("update/clip/frac", ".2%"),
+    "loops": ("rollout/loops/frac", ".2%"),
+}
 
 
 def run(args: tuple) -> dict:
@@ -133,7 +164,8 @@ def first_ratio(arm: Arm, folder: Path, second: Path) -> float:
 
 
 def table(rows: list[dict], arms: dict[str, Arm]) -> str:
-    lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
+    heads = ["arm", "runs", "dense inference", "worst", "sparse inference", "worst", *HEADS]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for start in STARTS:
         here = [r for r in rows if r["start"] == start]
         if not here:
@@ -141,7 +173,9 @@ def table(rows: list[dict], arms: dict[str, Arm]) -> str:
         first = [interval([r["curves"][f"eval/{view}/accuracy"][0] for r in here]) for view in ("dense", "sparse")]
         if len({r["setting"] for r in here}) > 1:
             first[1] = "differs"
-        lines.append(f"| **from {start}** | | {first[0]} at the start | | {first[1]} at the start | | | | |")
+        lines.append(
+            f"| **from {start}** | | {first[0]} at the start | | {first[1]} at the start |{' |' * (1 + len(HEADS))}"
+        )
         for name in arms:
             group = [r for r in here if r["method"] == name]
             if not group:
@@ -150,11 +184,10 @@ def table(rows: list[dict], arms: dict[str, Arm]) -> str:
             for view in ("dense", "sparse"):
                 values = [final(r, view) for r in group]
                 cells += [interval(values), f"{min(values):.2f}"]
-            rejected, norm, lost = (
-                statistics.mean(statistics.mean(r["curves"].get(key) or [math.nan]) for r in group)
-                for key in ("reject/trajectories/frac", "update/grad_norm", "cache/regret/lost/mean")
-            )
-            lines.append(f"| {' | '.join(cells)} | {rejected:.0%} | {norm:.2f} | {lost:.1%} |")
+            for key, written in HEADS.values():
+                means = [statistics.mean(r["curves"].get(key) or [math.nan]) for r in group]
+                cells.append(f"{statistics.mean(means):{written}}")
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -59,6 +59,8 @@ CURVES = (
     "cache/tokens_saved/frac",
     "cache/regret/lost/mean",
     "rollout/truncated/frac",
+    "rollout/loops/frac",
+    "update/clip/frac",
     "rollout/budget",
     "old/entropy/mean",
     "eval/dense/accuracy",
