@@ -56,7 +56,9 @@ def serve(
     weights_root: Annotated[
         Path | None, typer.Option(help="The folder from which clients with the admin key may load weights.")
     ] = None,
-    drain: Annotated[float, typer.Option(help="Seconds that running answers have to finish after SIGTERM.")] = 60.0,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that running answers have to end after SIGTERM or Ctrl-C.")
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     dtype: Dtype = None,
     trust: Trust = False,
@@ -95,7 +97,7 @@ def serve(
         ) from error
     trained = Trained.of(model)
     given = {"compressor": compressor, "budget": budget, "interval": interval}
-    cache, taken = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
+    cache, taken = cache_of(trained, given, compressor_options(context), "rkv", trust)
     if line := line_about([trained.model], {**taken, **always([trained], None)}.items()):
         typer.echo(f"sparse-rl: {line}", err=True)
     lm, tokenizer = load_model(trained.model, dtype, seed=seed)
