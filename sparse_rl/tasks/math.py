@@ -222,10 +222,8 @@ class Math(Task):
             fields = ", ".join(name for name, _ in names.most_common(12))
             remedy = "each line must be one JSON object."
             if names:
-                wanted = "prompt=... and answer=..."
-                if self._fields.solution is not None:
-                    wanted = "prompt=..., answer=... and solution=..."
-                remedy = f"its rows have the fields {fields}; name them with {wanted}, or fix the file."
+                wanted = "prompt and answer" if self._fields.solution is None else "prompt, answer and solution"
+                remedy = f"its rows have the fields {fields}; set the task's {wanted} to theirs, or fix the file."
             raise SparseRLError(f"{source}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy}")
         skipped.update(reasons)
         return usable
