@@ -60,6 +60,10 @@ def recipe_file(path: str | Path) -> Path:
         path = shipped[str(path)]
     if path.is_dir():
         path = path / "recipe.yaml"
+    if path.suffix == ".py":
+        raise SparseRLError(
+            f"{path} is Python, but a recipe is YAML; name the file in a recipe, as `task: {{name: {path.name}}}`."
+        )
     if not path.is_file():
         known = nearest(path.stem, sorted(shipped), listed_by="sparse-rl list recipes")
         raise SparseRLError(f"there is no recipe, file or folder {path}; {known}")

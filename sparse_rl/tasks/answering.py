@@ -80,8 +80,6 @@ def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
 
 
 def any_of(*remedies: str) -> str:
-    """ "a", "a or b", "a, b, or c"."""
+    """The remedies in one clause: `a, or b`; `a, b, or c`."""
     *others, last = remedies
-    if len(others) < 2:
-        return " or ".join(remedies)
     return f"{', '.join(others)}, or {last}"

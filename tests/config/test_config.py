@@ -118,6 +118,8 @@ def test_a_missing_or_broken_file(tmp_path):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(SparseRLError, match=r"folder tiny-smus; did you mean 'tiny-sums'\? `sparse-rl list"):
         load_recipe("tiny-smus")
+    with pytest.raises(SparseRLError, match=r"letters.py is Python, .* `task: {name: letters.py}`"):
+        load_recipe(tmp_path / "letters.py")
     assert load_recipe("tiny-sums") == load_recipe(RECIPES[0].parent / "tiny-sums.yaml")
     (tmp_path / "recipe.yaml").write_text("model: {name: [}")
     with pytest.raises(SparseRLError, match="is not YAML"):
