@@ -70,7 +70,8 @@ def serve(
     from .inherit import Trained, always, cache_of, line_about
 
     require_int(rows=rows, waiting=waiting)
-    require_int(at_least=0, dense_rows=dense_rows, port=port)
+    require_int(at_least=0, dense_rows=dense_rows)
+    require_int(at_least=0, at_most=65_535, port=port)
     require_int(at_least=2, max_tokens=max_tokens)
     prompt_tokens = max(1, max_tokens // 2) if prompt_tokens is None else prompt_tokens
     require_int(prompt_tokens=prompt_tokens)

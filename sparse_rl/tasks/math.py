@@ -218,7 +218,9 @@ class Math(Task):
                     skipped_rows.append(f"{short_name(source)}:{number} ({reason})")
         count, bad = len(usable) + reasons.total(), reasons.total()
         if not usable or bad > TOLERATED * count:
-            said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3)) or "it is empty"
+            if not count:
+                raise SparseRLError(f"{source} has no rows; each line must be one JSON object.")
+            said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3))
             fields = ", ".join(name for name, _ in names.most_common(12))
             remedy = "each line must be one JSON object."
             if names:
