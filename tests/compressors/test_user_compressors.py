@@ -82,7 +82,7 @@ def test_mistakes_in_the_file_get_a_sentence(tmp_path, source, name, said):
         ("return view.feed @ view.feed", 10, "failed: RuntimeError"),
         ("return None", 9, r"returned NoneType; it must return a tensor \[\d+, \d+, \d+\]: a score per"),
         ("return view.feed[..., :1]", 9, r"returned a tensor \[\d+, \d+, 1\]; it must return a tensor \[\d+, \d+, "),
-        ("return view.feed * float('nan')", 9, "returned NaN, though the keys are finite"),
+        ("return view.feed * float('nan')", 9, "returned NaN although the keys are finite"),
         ("return (view.feed - 9).float().sqrt()", 9, "returned NaN"),
     ],
 )

@@ -297,7 +297,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--compressor", "beacon", "--chunk", 1], "must be a whole number from 2 on"),
         (
             ["--compressor", "beacon:16", "--chunk", 8],
-            "beacon:16 names its chunk, but chunk=8 was given too; give it once.",
+            "beacon:16 sets chunk already, but chunk=8 was given too; give it once.",
         ),
         (
             ["--compressor", "beacon", "--compressor.sinks", 8],
@@ -321,7 +321,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
             "--budgets is '12,x'; give whole numbers of at least 1, with commas, such as 128,256.",
         ),
         (["--compare", "--compressors", "rkv"], "has no dense cache to compare with"),
-        (["--compare", "--compressors", ","], "--compressors is ','; name at least one."),
+        (["--compare", "--compressors", ","], "--compressors is ','; give at least one name."),
         (
             ["--compare", "tiny-sums"],
             "two of tiny-sums, tiny-sums are the same model, or would write to the same folder; give each model once.",
@@ -337,7 +337,7 @@ def test_a_reward_that_fails_is_told(tmp_path):
         (["--compressor", "rkv", "--budget", 0], "budget"),
         (["--compressor", "rkv", "--interval", 0], "interval"),
         (["--template", "nosuch"], "there is no template 'nosuch'"),
-        (["--template", "chat"], "--template chat is for questions, but sums makes its own prompts; omit it."),
+        (["--template", "chat"], "--template chat is for questions, but sums writes its own prompts; omit it."),
         (["--compare", "--compressors", "dense,rkw"], "there is no compressor 'rkw'; did you mean 'rkv'"),
     ],
 )
@@ -349,7 +349,7 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "bench, message", [("sums,sums", "each once"), (",", "name at least one"), ("smus", "did you mean 'sums'")]
+    "bench, message", [("sums,sums", "each benchmark or task once"), (",", "name at least one"), ("smus", "did you mean 'sums'")]
 )
 def test_mistakes_in_benchmarks_get_a_sentence(tmp_path, monkeypatch, bench, message):
     monkeypatch.chdir(tmp_path)
