@@ -82,7 +82,8 @@ def nearest(name: str, known: Iterable[str], by_last: bool = False, listed_by: s
     """
     known = list(known)
     compared = {full.rpartition(".")[2] if by_last else full: full for full in reversed(known)}
-    close = difflib.get_close_matches(name[:100], compared, n=1, cutoff=0.5)
+    longer = [full for full in compared if len(name) > 2 and name in full]  # dpo: online-dpo
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name[:100], compared, n=1, cutoff=0.5)
     hint = f"did you mean {compared[close[0]]!r}? " if close else ""
     if listed_by is not None:
         return f"{hint}`{listed_by}` lists what there is."
