@@ -349,7 +349,8 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "bench, message", [("sums,sums", "each benchmark or task once"), (",", "name at least one"), ("smus", "did you mean 'sums'")]
+    "bench, message",
+    [("sums,sums", "each benchmark or task once"), (",", "name at least one"), ("smus", "did you mean 'sums'")],
 )
 def test_mistakes_in_benchmarks_get_a_sentence(tmp_path, monkeypatch, bench, message):
     monkeypatch.chdir(tmp_path)

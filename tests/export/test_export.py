@@ -269,7 +269,7 @@ def test_offline_the_folder_is_written_and_a_sentence_says_how_to_push_it(whole,
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     done = run("export", whole, "--to", tmp_path / "out", "--push", "me/model")
-    assert done.returncode == 1 and "is written, but could not be pushed to 'me/model'" in done.stderr
+    assert done.returncode == 1 and "was written, but could not be pushed to 'me/model'" in done.stderr
     assert f"hf upload me/model {tmp_path / 'out'}" in done.stderr and (tmp_path / "out" / "config.json").exists()
 
 
@@ -327,7 +327,7 @@ def test_what_links_name_outside_a_checkpoint_is_not_exported(foreign, tmp_path,
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(tmp_path / "secret")
     done = run("export", foreign / "checkpoints" / "step-000001", "--to", tmp_path / "out")
-    assert done.returncode == 1 and "is a link out of" in done.stderr, done.stderr
+    assert done.returncode == 1 and "is a link to a place outside" in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
 
 

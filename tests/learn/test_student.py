@@ -220,7 +220,7 @@ def test_a_run_says_and_saves_what_its_students_do(finished):
     model, tokenizer = load_model(str(path / "students" / "c2-8"))
     assert beacon_of(model).chunks == (2, 8) and beacon_of(load_model(str(path))[0]) is None
     assert Engine(model, "beacon:8", rows=2).generate([tokenizer.encode("1+2+3")], 1, Sampling(9))
-    with pytest.raises(SparseRLError, match="trained with one after 2 or 8"):
+    with pytest.raises(SparseRLError, match="trained with one after every 2 or 8"):
         Engine(model, "beacon:4")
 
 

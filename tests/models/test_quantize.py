@@ -136,7 +136,7 @@ def test_a_warm_up_of_adapters_on_four_bits_writes_the_model_that_it_trained(tmp
 def test_a_model_without_linear_layers_is_refused():
     """GPT-2 has transposed ones of its own."""
     config = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)
-    with pytest.raises(SparseRLError, match="GPT2LMHeadModel has no linear layers of the usual kind"):
+    with pytest.raises(SparseRLError, match="GPT2LMHeadModel has no ordinary linear layers"):
         quantised_bytes(config, torch.bfloat16)
 
 

@@ -668,14 +668,14 @@ def test_conversations_of_other_engines_are_refused(llama):
         for call in (live.extend, live.cancel, live.trajectory, live.release):
             with pytest.raises(SparseRLError, match="conversation 0 was begun with another open engine"):
                 call(strange)
-            with pytest.raises(SparseRLError, match=r"None is no conversation; give what `submit` returned"):
+            with pytest.raises(SparseRLError, match=r"None is not a conversation; give what `submit` returned"):
                 call(None)
         with pytest.raises(SparseRLError, match=r"sampling is \{.*give a Sampling"):
             live.extend(mine, [1], {"max_new_tokens": 3})
         live.run()
         assert len(live.release(mine).response_tokens) == len(other.release(strange).response_tokens) == 3
     for seconds in (-1, "5", float("nan")):
-        with pytest.raises(SparseRLError, match=r"hold_seconds is .* a number from 0 on"):
+        with pytest.raises(SparseRLError, match=r"hold_seconds is .* a number of at least 0"):
             opened(llama, hold_seconds=seconds)
 
 

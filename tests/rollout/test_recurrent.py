@@ -193,7 +193,7 @@ def test_what_recurrent_layers_cannot_do_is_refused():
 
 def test_prompts_by_chunks_where_states_go_on_and_where_they_cannot():
     """A scan that cannot go on from a state takes a prompt whole; that is said before anything is sampled."""
-    with pytest.raises(SparseRLError, match="prompt_chunk is 8, but recurrent layers of jamba take a prompt"):
+    with pytest.raises(SparseRLError, match="prompt_chunk is 8, but the recurrent layers of jamba take a prompt"):
         Engine(hybrid("jamba"), make("rkv", prompt_chunk=8), budget=16, interval=6)
     model = hybrid("lfm2")
     engine = Engine(model, make("rkv", prompt_chunk=8), budget=16, interval=6, rows=4)

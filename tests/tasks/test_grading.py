@@ -238,9 +238,7 @@ def test_processes_that_cannot_start_are_told(tmp_path):
         odd.grade([odd[3]], ["x"])
     Echo.isolated = True
     try:
-        with pytest.raises(
-            SparseRLError, match=r"the task echo is graded in processes of its own; create it with make"
-        ):
+        with pytest.raises(SparseRLError, match=r"the task echo is graded in separate processes; create it with make"):
             Echo().grade([Echo()[0]], ["1"])
     finally:
         Echo.isolated = False

@@ -213,7 +213,7 @@ def test_mistakes_get_a_sentence():
         ({}, "without a temperature they are not drawn"),
         ({"rollout": {**hot, "compressor": "prompt-only:learned"}}, "only evicts prompts"),
         ({"rollout": {**hot, "ahead": 1}}, "rollout.ahead 1 another scorer drew"),
-        ({"rollout": hot, "learn": {"algorithm": "ppo"}}, "ppo has no advantage of a trajectory"),
+        ({"rollout": hot, "learn": {"algorithm": "ppo"}}, "ppo has no advantage per trajectory"),
         ({"rollout": {"compressor_options": {"temperature": 1, "forget_given": 1}}}, "forget_given orders slots"),
         ({"rollout": {**hot, "budget": 32, "layer_budgets": [30, 34]}}, "the layers evict different numbers of slots"),
         ({"scorer": {"advantage": -1.0}}, "scorer.advantage is -1.0"),

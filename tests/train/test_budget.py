@@ -87,12 +87,12 @@ def test_rows_wait_at_the_budget_that_was_set(llama):
 
 def test_budgets_that_cannot_be_set(llama):
     engine = Engine(llama, budget=32, interval=8, rows=2)
-    for budget, message in ((33, "cannot be set to 33: rows of this engine were made for 32; .*budget=33"),
+    for budget, message in ((33, "cannot be set to 33, because the rows of this engine were made for 32; .*budget=33"),
                             (8, "budget 8 must be above sinks 0 . window 8"), (0, "budget is 0")):  # fmt: skip
         with pytest.raises(SparseRLError, match=message):
             engine.set_budget(budget)
     assert engine.compressor.budget == 32  # refused: nothing changed
-    with pytest.raises(SparseRLError, match="dense chooses nothing to evict"):
+    with pytest.raises(SparseRLError, match="dense has no budget that could be set to 16"):
         Engine(llama, compressor="dense", rows=2, max_tokens=80).set_budget(16)
 
 

@@ -44,7 +44,7 @@ def test_a_folder_with_a_link_out_of_it_is_not_resumed(tmp_path, victim, name, c
     else:
         (folder / name).symlink_to(victim if name in ("samples", "checkpoints") else victim / "thesis.txt")
     done = run(command, folder, "--resume")
-    assert done.returncode == 1 and f"{folder / name} is a link out of {folder}" in done.stderr, done.stderr
+    assert done.returncode == 1 and f"{folder / name} is a link to a place outside {folder}" in done.stderr, done.stderr
     assert unharmed(victim)
 
 
@@ -54,14 +54,14 @@ def test_what_a_pool_writes_is_not_written_through_a_link(tmp_path, victim):
     write_recipe(folder).rename(folder / "recipe.yaml")
     (folder / "pool.json").symlink_to(victim / "thesis.txt")
     done = run("train", folder, "--resume")
-    assert done.returncode == 1 and f"{folder / 'pool.json'} is a link out of {folder}" in done.stderr
+    assert done.returncode == 1 and f"{folder / 'pool.json'} is a link to a place outside {folder}" in done.stderr
     assert unharmed(victim)
 
 
 def test_a_new_run_does_not_write_through_a_link(tmp_path, victim):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "samples").symlink_to(victim)
-    with pytest.raises(SparseRLError, match="samples is a link out of"):
+    with pytest.raises(SparseRLError, match="samples is a link to a place outside"):
         train(recipe(), tmp_path / "run", show=False)
     assert unharmed(victim)
 

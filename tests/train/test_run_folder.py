@@ -112,7 +112,7 @@ def test_unknown_trackers_are_refused(tmp_path):
 
 
 def test_folders_are_not_mixed_up(finished, tmp_path):
-    with pytest.raises(SparseRLError, match="holds a run already; go on with --resume"):
+    with pytest.raises(SparseRLError, match="holds a run already; continue it with --resume"):
         train(recipe(run={"steps": 6}), finished, show=False)
     with pytest.raises(SparseRLError, match=r"rollout.interval is 5 but .* says 4"):
         train(recipe(run={"steps": 6}, rollout={"interval": 5}), finished, resume=True, show=False)
