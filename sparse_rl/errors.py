@@ -74,16 +74,20 @@ def cut(text: str, longest: int = 300) -> str:
     return text if len(text) <= longest else f"{text[:longest]} ... ({len(text):,} characters)"
 
 
-def nearest(name: str, known: Iterable[str], by_last: bool = False) -> str:
+def nearest(name: str, known: Iterable[str], by_last: bool = False, listed_by: str | None = None) -> str:
     """The remedy for a misspelt name: the closest known name, and the list of all known names.
 
-    `by_last` compares only the last part of dotted names, the key of section.key.
+    by_last: compare only the last part of dotted names, the key of section.key. listed_by: the command that prints the
+    list, where the list is too long for a message
     """
     known = list(known)
     compared = {full.rpartition(".")[2] if by_last else full: full for full in reversed(known)}
-    close = difflib.get_close_matches(name[:100], compared, n=1, cutoff=0.4)
+    longer = [full for full in compared if len(name) > 2 and name in full]  # dpo: online-dpo
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name[:100], compared, n=1, cutoff=0.5)
     hint = f"did you mean {compared[close[0]]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(known)}."
+    if listed_by is not None:
+        return f"{hint}`{listed_by}` lists what there is."
+    return f"{hint}Known: {', '.join(known)}." if hint else f"known: {', '.join(known)}."
 
 
 def check_count(what: str, count: int, most: int = 10_000_000) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -217,7 +218,9 @@ def python_module(path: Path, what: str) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, Exception):
-            raise SparseRLError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
+            place = f" (line {lines[-1]})" if lines else ""
+            raise SparseRLError(f"{path} cannot be loaded: {type(error).__name__}: {error}{place}") from error
         raise
     return module
 

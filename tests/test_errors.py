@@ -18,7 +18,9 @@ def test_numbers_that_are_accepted():
 
 def test_a_misspelt_name_gets_the_nearest_one_and_the_list_of_all():
     assert nearest("snapvk", ["rkv", "snapkv"]) == "did you mean 'snapkv'? Known: rkv, snapkv."
-    assert nearest("zzz", ["rkv", "snapkv"]) == "Known: rkv, snapkv."
+    assert nearest("dpo", ["ppo", "online-dpo"]) == "did you mean 'online-dpo'? Known: ppo, online-dpo."
+    assert nearest("zzz", ["rkv", "snapkv"]) == "known: rkv, snapkv."
+    assert nearest("snapvk", ["rkv", "snapkv"], listed_by="x") == "did you mean 'snapkv'? `x` lists what there is."
 
 
 def test_dotted_names_are_compared_by_their_last_part():

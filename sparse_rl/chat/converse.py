@@ -146,7 +146,8 @@ class _Hall:
         prompt = self.prompts[conversation.prompt_index]
         talk.tool_errors += reply.tool_errors
         talk.cut += reply.cut
-        talk.fault, talk.problem, talk.graded = reply.fault, reply.problem, reply.graded
+        talk.fault, talk.graded = reply.fault, reply.graded
+        talk.problem = None if reply.problem is None else f"in the task's reply, {reply.problem}"
         if reply.messages is None:
             return self.end(conversation)
         left = self.sampling.max_new_tokens - conversation.num_sampled

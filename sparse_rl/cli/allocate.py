@@ -69,7 +69,7 @@ def allocate(
         raise SparseRLError("give the prompts to measure on: either --task NAME or --prompts FILE.")
     place, trained = None if out is None else place_for(model, out), Trained.of(model)
     given = {"compressor": compressor, "budget": budget, "interval": interval}
-    cache, _ = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
+    cache, _ = cache_of(trained, given, compressor_options(context), "rkv", trust)
     options = {key: value for key, value in cache.options.items() if key != "layer_budgets"}
     texts = read_texts(task, prompts, count, seed)
     lm, tokenizer = load_model(trained.model, dtype, seed=seed)

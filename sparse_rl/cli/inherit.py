@@ -52,6 +52,8 @@ def cache_of(
     there. If the compressor is another one than in training, it inherits budget and interval, but of the options only
     protect_prompt, the slot format and the layer budgets. A dense cache, with which others are compared, inherits none.
     """
+    from ..compressors import find
+
     record = trained.record
     if given["compressor"] is None and record.compressor is not None:
         refuse_foreign_code(Path(trained.model), {"--compressor": record.compressor}, trust)
@@ -63,6 +65,8 @@ def cache_of(
     chosen = {"compressor": default, "budget": BUDGET, "interval": INTERVAL}
     chosen |= taken | {name: value for name, value in given.items() if value is not None}
     name = chosen["compressor"]
+    if not find(name)[0].has_budget:
+        taken = {key: value for key, value in taken.items() if key == "compressor"}
     known = options_for(name, record, chosen["budget"])
     options = {key: value for key, value in known.items() if key not in own}
     return CacheSettings(**chosen, options={**options, **own}), taken | options

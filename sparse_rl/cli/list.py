@@ -90,12 +90,15 @@ ADVICE = {  # conclusions from the tables of docs/methods.md
 
 def list_(
     what: Annotated[
-        str, typer.Argument(help="One of algorithms, methods, compressors, tasks, templates, recipes, keys.")
-    ],
+        str | None, typer.Argument(help="One of algorithms, methods, compressors, tasks, templates, recipes, keys.")
+    ] = None,
 ) -> None:
     """List the names that commands and recipes accept."""
+    known = [name for name in LISTS if name != "presets"]  # the old name of methods
+    if what is None:
+        raise SparseRLError(f"say what to list: sparse-rl list {' | '.join(known)}.")
     if what not in LISTS:
-        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, LISTS)}")
+        raise SparseRLError(f"there is no list of {what!r}; {nearest(what, known)}")
     rows = LISTS[what]()
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for *cells, last in rows:

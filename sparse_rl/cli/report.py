@@ -15,7 +15,13 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write. Default: report.html, .png or .md.")
     ] = None,
-    kind: Annotated[str, typer.Option("--format", help="html: a page; png: its main figures; md: a summary.")] = "html",
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="html: a page; png: its main figures; md: a summary. Default: the ending of --out, else html.",
+        ),
+    ] = None,
     live: Annotated[
         bool,
         typer.Option("--live", help="Serve the page on this machine and update it while runs go on, until Ctrl-C."),
@@ -32,6 +38,8 @@ def report(
     from ..report import FORMATS, write
     from ..report.serve import serve
 
+    ending = out.suffix.removeprefix(".") if out else ""
+    kind = kind or (ending if ending in FORMATS else "html")
     if kind not in FORMATS:
         raise SparseRLError(f"there is no format {kind!r}; {nearest(kind, FORMATS)}")
     if regret:

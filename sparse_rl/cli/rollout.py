@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import RolloutInterrupted, SparseRLError
+from ..errors import RolloutInterrupted, SparseRLError, nearest
 from ..files import first_line, is_text
 from ..signals import stoppable
 from .options import Dtype, InheritedBudget, InheritedInterval, ModelName, Trust, overrides
@@ -71,7 +71,7 @@ def rollout(
         raise SparseRLError(f"--chat and --template {template} both set the text around a prompt; give one of them.")
     trained = Trained.of(model)
     given = {"compressor": compressor, "budget": budget, "interval": interval}
-    cache, taken = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
+    cache, taken = cache_of(trained, given, compressor_options(context), "rkv", trust)
     if max_new_tokens is None and trained.record.max_new_tokens is not None:
         taken["max_new_tokens"] = trained.record.max_new_tokens
     own = always([trained], "chat" if chat else template)
@@ -114,15 +114,17 @@ def rollout(
     )
 
 
-def compressor_options(arguments: list[str]) -> dict:
+def compressor_options(context: typer.Context) -> dict:
     """The options of the compressor, whose values are written as in a recipe."""
     from ..config import parse_value
 
     found = {}
-    for name, value in overrides(arguments, "--compressor.protect_prompt true"):
+    for name, value in overrides(context.args, "--compressor.protect_prompt true"):
         owner, _, key = name.rpartition(".")
         if owner != "compressor":
-            raise SparseRLError(f"there is no option --{name}; `sparse-rl rollout --help` lists those of rollout.")
+            known = [option.opts[0].removeprefix("--") for option in context.command.params]
+            command = f"sparse-rl {context.info_name} --help"
+            raise SparseRLError(f"there is no option --{name}; {nearest(name, known, listed_by=command)}")
         found[key] = parse_value(value)
     return found
 

@@ -57,7 +57,9 @@ def serve(
     weights_root: Annotated[
         Path | None, typer.Option(help="The folder from which clients with the admin key may load weights.")
     ] = None,
-    drain: Annotated[float, typer.Option(help="Seconds that running answers have to finish after SIGTERM.")] = 60.0,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that running answers have to end after SIGTERM or Ctrl-C.")
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     dtype: Dtype = None,
     trust: Trust = False,
@@ -69,7 +71,8 @@ def serve(
     from .inherit import Trained, always, cache_of, line_about
 
     require_int(rows=rows, waiting=waiting)
-    require_int(at_least=0, dense_rows=dense_rows, port=port)
+    require_int(at_least=0, dense_rows=dense_rows)
+    require_int(at_least=0, at_most=65_535, port=port)
     require_int(at_least=2, max_tokens=max_tokens)
     prompt_tokens = max(1, max_tokens // 2) if prompt_tokens is None else prompt_tokens
     require_int(prompt_tokens=prompt_tokens)
@@ -96,7 +99,7 @@ def serve(
         ) from error
     trained = Trained.of(model)
     given = {"compressor": compressor, "budget": budget, "interval": interval}
-    cache, taken = cache_of(trained, given, compressor_options(context.args), "rkv", trust)
+    cache, taken = cache_of(trained, given, compressor_options(context), "rkv", trust)
     if line := line_about([trained.model], {**taken, **always([trained], None)}.items()):
         typer.echo(f"sparse-rl: {line}", err=True)
     lm, tokenizer = load_model(trained.model, dtype, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +29,17 @@ def warmup(
 
     folder = out or (recipe if recipe.is_dir() else Path("models") / recipe.stem)
     try:
-        settings = load_recipe_to_run(recipe, overrides(context.args), trust)
+        settings = load_recipe_to_run(recipe, of_warmup(overrides(context.args)), trust)
         found = start(settings, folder, resume, evaluate=not no_eval)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     about = f"accuracy {found['accuracy']:.3f} on held-out prompts; " if found else ""
     typer.echo(f"done: {about}the model is in {folder}")
+
+
+def of_warmup(given: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Keys with the section that may be left out: `--steps` and `--lr` are the warm-up's, not those of RL."""
+    from ..config.sections import WarmupSettings
+
+    own = {field.name for field in fields(WarmupSettings)}
+    return [(f"warmup.{name}" if name.replace("-", "_") in own else name, value) for name, value in given]

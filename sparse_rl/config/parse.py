@@ -60,9 +60,13 @@ def recipe_file(path: str | Path) -> Path:
         path = shipped[str(path)]
     if path.is_dir():
         path = path / "recipe.yaml"
+    if path.suffix == ".py":
+        raise SparseRLError(
+            f"{path} is Python, but a recipe is YAML; name the file in a recipe, as `task: {{name: {path.name}}}`."
+        )
     if not path.is_file():
-        known = nearest(path.stem, sorted(shipped))
-        raise SparseRLError(f"there is no recipe {path}; give a YAML file, a run folder or a name. {known}")
+        known = nearest(path.stem, sorted(shipped), listed_by="sparse-rl list recipes")
+        raise SparseRLError(f"there is no recipe, file or folder {path}; {known}")
     return path
 
 
@@ -141,7 +145,8 @@ def _find(dotted: str) -> tuple[str, list[str]]:
         if old:
             refuse_old_names({old[0].partition(".")[0]: {first: "VALUE"}})
         every = [f"{name}.{k}" for name, kind in SECTIONS.items() for k in names_of(kind)]
-        raise SparseRLError(f"--{dotted} is not a key; {nearest(first, every, by_last=True)}")
+        known = nearest(first, every, by_last=True, listed_by="sparse-rl list keys")
+        raise SparseRLError(f"--{dotted} is not a key; {known}")
     return holders[0], [first]
 
 

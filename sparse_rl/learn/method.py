@@ -6,7 +6,7 @@
     distill     a direction of distillation between the two views (distill.py)
 
 A preset is a vetted combination. To add one, register it; `learn.method` then accepts its name, and
-`sparse-rl list presets` shows it:
+`sparse-rl list methods` shows it:
 
     register_method("tis-5", Method(Correction(cap=5.0)))
 """
@@ -54,7 +54,7 @@ METHODS: dict[str, Method] = {name: Method(correction) for name, correction in P
 
 
 def register_method(name: str, method: Method) -> Method:
-    """Register a method under a name, for recipes and `sparse-rl list presets`.
+    """Register a method under a name, for recipes and `sparse-rl list methods`.
 
     A method that only corrects is also registered as a correction preset, for `correction(name)` and the adapters of
     other trainers.

@@ -30,9 +30,10 @@ def check_folder(name: str, known: Iterable[str] = ("tiny", *BUILT_IN)) -> None:
         return
     first, *rest = name.split("/")
     if rest and (first in _LOCAL or first.startswith("~")):
-        raise SparseRLError(
-            f"there is no model in {name}; make it first (the first lines of a recipe say how), or give a hub id."
-        )
+        maker = f"{Path(name).name}-warmup"
+        shipped = (Path(__file__).parents[1] / "recipes" / f"{maker}.yaml").is_file()
+        how = f"make it first with `sparse-rl warmup {maker} --out {name}`" if shipped else "make it first"
+        raise SparseRLError(f"there is no model in {name}; {how}, or give another folder or a hub id.")
     close = [] if rest else difflib.get_close_matches(name.lower()[:100], known, n=1, cutoff=_CLOSE)
     if close and not _downloaded(name):
         raise SparseRLError(f"there is no model {name!r}; did you mean {close[0]!r}?")

@@ -39,7 +39,7 @@ class Names:
 
     max_new_tokens: str
     template: str | None  # None: the task's prompts have a form of their own
-    warmup: str = "warm it up on worked solutions (`sparse-rl warmup`)"
+    warmup: str = "warm the model up on worked solutions (`sparse-rl warmup`)"
     max_turns: str = "rollout.max_turns"
 
 
@@ -55,25 +55,31 @@ def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
             f"{failed / found.count:.0%} of {found.count} completions could not be graded and count as wrong, whatever "
             f"the model wrote, because {UNGRADED_BY[most].format(asked)}."
         )
-    template = f", or change the prompts ({names.template})" if names.template else ""
+    prompts = [f"change the prompts ({names.template})"] if names.template else []
     if found.cut >= NEARLY_ALL and found.right < 0.5:
         what, limits = "completions", names.max_new_tokens
         if found.turns:
             what, limits = f"conversations ({found.turns:.1f} turns on average)", f"{limits} or {names.max_turns}"
         return "stops", (
             f"{found.cut:.0%} of {found.count} {what} did not stop within {found.max_new_tokens} tokens"
-            f"{' and the turns that they may have' * bool(found.turns)}, and {found.right:.0%} are right: raise "
-            f"{limits}, {names.warmup}{template}."
+            f"{' and the turns that they may have' * bool(found.turns)}, and {found.right:.0%} are right: "
+            f"{any_of(f'raise {limits}', names.warmup, *prompts)}."
         )
     if found.no_answer >= NEARLY_ALL:
         return "answers", (
             f"{found.no_answer:.0%} of {found.count} completions give no answer that the task can read, such as a "
-            f"\\boxed{{}}: teach it the format: {names.warmup}{template or ', or show it in the prompts'}."
+            f"\\boxed{{}}; to teach the format, {any_of(names.warmup, *(prompts or ['show it in the prompts']))}."
         )
     if found.groups * found.flat >= max(2.0, NEARLY_ALL * found.groups):
         said = f"in {found.flat:.0%} of {found.groups} groups all completions have the same reward: nothing is learned"
         if found.right >= 0.5:
             return "varies", f"{said}; {found.right:.0%} are right: the problems are too easy, use harder ones."
-        remedy = f"use easier problems, a larger rollout.group_size, or {names.warmup}"
+        remedy = any_of("use easier problems", "use a larger rollout.group_size", names.warmup)
         return "varies", f"{said}; {found.right:.0%} are right: {remedy}."
     return None
+
+
+def any_of(*remedies: str) -> str:
+    """The remedies in one clause: `a, or b`; `a, b, or c`."""
+    *others, last = remedies
+    return f"{', '.join(others)}, or {last}"

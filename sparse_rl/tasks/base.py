@@ -57,6 +57,7 @@ class Task:
     duplicates: int = 0  # rows of the data that repeat an earlier prompt; they are kept
     reward_weights: Mapping[str, float] = MappingProxyType({})  # of named rewards; one that is not here weighs 1
     template: str | None = None  # the prompts' template, a name in TEMPLATES; None: prompts have a form of their own
+    way_to_solutions = "use another task, or define solution(prompt) in a class of your own"
     last_error: str | None = None  # the first error in a reward or a reply, for the caller to show once
     waited: float = 0.0  # seconds in which no row could run, because all conversations waited for replies
     tools: Sequence[Any] = ()  # typed functions that the model may call; `reply` runs its calls
@@ -106,7 +107,9 @@ class Task:
 
     def solution(self, prompt: Prompt) -> str | list[Message]:
         """A worked solution that earns the full reward, for warm-up. Of a conversation: its messages."""
-        raise SparseRLError(f"the task {self.name} has no worked solutions to warm a model up on; use another task.")
+        raise SparseRLError(
+            f"the task {self.name} has no worked solutions to warm a model up on; {self.way_to_solutions}."
+        )
 
     def span(self) -> tuple[int, int | None]:
         """The first prompt that `sample` visits, and how many (None: endless). A finite task holds out a tenth."""

@@ -218,14 +218,14 @@ class Math(Task):
                     skipped_rows.append(f"{short_name(source)}:{number} ({reason})")
         count, bad = len(usable) + reasons.total(), reasons.total()
         if not usable or bad > TOLERATED * count:
-            said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3)) or "it is empty"
+            if not count:
+                raise SparseRLError(f"{source} has no rows; each line must be one JSON object.")
+            said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3))
             fields = ", ".join(name for name, _ in names.most_common(12))
             remedy = "each line must be one JSON object."
             if names:
-                wanted = "prompt=... and answer=..."
-                if self._fields.solution is not None:
-                    wanted = "prompt=..., answer=... and solution=..."
-                remedy = f"its rows have the fields {fields}; name them with {wanted}, or fix the file."
+                wanted = "prompt and answer" if self._fields.solution is None else "prompt, answer and solution"
+                remedy = f"its rows have the fields {fields}; set the task's {wanted} to theirs, or fix the file."
             raise SparseRLError(f"{source}: {bad:,} of {count:,} rows cannot be used ({said}); {remedy}")
         skipped.update(reasons)
         return usable

@@ -28,11 +28,21 @@ from ..files import python_module, split_python_file
 from .base import Task
 from .problem import Message, Prompt
 
+_ARGUMENTS = {  # what each function of a file is given
+    "prompt": "i",
+    "reward": "answer, text",
+    "right": "reward, parts",
+    "solution": "answer",
+    "reply": "answer, messages",
+    "transcript": "messages",
+}
+
 
 class FunctionFile(Task):
     """An endless task made of two functions."""
 
     isolated = True
+    way_to_solutions = "define solution(answer) in its file, or use another task"
 
     def __init__(self, module: ModuleType):
         assert module.__file__ is not None
@@ -98,7 +108,21 @@ def load(name: str) -> tuple[str, type[Task] | partial[Task]]:
             else "define prompt(i) and reward(answer, text)"
         )
         raise SparseRLError(f"{path} has no function {missing[0]}; {hint}.")
+    for function, given in _ARGUMENTS.items():
+        check_takes(path, function, getattr(module, function, None), given)
     return str(path), partial(FiniteFunctionFile if hasattr(module, "SIZE") else FunctionFile, module)
+
+
+def check_takes(path: Path, name: str, function: Any, given: str) -> None:
+    """Refuse a function that cannot be called with what it is given, before a run calls it in other processes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it is not there, or it does not say what it takes
+        return
+    try:
+        signature.bind(*given.split(", "))
+    except TypeError as error:
+        raise SparseRLError(f"{path} defines {name}{signature}; it must take ({given}).") from error
 
 
 def _classes(module: ModuleType) -> dict[str, type[Task]]:

@@ -382,7 +382,9 @@ class Trainer:
         """Show a grader's error once."""
         if error and error not in self.shown_errors:
             self.shown_errors.add(error)
+            unscored = ", or the lowest of the step if only the reward model failed," * bool(
+                self.recipe.task.reward_model
+            )
             self.terminal.say(
-                f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0, or the lowest of a step "
-                "where only a reward model failed, and are counted."
+                f"sparse-rl: grading failed ({error[:300]}); such completions get reward 0{unscored} and are counted."
             )

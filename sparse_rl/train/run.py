@@ -86,6 +86,7 @@ def train(
         translated = world.run_on_first(lambda: translated_keys(folder) if resume else [])
         if resume:
             resume_run(trainer)
+            world.run_on_first(lambda: check_steps(trainer))
         world.run_on_first(lambda: write_text(folder / "recipe.yaml", recipe.to_yaml()))
         if chosen:
             world.run_on_first(lambda: write_text(folder / auto.CHOSEN, yaml_of(chosen)))
@@ -99,6 +100,15 @@ def train(
             trainer.terminal.say(f"sparse-rl: from step {trainer.steps_done} on, {change}")
         trainer.run()
     return trainer
+
+
+def check_steps(trainer: Trainer) -> None:
+    """Refuse fewer steps than a resumed run has, and say so if it has all of them."""
+    done, steps = trainer.steps_done, trainer.recipe.run.steps
+    if done > steps:
+        raise SparseRLError(f"run.steps is {steps}, but {trainer.folder} has {done} steps already; raise or omit it.")
+    if done == steps:
+        trainer.terminal.say(f"sparse-rl: this run has all of its {steps} steps; --run.steps makes it longer.")
 
 
 def settle(processes: int, recipe: Recipe, task: Task, tokenizer) -> Recipe:

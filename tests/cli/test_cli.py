@@ -53,6 +53,8 @@ def test_lists_name_what_there_is(what, shown):
 def test_a_list_that_does_not_exist():
     misspelt = run("list", "compresors")
     assert misspelt.returncode == 1 and "did you mean 'compressors'" in misspelt.stderr
+    nothing = run("list")
+    assert nothing.returncode == 1 and "sparse-rl list compressors | tasks | " in nothing.stderr
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_mistakes_get_a_sentence(data, message):
     ("key", "message"),
     [
         ("temperature", "several keys; write --rollout.temperature or --eval.temperature"),
-        ("budgte", "did you mean 'rollout.budget'"),
+        ("budgte", "did you mean 'rollout.budget'. .sparse-rl list keys` lists what there is.$"),
         ("rollot.budget", "did you mean 'rollout'"),
         ("correction.mask_outside", "no section 'correction'"),
         ("rollout.budget.x", "names a key inside rollout.budget, which has no keys"),
@@ -114,10 +114,12 @@ def test_override_mistakes_get_a_sentence(key, message):
 
 
 def test_a_missing_or_broken_file(tmp_path):
-    with pytest.raises(SparseRLError, match="there is no recipe"):
+    with pytest.raises(SparseRLError, match=r"no recipe, file or folder .*none.yaml; `sparse-rl list recipes`"):
         load_recipe(tmp_path / "none.yaml")
-    with pytest.raises(SparseRLError, match=r"there is no recipe tiny-smus; .* did you mean 'tiny-sums'"):
+    with pytest.raises(SparseRLError, match=r"folder tiny-smus; did you mean 'tiny-sums'\? `sparse-rl list"):
         load_recipe("tiny-smus")
+    with pytest.raises(SparseRLError, match=r"letters.py is Python, .* `task: {name: letters.py}`"):
+        load_recipe(tmp_path / "letters.py")
     assert load_recipe("tiny-sums") == load_recipe(RECIPES[0].parent / "tiny-sums.yaml")
     (tmp_path / "recipe.yaml").write_text("model: {name: [}")
     with pytest.raises(SparseRLError, match="is not YAML"):

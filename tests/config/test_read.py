@@ -79,4 +79,4 @@ def test_messages_repeat_little_of_a_value(value):
 def test_a_long_message_keeps_its_remedy():
     error = SparseRLError(f"there is no {'x' * 10**6}; write y instead.")
     assert len(str(error)) < LONGEST_MESSAGE + 100 and str(error).endswith("write y instead.")
-    assert nearest("budget" + "t" * 10**6, ["budget"]) == "Known: budget."
+    assert nearest("budget" + "t" * 10**6, ["budget"]) == "known: budget."

@@ -395,8 +395,8 @@ def test_what_makes_no_sense_is_refused():
     base = {"model": {"name": "tiny-sums"}, "task": {"name": "sums"}}
     ppo = {"algorithm": "ppo"}
     cases = [
-        ({"ppo": {"critic": "own"}}, "Known: trunk, separate"),
-        ({"ppo": {"kl": "both"}}, "Known: reward, loss"),
+        ({"ppo": {"critic": "own"}}, "known: trunk, separate"),
+        ({"ppo": {"kl": "both"}}, "known: reward, loss"),
         ({"ppo": {"gamma": 1.5}}, "ppo.gamma is 1.5; it must be from 0 to 1"),
         ({"ppo": {"lam": -0.1}}, "ppo.lam is -0.1"),
         ({"ppo": {"value_clip": 0}}, "or null for no bound"),

@@ -1,4 +1,4 @@
-"""An estimator or a method of one's own: registered once, known to recipes, runs and `sparse-rl list presets`."""
+"""An estimator or a method of one's own: registered once, known to recipes, runs and `sparse-rl list methods`."""
 
 import pytest
 import torch

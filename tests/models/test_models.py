@@ -57,6 +57,8 @@ def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(monkeypatch):
         for load in (load_config, load_model):
             with pytest.raises(SparseRLError, match=f"there is no model in {name}; make it first"):
                 load(name)
+    with pytest.raises(SparseRLError, match=r"`sparse-rl warmup recall-warmup --out models/recall`"):
+        load_config("models/recall")
 
 
 def test_a_wrong_name_is_answered_without_the_hub_or_after_one_question(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ FINE = {"count": 64, "right": 0.3, "cut": 0.1, "no_answer": 0.2, "max_new_tokens
     [
         ({}, None, ""),
         ({"cut": 0.97, "right": 0.0}, "stops", "97% of 64 completions did not stop within 128 tokens"),
+        ({"cut": 0.97, "right": 0.0}, "stops", r"raise rollout.max_new_tokens, warm the model up .*\), or change the"),
         ({"cut": 0.97, "right": 0.6}, None, ""),  # it answers, and goes on talking
         ({"cut": 0.94, "right": 0.0}, None, ""),
         ({"no_answer": 0.96, "right": 0.0}, "answers", "96% of 64 completions give no answer"),
@@ -58,7 +59,7 @@ def test_a_reward_that_always_fails_is_named_not_the_problems(tmp_path, returned
     done = run("train", given, "--out", tmp_path / "run")
     told = " ".join(done.stderr.split())
     assert "100% of 16 completions could not be graded" in told and "the reward function fails" in told, told
-    assert "grading failed (" in told
+    assert "grading failed (" in told and "such completions get reward 0 and are counted" in told
     assert "easier problems" not in told and "did not stop" not in told
 
 

@@ -60,7 +60,7 @@ def test_missing_solutions_are_told_in_a_sentence(tmp_path):
     with pytest.raises(
         SparseRLError,
         match=r"30 of 30 rows cannot be used \(no field 'steps': 30\); its rows have the fields prompt, label, work; "
-        r"name them with prompt=..., answer=... and solution=...",
+        r"set the task's prompt, answer and solution to theirs",
     ):
         make("math", files=path, solution="steps")
     some = [*rows, {"prompt": "x", "label": 1, "work": " "}, {"prompt": "x", "label": 1, "work": 3}]

@@ -43,7 +43,7 @@ def test_function_files(tmp_path, functions):
         )
     )
     assert beside.grade([beside[0]], ["x"]) == [Grade(0.5, "partly")]
-    with pytest.raises(SparseRLError, match="has no worked solutions"):
+    with pytest.raises(SparseRLError, match=r"has no worked solutions .*; define solution\(answer\) in its file"):
         beside.solution(beside[0])
     beside.close()
 
@@ -117,6 +117,16 @@ def test_classes_of_a_file(tmp_path, monkeypatch):
         ("nowhere.py:Parity", {}, "there is no file .*nowhere.py"),
         (write(tmp_path / "half.py", "def prompt(i): return 'x', 1"), {}, "has no function reward; define prompt"),
         (write(tmp_path / "wrong.py", "def prompt(i:"), {}, "cannot be loaded: SyntaxError"),
+        (
+            write(tmp_path / "none.py", "\nx = y"),
+            {},
+            r"cannot be loaded: NameError: name 'y' is not defined \(line 2\)",
+        ),
+        (
+            write(tmp_path / "few.py", "def prompt(i): return 'x', 1\ndef reward(text): return 1"),
+            {},
+            r"few.py defines reward\(text\); it must take \(answer, text\)",
+        ),
         (write(tmp_path / "fine.py", FUNCTIONS), dict(size=3), "has no option 'size'"),
     ]:
         with pytest.raises(SparseRLError, match=message):

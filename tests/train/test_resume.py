@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from sparse_rl.distributed.world import PeerFailed
+from sparse_rl.errors import SparseRLError
 from sparse_rl.files import find_checkpoints, read_lines
 from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import train
@@ -81,3 +82,16 @@ def test_a_process_that_is_lost_before_samples_are_written_loses_none(tmp_path, 
     train(settings, tmp_path / "run", resume=True, show=False)
     for file in sorted((tmp_path / "whole" / "samples").rglob("*.*")):
         assert (tmp_path / "run" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
+
+
+def test_a_run_is_not_made_shorter_than_it_is(tmp_path, capsys):
+    """Its recipe.yaml, which cards and plans read, must not name fewer steps than the run has."""
+    short = {"eval": {"every": 0}, "rollout": {"max_new_tokens": 8}}
+    train(recipe(run={"steps": 2}, **short), tmp_path / "run", show=False)
+    before = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    with pytest.raises(SparseRLError, match=r"run.steps is 1, but .* has 2 steps already"):
+        train(recipe(run={"steps": 1}, **short), tmp_path / "run", resume=True, show=False)
+    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == before
+    capsys.readouterr()
+    train(recipe(run={"steps": 2}, **short), tmp_path / "run", resume=True, show=False)
+    assert "has all of its 2 steps" in capsys.readouterr().err

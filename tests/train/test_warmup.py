@@ -385,7 +385,7 @@ def test_what_a_resumed_warm_up_may_change(tmp_path, uninterrupted):
     assert run("warmup", folder, "--resume").returncode == 1
     for options, message in [
         (
-            ["--warmup.steps", 20],
+            ["--steps", 20],  # the warm-up's, not run.steps
             r"was finished after 9 steps and cannot be continued to warmup.steps 20; start another",
         ),
         (["--warmup.batch", 5], r"warmup.batch is 5 but"),
