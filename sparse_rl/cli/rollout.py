@@ -108,9 +108,11 @@ def rollout(
             raise typer.Exit(130) from None
     tokens = sum(len(t.response_tokens) for t in done)
     named = "trajectory" if len(done) == 1 else "trajectories"
+    saved = engine.kv_bytes_saved(done)
+    size = f"KV bytes saved {saved:.1%}" if saved >= 0 else "no KV bytes saved on texts this short"
     typer.echo(
-        f"{len(done)} {named}, {tokens:,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, "
-        f"KV bytes saved {engine.kv_bytes_saved(done):.1%}; written to {out}/trajectories.jsonl"
+        f"{len(done)} {named}, {tokens:,} tokens; KV tokens saved {kv_tokens_saved(done):.1%}, {size}; written to "
+        f"{out}/trajectories.jsonl"
     )
 
 

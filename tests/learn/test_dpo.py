@@ -216,7 +216,7 @@ def test_a_reward_that_never_varies_makes_no_pair(tmp_path):
 def test_what_makes_no_sense_is_refused():
     base = {"model": {"name": "tiny-sums"}, "task": {"name": "sums"}}
     cases = [
-        ({"learn": {"algorithm": "dpo"}}, r"did you mean 'online-dpo'. Known: grpo, online-dpo"),
+        ({"learn": {"algorithm": "dpo"}}, "did you mean 'online-dpo'. Known: grpo, online-dpo"),
         ({"learn": {"algorithm": "online-dpo", "method": "tis"}}, "tis only changes the weights of tokens"),
         ({"learn": {"algorithm": "online-dpo", "method": "naive"}}, "naive only changes the weights of tokens"),
         ({"learn": {"algorithm": "online-dpo"}, "loss": {"beta": 0.1}}, "set loss.beta to 0"),
