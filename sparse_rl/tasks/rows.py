@@ -1,15 +1,18 @@
 """Rows of problems, from where people keep them.
 
     data/train.jsonl                                a JSON object per line
+    data/train.json                                 the same, or one array of objects
+    data/train.csv                                  a table whose first line names the fields
     train-00000-of-00001.parquet, train.arrow       files of `datasets`
     data/gsm8k/train                                a folder that `Dataset.save_to_disk` wrote
     hub:openai/gsm8k:main:train                     the hub; hub:NAME[@REVISION][:CONFIG][:SPLIT], split train if none
 
-All but JSONL need the package `datasets`, which is imported when the first such source is read.
+All but JSON and CSV need the package `datasets`, which is imported when the first such source is read.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import os
@@ -19,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SparseRLError
+from ..files import first_line
 
 HUB = "hub:"
 SUFFIXES = (".parquet", ".arrow")
+_MARK = b"\xef\xbb\xbf"  # with which some editors begin a file
+_LONGEST = 2**24  # bytes of a field
 
 
 class Unusable(Exception):
@@ -29,7 +35,7 @@ class Unusable(Exception):
 
 
 def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
-    """The rows of a source with their numbers from 1; those of a JSONL file are lines that `parse_row` reads."""
+    """The rows of a source with their numbers from 1, for `parse_row`; those of a JSONL file are its lines."""
     path = Path(source)
     if str(source).startswith(HUB):
         return enumerate(_from_hub(str(source)), 1)
@@ -41,11 +47,13 @@ def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
         made = command_for(path)
         write = f"write it with `{made}`, or " if made else ""
         raise SparseRLError(
-            f"there is no file {path}; {write}give the path of a JSONL, parquet or arrow file, absolute or "
+            f"there is no file {path}; {write}give the path of a JSONL, JSON, CSV, parquet or arrow file, absolute or "
             f"relative to {Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, "
             "--task.files on the command line)."
         )
-    return _lines(path)
+    if path.suffix == ".csv":
+        return _table(path)
+    return _array(path) if _starts_with(path, b"[") else _lines(path)
 
 
 def short_name(source: str | os.PathLike) -> str:
@@ -70,7 +78,38 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield number, line.removeprefix(b"\xef\xbb\xbf")
+                yield number, line.removeprefix(_MARK)
+
+
+def _starts_with(path: Path, character: bytes) -> bool:
+    first = next((line for _, line in _lines(path)), b"")
+    return first.lstrip().startswith(character)
+
+
+def _array(path: Path) -> Iterator[tuple[int, bytes | dict]]:
+    """The elements of a JSON array; one that is no object is returned as its text."""
+    try:
+        found = json.loads(path.read_bytes().removeprefix(_MARK))
+    except (ValueError, RecursionError) as error:
+        raise SparseRLError(
+            f"{path} begins like a JSON array, but is not one ({first_line(error)}); repair it, or give one JSON "
+            "object per line."
+        ) from error
+    for number, row in enumerate(found, 1):
+        yield number, row if isinstance(row, dict) else json.dumps(row).encode()
+
+
+def _table(path: Path) -> Iterator[tuple[int, dict]]:
+    """The rows of a CSV file; the lines that they begin in are not known, so they are counted."""
+    csv.field_size_limit(_LONGEST)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file, strict=True), 1):
+                yield number, {name: value for name, value in row.items() if name is not None and value is not None}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise SparseRLError(
+            f"{path} is not a CSV file in UTF-8 ({first_line(error)}); repair it, or write one JSON object per line."
+        ) from error
 
 
 def _from_disk(path: Path) -> Any:
@@ -84,8 +123,8 @@ def _from_disk(path: Path) -> Any:
             found = datasets.Dataset.from_parquet(str(path))
     except Exception as error:  # of datasets, pyarrow or fsspec
         raise SparseRLError(
-            f"{path} cannot be read by datasets ({_told(error)}); give a JSONL, parquet or arrow file, or a folder "
-            "that save_to_disk wrote."
+            f"{path} cannot be read by datasets ({_told(error)}); give a JSONL, JSON, CSV, parquet or "
+            "arrow file, or a folder that save_to_disk wrote."
         ) from error
     return _one_split(found, str(path), "/")
 
@@ -106,7 +145,7 @@ def _from_hub(source: str) -> Any:
     except Exception as error:  # of datasets, the hub or the network
         raise SparseRLError(
             f"{source} cannot be loaded ({_told(error)}); check its name, configuration and split, and the network, or "
-            "name a local JSONL, parquet or arrow file."
+            "name a local JSONL, JSON, CSV, parquet or arrow file."
         ) from error
     return _one_split(found, source, ":")
 

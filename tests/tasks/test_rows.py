@@ -1,5 +1,6 @@
-r"""Worked solutions of `math`, and rows from parquet, arrow and the hub."""
+r"""Worked solutions of `math`, and rows from JSON, CSV, parquet, arrow and the hub."""
 
+import csv
 import json
 import sys
 
@@ -96,6 +97,40 @@ def test_parquet_arrow_and_folders_are_read_like_jsonl(tmp_path, monkeypatch):
         make("math", files=tmp_path / "bad.parquet", **options)
     with pytest.raises(SparseRLError, match=r"20 of 20 rows cannot be used \(no field 'prompt': 20\)"):
         make("math", files=tmp_path / "rows.parquet")
+
+
+def test_arrays_and_tables_are_read_like_jsonl(tmp_path):
+    rows = [{"question": f'{i}, "or"\n{i + 1}?', "answer": f"it is {i}\n#### {i}"} for i in range(20)]
+    plain = make("math", files=write(tmp_path / "rows.jsonl", rows), **FIELDS, holdout=5)
+    for mark in ("", "\ufeff"):
+        (tmp_path / "rows.json").write_text(mark + json.dumps(rows, indent=1))
+        same(make("math", files=tmp_path / "rows.json", **FIELDS, holdout=5), plain)
+        with (tmp_path / "rows.csv").open("w", newline="") as file:
+            file.write(mark)
+            table = csv.DictWriter(file, ["question", "answer"])
+            table.writeheader()
+            table.writerows(rows)
+        same(make("math", files=tmp_path / "rows.csv", **FIELDS, holdout=5), plain)
+    (tmp_path / "some.json").write_text(json.dumps([*rows, 7]))
+    assert make("math", files=tmp_path / "some.json", **FIELDS).skipped == {"not an object": 1}
+    (tmp_path / "short.csv").write_text("question,answer\nx,1\ny\n" + "z,3,4\n" * 30)
+    assert make("math", files=tmp_path / "short.csv", **FIELDS).skipped == {"no field 'answer'": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", b'[{"question": 1,', r"a.json begins like a JSON array, but is not one \("),
+        ("a.csv", b"question,answer\n\xff,1\n", r"a.csv is not a CSV file in UTF-8 \("),
+        ("a.csv", b'question,answer\n"x,1\n', r"a.csv is not a CSV file in UTF-8 \(unexpected end of data"),
+        ("a.json", b"[]", "a.json has no rows"),
+        ("a.csv", b"", "a.csv has no rows"),
+    ],
+)
+def test_broken_arrays_and_tables_get_a_sentence(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SparseRLError, match=said):
+        make("math", files=tmp_path / name, **FIELDS)
 
 
 def test_datasets_of_the_hub(tmp_path, monkeypatch):
