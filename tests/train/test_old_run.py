@@ -92,7 +92,7 @@ def test_a_removed_key_that_mattered_is_refused():
         ),
         (
             {"learn": {"shuffle_advantages": False}},
-            "the key learn.shuffle_advantages does not exist any more (benchmarks/learning_cpu",
+            "the key learn.shuffle_advantages does not exist any more .benchmarks/learning_cpu",
         ),
     ],
 )
