@@ -306,8 +306,7 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     decoder = getattr(holder, name)
     setattr(holder, name, _FixedOutput(given, decoder))
     try:
-        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # their values do not matter
-        logits = causal_lm(input_ids=tokens, use_cache=False).logits[0]
+        logits = causal_lm(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
     finally:
         setattr(holder, name, decoder)
