@@ -16,7 +16,7 @@ from torch.nn import functional as F
 def add_and_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """total = residual + new, and its RMS norm. new, residual [..., N]; weight [N] -> [..., N], [..., N]"""
     total = residual if new is None else residual + new
-    wide = total.float()
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return total, weight * unit.to(total.dtype)
 

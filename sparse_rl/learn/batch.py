@@ -244,7 +244,7 @@ def score(
                 found = score_and_find(*targets, rows, supports).cpu()
             else:
                 found = score_of(*targets, choices, ids_for(supports or None, rows, response.to(device))).cpu()
-            for whole, part in zip((old, entropies, ranks), found.unbind(-1)):
+            for whole, part in zip((old, entropies, ranks), found.float().unbind(-1)):
                 whole[rows, : tokens.shape[1]] = torch.zeros(tokens.shape).masked_scatter(response, part)
             if critic is not None and values is not None:
                 values[rows, : tokens.shape[1]] = critic(states, tokens.to(device), response.to(device), seen).cpu()

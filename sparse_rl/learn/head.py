@@ -63,13 +63,13 @@ class PlainHead:
 
 
 def plain_head(causal_lm: nn.Module) -> PlainHead | None:
-    """A model's head, if its device has fused kernels and the logits are just its product; they are fp32."""
+    """A model's head, if its device has fused kernels and the logits are just its product; they are fp32 or wider."""
     kind, head = type(causal_lm), getattr(causal_lm, "lm_head", None)
     if f"{kind.__module__}.{kind.__qualname__}" not in _KNOWN or not isinstance(head, nn.Linear):
         return None
     weight = head.weight
-    exact = type(head) is Float32Head or (type(head) is nn.Linear and weight.dtype == torch.float32)
-    whole = type(weight) in (nn.Parameter, Tensor) and weight.dtype.itemsize <= 4 and head.bias is None
+    exact = type(head) is Float32Head or (type(head) is nn.Linear and weight.dtype.itemsize >= 4)
+    whole = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and head.bias is None
     touched = any({"forward", "_hf_hook"} & vars(m).keys() or _hooks(m) for m in (causal_lm, head))
     touched = touched or torch.is_autocast_enabled(weight.device.type)  # the head itself would follow autocast
     if not (exact and whole and not touched and ops.rules(weight.device).fuses_learning):

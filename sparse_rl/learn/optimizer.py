@@ -1,10 +1,10 @@
-"""AdamW that always works in fp32, whatever the model's dtype.
+"""AdamW that works in fp32 at least, whatever the model's dtype.
 
 At a learning rate of 1e-6 a bf16 weight would never change, because the step is far below its rounding. So every
 trained parameter in a lower precision has an fp32 master (float16 also needs a scaled loss, scaler.py). Gradients are
 accumulated into the master as they are computed, the master is updated, and the parameter is the master, rounded. An
-fp32 parameter is its own master. Memory per trained parameter: 16 bytes in fp32, 18 in bf16; if masters and moments are
-offloaded to the host (offload.py), 8 and 6 on the device.
+fp32 parameter is its own master, and so is an fp64 one. Memory per trained parameter: 16 bytes in fp32, 18 in bf16; if
+masters and moments are offloaded to the host (offload.py), 8 and 6 on the device.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _make_masters(self) -> list[Tensor]:
-        """The fp32 masters: the parameters themselves or copies of them; offloaded copies are on the host."""
+        """The fp32 masters: the parameters themselves or copies of them; offloaded copies are on the host, in fp32."""
         if not self.settings.offload:
-            return [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+            return [p if p.dtype.itemsize >= 4 else p.detach().float() for p in self.parameters]
         if any(is_divided(p) for p in self.parameters):
             raise SparseRLError(
                 "optimizer.offload does not work for a learner that is divided among processes; set model.shard or "

@@ -298,7 +298,7 @@ def over_chunks(
 
 
 def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
-    """The model's logits for given hidden states, in fp32. [n, hidden] -> [n, V]"""
+    """The model's logits for given hidden states, in fp32 or wider. [n, hidden] -> [n, V]"""
     causal_lm = causal_lm_of(model)
     given = copy.copy(states)
     given.last_hidden_state = hidden[None]
@@ -306,8 +306,8 @@ def head(model: nn.Module, states, hidden: Tensor) -> Tensor:
     decoder = getattr(holder, name)
     setattr(holder, name, _FixedOutput(given, decoder))
     try:
-        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # their values do not matter
-        return causal_lm(input_ids=tokens, use_cache=False).logits[0].float()
+        logits = causal_lm(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False).logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
     finally:
         setattr(holder, name, decoder)
 
@@ -329,7 +329,7 @@ def logprobs_entropies_ranks(temperature: float) -> Callable[[Tensor, Tensor], T
         logprobs = (logits / temperature).log_softmax(-1)
         chosen = logprobs.gather(1, targets[:, None])
         ranks = 1 + (logprobs > chosen).sum(-1)
-        return torch.stack([chosen[:, 0], -(logprobs.exp() * logprobs).sum(-1), ranks.float()], dim=-1)
+        return torch.stack([chosen[:, 0], -(logprobs.exp() * logprobs).sum(-1), ranks.to(logprobs.dtype)], dim=-1)
 
     return function
 

@@ -51,7 +51,7 @@ class _Product(torch.autograd.Function):
         """grad_outputs: fp32 [n, V]. On a GPU it is rounded to the weights' dtype, as for an ordinary head."""
         x, weight = ctx.saved_tensors
         (grad,) = grad_outputs
-        dtype = weight.dtype if grad.is_cuda else torch.float32
+        dtype = weight.dtype if grad.is_cuda else torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(grad.device.type, enabled=False):
             grad = grad.to(dtype)
             to_x = (grad @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None  # [n, hidden]

@@ -16,11 +16,12 @@ def explicit_logprobs(
     """Of the response tokens, with their gradient.
 
     slots: which layer of the trace each layer reads; a head of it may serve several KV heads. window: a layer's own.
-    stored: keys or values as slots of a layer hold them, without a gradient of their own.
+    stored: keys or values as slots of a layer hold them, without a gradient of their own. A layer's attention sinks
+    are one more column of the softmax, which gives nothing.
     """
     evicted_at, index = trajectory.trace.evicted_at.long(), torch.arange(len(trajectory.tokens))
 
-    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    def attention(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
         key, value = (x + (stored(x.detach(), slots[module.layer_idx]) - x.detach()) for x in (key, value))
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -30,6 +31,9 @@ def explicit_logprobs(
             seen = seen & (index[:, None] - index < window(module))
         mask = seen.repeat_interleave(query.shape[1] // len(gone), 0)
         logits = (query @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
+        if s_aux is not None:
+            sinks = s_aux.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            return (torch.cat([sinks, logits], -1).softmax(-1)[..., 1:] @ value).transpose(1, 2), None
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 
     AttentionInterface.register("explicit-trace", attention)

@@ -24,15 +24,15 @@ TOKENS = 200  # of a prompt and its answer
 
 @contextlib.contextmanager
 def served(
-    rows: int = 4, waiting: int = 64, dense_rows: int = 1, slots: str = "model", **settings
+    rows: int = 4, waiting: int = 64, dense_rows: int = 1, slots: str = "model", tokens: int = TOKENS, **settings
 ) -> Iterator[tuple[str, Service]]:
     """(address, service) of a server that listens."""
     model, tokenizer = load_model("tiny-sums", "float32")
     tokenizer.chat_template = CHAT
-    engines = {"sums": Engine(model, make("rkv", slots=slots), 24, 4, rows, max_tokens=TOKENS)}
+    engines = {"sums": Engine(model, make("rkv", slots=slots), 24, 4, rows, max_tokens=tokens)}
     if dense_rows:
-        engines["sums:dense"] = Engine(model, "dense", rows=dense_rows, max_tokens=TOKENS)
-    service = service_of(Placed(model, tokenizer, engines, waiting=waiting), Settings(100, TOKENS, **settings))
+        engines["sums:dense"] = Engine(model, "dense", rows=dense_rows, max_tokens=tokens)
+    service = service_of(Placed(model, tokenizer, engines, waiting=waiting), Settings(100, tokens, **settings))
     protocol = connections(service.settings.patience)
     config = uvicorn.Config(make_app(service), http=protocol, ws="none", log_level="error", timeout_graceful_shutdown=5)
     with socket.create_server(("127.0.0.1", 0)) as listening:

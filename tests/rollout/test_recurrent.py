@@ -8,10 +8,12 @@ import torch
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
 from sparse_rl.beacon import add_beacon
 from sparse_rl.compressors import make
+from sparse_rl.compressors.learned import fresh
+from sparse_rl.learn.calibrate import calibrate
 from sparse_rl.learn.packing import packs
 from sparse_rl.learn.score import batch_logprobs, replay_of
-from sparse_rl.models import ModelShape, recurrent_kernels
-from tests.helpers.compressors import STANDALONE
+from sparse_rl.models import ModelShape, companions_of, recurrent_kernels, set_companion
+from tests.helpers.compressors import BY_NAME, STANDALONE
 from tests.helpers.hybrids import HYBRIDS, hybrid
 from tests.helpers.models import prompts_of
 
@@ -53,9 +55,8 @@ def test_greedy_rollouts_on_a_dense_cache_are_those_of_generate(name):
         torch.testing.assert_close(trajectory.sampler_logprobs[len(prompt) :], logprobs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name, compressor", [(name, "rkv") for name in HYBRIDS] + [
-    (ONE_OF_EACH_KIND[i % 4], compressor) for i, compressor in enumerate(STANDALONE) if compressor != "rkv"
-])  # fmt: skip
+@pytest.mark.parametrize("compressor", STANDALONE)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_replay_is_exact_through_recurrent_layers(name, compressor):
     model = hybrid(name)
     shape, evicted = ModelShape.of(model.config), 0
@@ -64,6 +65,25 @@ def test_replay_is_exact_through_recurrent_layers(name, compressor):
         assert gap(model, trajectory, trajectory.trace) < 1e-4
         evicted += int((trajectory.trace.evicted_at.long() < len(trajectory.tokens)).sum())
     assert (evicted > 0) == (compressor != "dense")
+
+
+@pytest.mark.parametrize("compressor", [name for name in BY_NAME if name not in STANDALONE])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_replay_is_exact_under_compressors_that_know_a_model(name, compressor):
+    model = hybrid(name)
+    try:
+        if compressor == "learned":
+            companion = fresh(model, "all")
+            for key in ("outer", "bias", "centre"):
+                companion.tensors[key] += 0.3 * torch.randn(companion.tensors[key].shape)
+            set_companion(model, "learned", companion)
+        else:
+            calibrate(model, prompts_of(60), tokens=60)
+        done = rollout(model, compressor, lengths=(9, 30), new=24)
+        assert any((t.trace.evicted_at.long() < len(t.tokens)).any() for t in done)
+        assert all(gap(model, t, t.trace) < 1e-4 for t in done)
+    finally:
+        companions_of(model).clear()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)

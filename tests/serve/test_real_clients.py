@@ -1,8 +1,7 @@
-"""Clients as they are: lm-eval, OpenAI's with tools and cancelled tasks, curl."""
+"""Clients as they are: lm-eval, OpenAI's with tools and cancelled tasks. (curl: tests/serve/test_docs_lines.py.)"""
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 
@@ -61,13 +60,6 @@ def test_a_cancelled_task_frees_its_rows(running):
 
     asyncio.run(ask())
     assert until(lambda: all_free(service))
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl(running):
-    body = json.dumps({"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 8})
-    line = ["curl", "-sf", f"{running[0]}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
-    assert json.loads(subprocess.check_output(line, timeout=60))["choices"][0]["message"]["content"]
 
 
 GENERATE = """
