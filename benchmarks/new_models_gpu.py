@@ -4,13 +4,15 @@ seconds by stage, and peak memory against the plan.
     python benchmarks/new_models_gpu.py                                  # all four, one JSON line each
     python benchmarks/new_models_gpu.py gemma-3-4b --minutes 6 --lines runs/new-models.jsonl
     python benchmarks/new_models_gpu.py qwen3-30b-a3b --own-experts      # experts by our product, not by torch's
+    python benchmarks/new_models_gpu.py gemma-3-4b --vllm --peer-python OTHER/bin/python   # and vLLM's rollout
     python benchmarks/new_models_gpu.py --tiny                           # four layers each: does everything run?
 
-gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are those of attention (experts are no
-linear layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weights. Every model runs in a
-process of its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`.
-Weights are made in bf16 on the device. Rewards are planted: every second completion is right. The first step also
-captures and compiles; `steady` is the last one.
+gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are those of attention (experts are no linear
+layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weights. Every model runs in a process of
+its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`. With --vllm a
+line also holds vLLM's rollout of the same config, rows and lengths on its dense cache, or why there is none. Weights
+are made in bf16 on the device. Rewards are planted: every second completion is right. The first step also captures and
+compiles; `steady` is the last one.
 """
 
 import argparse
@@ -22,6 +24,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import peers
 
 from sparse_rl.tasks import Grade, Prompt
 from sparse_rl.tasks.sums import Sums
@@ -58,6 +62,22 @@ class PlantedSums(Sums):
         return [Grade(float(i % 2), text) for i, text in enumerate(texts)]
 
 
+def config_of(name: str, tiny: bool):
+    from transformers import AutoConfig
+
+    settings = dict(SHAPES[name])
+    if tiny:
+        settings |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32" if tiny else "bfloat16")
+
+
+def in_vllm(name: str, args: argparse.Namespace) -> dict:
+    """The same rollout by vLLM, in a process of its own, after ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        peers.write_config(config_of(name, args.tiny), Path(folder))
+        return peers.vllm_rollout(args, Path(folder), args.rows, args.prompt, args.new, minutes=args.minutes)
+
+
 def measure(name: str, args: argparse.Namespace) -> dict:
     """One model, in this process."""
     import torch
@@ -73,12 +93,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     if args.own_experts:
         ops.RULES["cuda"] = replace(ops.RULES["cuda"], own_experts=(torch.float32, torch.float16, torch.bfloat16))
     with tempfile.TemporaryDirectory() as folder:
-        settings = dict(SHAPES[name])
-        if args.tiny:
-            settings |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
-        kind = settings.pop("model_type")
-        config = transformers.AutoConfig.for_model(kind, **settings, dtype="float32" if args.tiny else "bfloat16")
-        config.save_pretrained(folder)
+        config_of(name, args.tiny).save_pretrained(folder)
         keys = {
             "model.name": f"random:{folder}",
             "model.lora_rank": 16 if name in ADAPTED else 0,
@@ -149,6 +164,8 @@ def main() -> None:
     parser.add_argument("--own-experts", action="store_true", help="decode experts by our product in bf16, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try this script")
     parser.add_argument("--lines", type=Path, help="also append the lines to this file")
+    parser.add_argument("--vllm", action="store_true", help="beside vLLM's rollout")
+    peers.add_options(parser)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = [name for name in args.models if name not in SHAPES]
@@ -168,6 +185,8 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             line, why = None, f"took more than {args.minutes:g} minutes"
         line = line or json.dumps({"model": name, "error": why})
+        if args.vllm:
+            line = json.dumps({**json.loads(line), "vllm": in_vllm(name, args)})
         print(line, flush=True)
         if args.lines:
             args.lines.parent.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,9 @@ model that was trained under one is worth under another.
 notes are conversations: a tool's replies are most of what rows hold, and `--option forget_given 1` lets them go first.
 
 gsm8k differs from the generated tasks: its problems are files (--data), warm-up is one round of three epochs (more with
---warm-steps 350,350,350, of which the best is taken), dense is compared with sparse-rl-released and shadow, the prompt is not protected, all 1,319 test problems are asked, and the
-warm start is also asked greedily and eight times (avg@8, pass@8).
+--warm-steps 350,350,350, of which the best is taken), dense is compared with sparse-rl-released and shadow, the prompt
+is not protected, all 1,319 test problems are asked, and the warm start is also asked greedily and eight times (avg@8,
+pass@8).
 """
 
 from __future__ import annotations
