@@ -12,7 +12,7 @@ layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weig
 its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`. With --vllm a
 line also holds vLLM's rollout of the same config, rows and lengths on its dense cache, or why there is none. Weights
 are made in bf16 on the device. Rewards are planted: every second completion is right. The first step also captures and
-compiles; `steady` is the last one.
+compiles; `steady` is the last one. With --lines FILE a model that the file has is not measured again.
 """
 
 import argparse
@@ -174,7 +174,11 @@ def main() -> None:
     if args.here:
         print(json.dumps(measure(args.models[0], args)), flush=True)
         return
+    done, failed = measured(args.lines, args.vllm), []
     for name in args.models or SHAPES:
+        if name in done:
+            print(f"{name}: measured before", flush=True)
+            continue
         given = [x for x in sys.argv[1:] if x not in SHAPES]
         command = [sys.executable, str(HERE), name, *given, "--here"]
         try:
@@ -187,11 +191,28 @@ def main() -> None:
         line = line or json.dumps({"model": name, "error": why})
         if args.vllm:
             line = json.dumps({**json.loads(line), "vllm": in_vllm(name, args)})
+        failed += [name] if has_error(json.loads(line)) else []
         print(line, flush=True)
         if args.lines:
             args.lines.parent.mkdir(parents=True, exist_ok=True)
             with args.lines.open("a") as file:
                 file.write(line + "\n")
+    if failed:
+        sys.exit(f"new_models_gpu: failed: {', '.join(failed)}")
+
+
+def has_error(line: dict) -> bool:
+    """Whether a model, or vLLM where there is one, failed."""
+    peer = line.get("vllm", {}).get("error", "")
+    return "error" in line or (peer != "" and "left out" not in peer)
+
+
+def measured(lines: Path | None, vllm: bool) -> set[str]:
+    """Models that a file of lines has already."""
+    if lines is None or not lines.exists():
+        return set()
+    whole = [line for line in map(json.loads, lines.read_text().splitlines()) if not has_error(line)]
+    return {line["model"] for line in whole if not vllm or "tokens_per_s" in line.get("vllm", {})}
 
 
 if __name__ == "__main__":
