@@ -7,8 +7,9 @@
     python benchmarks/rollout_gpu.py --out runs/tiny --only slots,slots-vllm --tiny   # that it works: a CPU
     python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture of the measurements so far
 
-`slots-vllm` is vLLM's dense cache in the model's dtype and in fp8, for the same rollouts as `slots`; it is left out
-where there is no vLLM. Every measurement becomes a line of results.jsonl at once, and is not repeated.
+`slots-vllm` is vLLM's dense cache in the model's dtype and in fp8, for the same rollouts as `slots`; `speed-vllm` for
+those of `short` and `goal-1.5b`. Both are left out where there is no vLLM. Every measurement becomes a line of
+results.jsonl at once, and is not repeated.
 """
 
 import argparse
@@ -63,6 +64,7 @@ PARTS = {
 
 TINY = {"model_shape": "tiny", "rows": 4, "budget": 16, "interval": 8, "prompt": 8, "new": 24, "repeats": 1}
 VLLM_KINDS = {"auto": "model", "fp8": "fp8"}  # vLLM's name of a cache, and ours of slots
+VLLM_PARTS = {"slots-vllm": (("slots",), ("auto", "fp8")), "speed-vllm": (("short", "goal-1.5b"), ("auto",))}
 
 
 class Models:
@@ -201,11 +203,12 @@ def run(out: Path, only: list[str], args: argparse.Namespace) -> list[str]:
                 for rows in (256, 1024):
                     record(f"kernel {shape} rows {rows}", lambda h=heads, g=group, r=rows: kernel(h, g, r))
             continue
-        if part == "slots-vllm":
+        if part in VLLM_PARTS:
             models.drop()
-            own = [setting for setting in PARTS["slots"]["rollouts"] if setting.slots == PLAIN]
+            of_parts, kinds = VLLM_PARTS[part]
+            own = [setting for of in of_parts for setting in PARTS[of]["rollouts"] if setting.slots == PLAIN]
             for setting in [replace(own[0], **TINY)] if args.tiny else own:
-                for kv in VLLM_KINDS:
+                for kv in kinds:
                     record(
                         f"vllm {setting.model_shape} rows {setting.rows} {kv} new {setting.new}",
                         lambda s=setting, k=kv: in_vllm(s, k, out, args),
@@ -360,7 +363,7 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parts = ["noise", *PARTS, "slots-kernel", "slots-vllm"]
+    parts = ["noise", *PARTS, "slots-kernel", *VLLM_PARTS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")

@@ -16,9 +16,11 @@ of their own that share the device (under CUDA MPS where there is one), and what
 time is short all runs are stopped at the same step, so that methods are compared after as many updates; `--keep`
 gathers what should be kept (no weights) in one file, again every minute.
 
-A method may name a compressor of its own: `--methods dense,shadow,snapkv:sparse-rl,snapkv:shadow` trains two arms under
-SnapKV. Then every model is evaluated under every compressor of the block at its budget, so the table also says what a
-model that was trained under one is worth under another.
+Methods are those of `learn.method`, smd-forward and smd-reverse (directions of distillation), and released-cap,
+released-mask and released-weights: sparse-rl-released with one part as in sparse-rl. A method may name a compressor:
+`--methods dense,shadow,snapkv:sparse-rl,snapkv:shadow` trains two arms under SnapKV. Then every model is evaluated
+under every compressor of the block at its budget, so the table also says what a model that was trained under one is
+worth under another.
 
 notes are conversations: a tool's replies are most of what rows hold, and `--option forget_given 1` lets them go first.
 
@@ -42,7 +44,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,12 +52,26 @@ from functools import partial
 from pathlib import Path
 
 from smollm2_report import DENSE, Arm, cache_name, mean_of, newest_checkpoint, probed, read_lines, write_report
+from stay import shared_device
 
 END_TOKEN = 2  # <|im_end|>
 METHODS = "dense,none,sparse-rl,sparse-rl-released,shadow"
 FILES = "gsm8k"  # the task whose problems are in files
 EVALUATION_SEED = 7  # of held-out problems other than those that runs look at while they train
 KEPT = 16 * 2**20 - 2**18  # bytes of the file of what is kept
+
+# methods by a name of their own: smd's other directions, and the released correction with one of its parts as ours is
+RELEASED = {"cap": "{cap: 2.0}", "mask": "{mask_outside: null}", "weights": "{normalise_weights: false}"}
+VARIANTS: dict[str, dict[str, object]] = {
+    **{
+        f"smd-{way}": {"learn.method": "smd", "learn.distill": f"shadow-to-dense-{way}"}
+        for way in ("forward", "reverse")
+    },
+    **{
+        f"released-{part}": {"learn.method": "sparse-rl-released", "learn.correction": change}
+        for part, change in RELEASED.items()
+    },
+}
 
 # budgets that `probe` tries where none are named; a story of up to 145 tokens is protected, so less is refused there
 PROBED = {
@@ -267,30 +282,6 @@ def children_ended(grace: float = 20.0) -> Iterator[None]:
             job.kill()
 
 
-@contextlib.contextmanager
-def shared_device() -> Iterator[None]:
-    """CUDA's multi-process service, where there is one: processes then compute side by side, not in turns."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield
-        return
-    folder = tempfile.mkdtemp(prefix="mps-")
-    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    begun = subprocess.run([control, "-d"], capture_output=True, text=True)
-    if begun.returncode:
-        say(f"CUDA MPS could not be started ({(begun.stdout + begun.stderr).strip()}); processes take turns.")
-        del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=20)
-        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
-            os.environ.pop(name, None)
-
-
 # ------------------------------------------------------------------------------------------ the stages
 
 
@@ -443,7 +434,7 @@ def train_keys(block: Block, budget: int | None, method: str, compressor: str | 
     return {
         **block.cache(budget, compressor),
         "model.name": block.warm.resolve(),
-        "learn.method": "none" if method == DENSE else method,
+        **VARIANTS.get(method, {"learn.method": "none" if method == DENSE else method}),
         "rollout.prompts": block.prompts,
         "rollout.group_size": block.group_size,
         "rollout.rows": block.prompts * block.group_size,
@@ -779,7 +770,7 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--budgets", type=numbers, default=(), help="with commas")
         stage.add_argument("--reject", type=shares, default=(), help="or choose them, such as 0.1,0.34: `probe` first")
         stage.add_argument(
-            "--methods", "--arms", help="dense and some of learn.method, or COMPRESSOR:METHOD, with commas"
+            "--methods", "--arms", help="dense, some of learn.method, smd-forward, released-cap ..., with commas"
         )
         stage.add_argument(
             "--data", type=Path, default=Path("data"), help="gsm8k: where `sparse-rl data` put its files"

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sparse_rl.cli.options import overrides
 from sparse_rl.config import load_recipe
+from sparse_rl.learn.correct import PRESETS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import smollm2
@@ -69,6 +71,18 @@ def test_an_arm_may_have_a_compressor_of_its_own_and_every_model_is_evaluated_un
     assert lines[0].startswith("| trained with | steps | on dense | on budget 96 | on snapkv-96 | last reward")
     assert "| shadow, budget 96 | 0 |  |  | 25.0% (10.0% to 60.0%) |" in lines[4]
     assert "| snapkv shadow, budget 96 | 0 |  |  | 50.0% (10.0% to 60.0%) |" in lines[5]
+
+
+def test_methods_have_variants():
+    asked = block("countdown", "--methods", "smd-forward,released-mask")
+    distilled, masked = (
+        load_recipe("smollm2-countdown", overrides(asked.keys(smollm2.train_keys(asked, 96, arm.method))))
+        for arm in asked.arms()
+    )
+    assert (distilled.learn.method, distilled.learn.distill) == ("smd", "shadow-to-dense-forward")
+    assert masked.learn.method == "sparse-rl-released"
+    changed = masked.learn.resolve_method().correction
+    assert changed == replace(PRESETS["sparse-rl-released"], mask_outside=None)
 
 
 def test_evaluations_of_gsm8k_ask_all_of_its_test_problems():
