@@ -52,7 +52,7 @@ TESTS = tuple(
 BLOCK = "smollm2.py block --model {model} --out {out} --keep {out}/kept --minutes 23"
 TINY_BLOCK = (
     "smollm2.py block --model tiny:1x64 --out {out} --keep {out}/kept --interval 8 --warm-steps 2 --steps 2 "
-    "--prompts 2 --group-size 2 --problems 2 --samples 1 --eval-rows 4 --micro-batch-tokens 2048 "
+    "--processes 2 --prompts 2 --group-size 2 --problems 2 --samples 1 --eval-rows 4 --micro-batch-tokens 2048 "
     f"--set model.dtype float32 --set rollout.max_new_tokens 60 --set eval.prompts 2 --set warmup.batch 2 "
     f"--set warmup.workers 0 {SETS}"
 )
@@ -193,6 +193,9 @@ SPEED = (
          peers=("vllm",)),
     Part("new-models", "new_models_gpu.py --minutes 3.5 --lines {out}/lines.jsonl", "new_models_gpu.py --tiny "
          "--lines {out}/lines.jsonl", 15, "24: steps of four architectures"),
+    Part("own-experts", "new_models_gpu.py qwen3-30b-a3b --own-experts --minutes 5 --lines {out}/lines.jsonl",
+         "new_models_gpu.py qwen3-30b-a3b --own-experts --tiny --lines {out}/lines.jsonl", 6,
+         "24.6: experts by our product"),
     Part("new-models-vllm", "new_models_gpu.py gemma-3-4b --vllm --minutes 5 --lines {out}/lines.jsonl {peers}",
          "new_models_gpu.py gemma-3-4b --vllm --tiny --lines {out}/lines.jsonl", 10, "24: Gemma 3 4B beside vLLM",
          peers=("vllm",)),

@@ -68,6 +68,7 @@ def run(part: Part, command: str, out: Path, minutes: float, **names: str) -> in
             ended.callback(CHILDREN.remove, child)
             ended.callback(end, child)
             children.append(child)
+            print("$", shlex.join(child.args[1:]), file=log, flush=True)
         try:
             return max((child.wait(max(0.0, until - time.monotonic())) for child in children), key=abs)
         except subprocess.TimeoutExpired:

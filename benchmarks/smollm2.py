@@ -109,6 +109,7 @@ class Block:
     eval_rows: int
     every_cache: bool
     data: Path
+    processes: int = 12  # evaluations at once
     reject: tuple[float, ...] = ()  # shares that sparse-rl should reject at the budgets, where none are named
     more: tuple[tuple[str, str], ...] = ()  # keys of the recipes, changed
 
@@ -557,7 +558,7 @@ def evaluate(block: Block, clock: Clock) -> None:
     if block.task == FILES:
         ask("warm", block.warm.resolve(), None, "greedy", temperature=0, samples=1)
         ask("warm", block.warm.resolve(), None, "avg8", samples=8)
-    wait([], clock, more=more)
+    wait([], clock, more=more, at_once=block.processes)
 
 
 def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, **changed: object) -> list[str]:
@@ -796,6 +797,7 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument(
             "--every-cache", action="store_true", help="evaluate every run on every budget: trained x deployed"
         )
+        stage.add_argument("--processes", type=int, default=12, help="evaluations at once")
         stage.add_argument("--minutes", type=float, default=math.inf)
         stage.add_argument("--warmup-minutes", type=float, default=6.0, help="of a block, at most")
         stage.add_argument("--evaluate-minutes", type=float, default=4.0, help="of a block, left for evaluation")

@@ -139,7 +139,7 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path, monk
     monkeypatch.setattr(gpu_queue, "HERE", tmp_path)
     (tmp_path / "slow.py").write_text(SCRIPT)
     assert gpu_queue.run(Part("slow", "slow.py", "", 0), "slow.py", tmp_path / "out", 3 / 60) is None
-    child = int((tmp_path / "out" / "slow.log").read_text())
+    child = int((tmp_path / "out" / "slow.log").read_text().splitlines()[-1])
     for _ in range(100):  # until init, or whoever adopts it, has noticed
         if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
             return
@@ -172,7 +172,7 @@ def test_what_failed_is_run_again_after_the_others_and_what_is_done_is_not(queue
         queue([bad, good])
     with pytest.raises(SystemExit, match="not done: bad"):
         queue([bad, good, late])
-    assert (queue.out / "good.log").read_text() == "once\n"
+    assert (queue.out / "good.log").read_text() == f"$ {queue.scripts / 'good.py'}\nonce\n"
     said = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("===")]
     assert said == ["=== bad: failed", "=== good: done", "=== late: done", "=== bad: failed"]
 
