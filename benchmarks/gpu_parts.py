@@ -156,7 +156,7 @@ LEARNER = (
     Part("learner", "learner_gpu.py --out {out} --quick", "learner_gpu.py --out {out} --quick --model tiny "
          "--device cpu", 3, "22.2: fused layers, idle share"),
     Part("learner-65536", "learner_gpu.py --out {out} --tokens 65536 --ways modules,fused", "learner_gpu.py "
-         "--out {out} --model tiny --device cpu --ways modules,fused", 4, "22: share of 800 TFLOP/s at 65,536 tokens"),
+         "--out {out} --model tiny --device cpu --ways modules,fused", 6, "22: share of 800 TFLOP/s at 65,536 tokens"),
     Part("first-step", "first_step.py --out {out}", "first_step.py --out {out} --tiny", 3, "22.6: first steps"),
     Part("half", "half_precision.py random:qwen2.5-1.5b --out {out}/half.json", "half_precision.py tiny:2x64 "
          f"--out {{out}}/half.json {SMALL}", 3, "22.7: float16 beside bfloat16"),

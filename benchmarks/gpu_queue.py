@@ -123,9 +123,10 @@ def lacks(part: Part, command: str, args: argparse.Namespace, done: set[str]) ->
 
 
 def is_there(part: Part, args: argparse.Namespace, done: set[str]) -> bool:
-    """Whether a part has ended well, or the model that it makes was brought along."""
+    """Whether a part has ended well, or the model that it makes was brought along: it is there, and no log of it."""
     made = Path(os.path.normpath(args.out / part.name / part.makes))
-    return command_of(part, args) in done or (part.makes != "" and made.exists())
+    brought = part.makes != "" and made.exists() and not (args.out / f"{part.name}.log").exists()
+    return command_of(part, args) in done or brought
 
 
 def command_of(part: Part, args: argparse.Namespace) -> str:
@@ -164,7 +165,9 @@ class Queue:
             if self.over or command in self.done:  # parts may share a rehearsal
                 continue
             least = part.minutes if part.least is None else part.least
-            if self.left < least:
+            if is_there(part, self.args, self.done):
+                print(f"{part.name}: its model is there already", flush=True)
+            elif self.left < least:
                 print(f"{part.name}: {self.left:.1f} minutes are left, it needs {least:.0f}", flush=True)
             elif why := lacks(part, command, self.args, self.done):
                 print(f"{part.name} is left out: {why}", flush=True)

@@ -238,6 +238,8 @@ def warm(plan: Plan) -> None:
     while (found := warm_round(plan, end - time.perf_counter())) is not None and found < plan.until:
         pass
     torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
+    if reached(plan.out / "warm") < plan.until:
+        print(f"it is not at {plan.until} yet; give the same command again.", flush=True)
 
 
 def reached(folder: Path) -> float:

@@ -217,6 +217,20 @@ def test_a_part_whose_needs_are_absent_is_left_out_with_a_sentence(queue, tmp_pa
     queue(parts, "--model", str(tmp_path), "--data", str(tmp_path))
     said = capsys.readouterr().out
     assert all(f"=== {name}: done" in said for name in ("weights", "file", "second")) and "=== first" not in said
+    assert "first: its model is there already" in said
+
+
+def test_a_model_that_is_half_made_is_not_started_from(queue, capsys):
+    (queue.scripts / "warm.py").write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[1], 'model').touch()\nprint('give the same command again')\n"
+    )
+    (queue.scripts / "good.py").write_text("")
+    parts = [Part("warm", "warm.py {out}", "", 1, makes="model"), Part("second", "good.py", "", 1, after="warm")]
+    queue(parts)
+    assert "second is left out: it starts from what warm makes, which is not there yet." in capsys.readouterr().out
+    (queue.scripts / "warm.py").write_text("")
+    queue(parts)
+    assert "=== second: done" in capsys.readouterr().out
 
 
 def test_commands_of_a_part_run_side_by_side_and_the_worst_counts(queue):
