@@ -242,6 +242,7 @@ LEARNING = (
     *grid("joint", "rkv shadow,learned shadow", "27: RL on countdown, rkv against learned"),
     *grid("algorithms", "ppo shadow,online-dpo sparse-rl", "23: GRPO, online DPO and PPO at R-KV 96"),
     *grid("distill", "shadow-to-dense-reverse 0.01", "23.5: smd, three directions x three weights"),
+    *grid("checks", "rescored,dense-reference", "22.1, 23.1: no scoring under replay; a dense reference"),
     Part(
         "noise-search", f"gradient_noise.py countdown-search --model {WARM} --batches 24 --budgets 192,96 "
         "--out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 --budgets 40 "

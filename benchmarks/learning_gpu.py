@@ -8,6 +8,7 @@
     --study algorithms   GRPO, online DPO and PPO under shadow and under sparse-rl, countdown by search at R-KV 96
     --study distill      smd's directions x weights 0.01, 0.1, 1 beside shadow and sparse-rl, on countdown by search
     --study joint        the compressor `learned`, trained between steps, beside rkv and snapkv, countdown, 96 slots
+    --study checks       shadow that scores every trajectory, and online DPO with a dense reference, same cache
     --study recall-long  prompt-only on prompts of 8,400 tokens: methods, who chooses (snapkv, rkv, ...), how much stays
                          (its retention: the budget over the prompt), whole or chunk by chunk
 
@@ -114,6 +115,11 @@ JOINT = {  # names without commas, which separate them on the command line
     for name, (keys, methods) in SCORERS.items()
     for method in methods
 }
+CHECKS = {
+    "rescored": {"learn.method": "shadow", "learn.rescore": "always"},
+    "online-dpo": ALGORITHMS["online-dpo shadow"],
+    "dense-reference": {**ALGORITHMS["online-dpo shadow"], "dpo.reference": "dense"},
+}
 
 STUDIES = {
     "search": Study(
@@ -157,6 +163,14 @@ STUDIES = {
         chosen=("rkv 96",),
         methods=tuple(JOINT),
         variants=JOINT,
+    ),
+    "checks": Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
+        chosen=("rkv 96",),
+        methods=("shadow", *CHECKS),
+        variants=CHECKS,
     ),
     "recall-long": Study(
         warmup="recall-long-warmup",

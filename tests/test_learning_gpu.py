@@ -28,7 +28,7 @@ SMALL = {
     "run.steps": "1",
     "run.diagnose": "1",
 }
-TASKS = {"distill": {}, "algorithms": {}, "joint": {}, "recall-long": {"task.count": "40"}}
+TASKS = {"distill": {}, "algorithms": {}, "joint": {}, "checks": {}, "recall-long": {"task.count": "40"}}
 
 
 def plan_of(study: str, out: Path) -> Plan:
@@ -49,6 +49,10 @@ def test_every_arm_is_a_recipe(study, tmp_path):
         recipe = plan.recipe(plan.study.recipe, plan.setting(arm.setting).keys() | plan.study.method(arm.method))
         if study == "algorithms" and arm.method != "dense":
             assert arm.method.split() == [recipe.learn.algorithm, recipe.learn.method] and recipe.rollout.budget == 96
+        elif study == "checks" and arm.method in plan.study.variants:
+            scored = "always" if arm.method == "rescored" else "auto"
+            reference = "dense" if arm.method == "dense-reference" else "view"
+            assert (recipe.learn.rescore, recipe.dpo.reference) == (scored, reference)
         elif study == "joint" and arm.method != "dense":
             name, method = arm.method.split()[0], arm.method.split()[-1]
             assert (recipe.rollout.compressor, recipe.learn.method, recipe.rollout.budget) == (name, method, 96)
