@@ -42,8 +42,8 @@ TESTS = tuple(
         modules=("pytest", "xdist"), finished=(0, 1),
     )
     for name, folder, rehearsed, minutes, answers in (
-        ("gpu-tests", "tests/gpu", "tests/gpu/test_gpu_packing.py", 10, "19-28: tests on a device, failures by name"),
-        ("kernel-tests", "tests/kernels", "tests/kernels/test_ops.py", 10, "22, 27: kernels against their twins"),
+        ("gpu-tests", "tests/gpu", "tests/gpu/test_gpu_packing.py", 12, "19-28: tests on a device, failures by name"),
+        ("kernel-tests", "tests/kernels", "tests/kernels/test_ops.py", 12, "22, 27: kernels against their twins"),
     )
 )  # fmt: skip
 
@@ -140,12 +140,12 @@ WHOLE_STEPS = (
         "22: the same with 65,536 tokens in packed micro-batches",
     ),
     Part(
-        "steps-unpacked", f"{STEPS}{BOTH} {LARGE} never", f"{TINY_STEPS}shadow {LARGE} never", 6,
+        "steps-unpacked", f"{STEPS}{BOTH} {LARGE} never", f"{TINY_STEPS}shadow {LARGE} never", 7,
         "22.3: the same without packing",
     ),
     Part(
         "step-peers", f"{STEPS}sparse-rl,shadow,trl-vllm,trl-sparse {{peers}}", TINY_STEPS + "sparse-rl,trl-sparse",
-        15, "22.8: TRL with vLLM, and with our rollouts, beside ours", peers=("trl", "datasets", "vllm"),
+        17, "22.8: TRL with vLLM, and with our rollouts, beside ours", peers=("trl", "datasets", "vllm"),
     ),
     Part(
         "trl-sparse", f"{STEPS}trl-sparse,trl-replay {{peers}}", TINY_STEPS + "trl-sparse,trl-replay", 9,
@@ -169,7 +169,7 @@ LEARNER = (
     Part("qlora-24gb", f"{QLORA} --gpu-memory 24 --characters 320", f"{QLORA} --characters 40 --model tiny:2x64 "
          "--set model.quantize null --set model.dtype float32 --set model.gradient_checkpointing true "
          "--set rollout.prompts 2 --set rollout.group_size 2 --set rollout.rows 4 --set rollout.max_new_tokens 40 "
-         "--set rollout.budget 48 --set rollout.interval 8", 20,
+         "--set rollout.budget 60 --set rollout.interval 8", 20,
          "22: 7B QLoRA, 4k tokens, in 24 GB", modules=("bitsandbytes",)),
 )  # fmt: skip
 
@@ -187,7 +187,7 @@ SPEED = (
     Part("slots", f"{ROLLOUT}slots --out {{queue}}/slots", f"{TINY_ROLLOUT}slots --out {{queue}}/slots", 8,
          "27.5: fp8 and int8 slots, 1.5B and 7B"),
     Part("slots-vllm", f"{ROLLOUT}slots-vllm --out {{queue}}/slots {{peers}}",
-         f"{TINY_ROLLOUT}slots-vllm --out {{queue}}/slots", 14, "27: vLLM with an fp8 cache", peers=("vllm",)),
+         f"{TINY_ROLLOUT}slots-vllm --out {{queue}}/slots", 20, "27: vLLM with an fp8 cache", peers=("vllm",)),
     Part("speed-vllm", f"{ROLLOUT}short,goal-1.5b,speed-vllm --out {{out}} {{peers}}",
          f"{TINY_ROLLOUT}short,speed-vllm --out {{out}}", 15, "22.8: the speed table with vLLM in the same run",
          peers=("vllm",)),
@@ -369,7 +369,7 @@ COMPRESSORS = (
 CORES = (
     Part(
         "ablations", "arms_cpu.py ablations --out {out} --processes 12 --first-seed 3 --seeds 1 --minutes {minutes}",
-        "arms_cpu.py ablations --out {out} --processes 1 --seeds 1 --steps 1 --starts tiny-sums --only neither", STAY,
+        "arms_cpu.py ablations --out {out} --processes 1 --seeds 1 --steps 4 --starts tiny-sums --only neither", STAY,
         "19.6: ablations, the fourth seed", cores=True, least=8,
     ),
 )  # fmt: skip

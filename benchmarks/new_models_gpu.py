@@ -5,7 +5,7 @@ seconds by stage, and peak memory against the plan.
     python benchmarks/new_models_gpu.py gemma-3-4b --minutes 6 --lines runs/new-models.jsonl
     python benchmarks/new_models_gpu.py qwen3-30b-a3b --own-experts      # experts by our product, not by torch's
     python benchmarks/new_models_gpu.py gemma-3-4b --vllm --peer-python OTHER/bin/python   # and vLLM's rollout
-    python benchmarks/new_models_gpu.py --tiny                           # four layers each: does everything run?
+    python benchmarks/new_models_gpu.py --tiny                           # small sizes: does everything run?
 
 gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are those of attention (experts are no linear
 layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weights. Every model runs in a process of
@@ -52,6 +52,11 @@ SHAPES: dict[str, dict] = {
         num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024, vocab_size=262208,
     ),
 }  # fmt: skip
+TINY = {"rows": 8, "prompt": 16, "new": 24, "budget": 28, "interval": 4, "micro_batch_tokens": 512}
+FEW = {
+    **{"num_experts": 16, "num_local_experts": 16, "moe_intermediate_size": 32, "head_dim": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
 ADAPTED = {"gpt-oss-20b", "qwen3-30b-a3b"}
 
 
@@ -68,6 +73,7 @@ def config_of(name: str, tiny: bool):
     settings = dict(SHAPES[name])
     if tiny:
         settings |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
+        settings |= {key: value for key, value in FEW.items() if key in settings}
     return AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32" if tiny else "bfloat16")
 
 
@@ -167,6 +173,8 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="beside vLLM's rollout")
     peers.add_options(parser)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
     args = parser.parse_args()
     unknown = [name for name in args.models if name not in SHAPES]
     if unknown:
@@ -174,9 +182,9 @@ def main() -> None:
     if args.here:
         print(json.dumps(measure(args.models[0], args)), flush=True)
         return
-    done, failed = measured(args.lines, args.vllm), []
+    known, failed = measured(args.lines, args.vllm), []
     for name in args.models or SHAPES:
-        if name in done:
+        if name in known:
             print(f"{name}: measured before", flush=True)
             continue
         given = [x for x in sys.argv[1:] if x not in SHAPES]
