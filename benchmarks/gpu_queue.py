@@ -3,7 +3,7 @@
     python benchmarks/gpu_queue.py --out runs/queue --list             # what there is, how long, and what for
     python benchmarks/gpu_queue.py --out runs/queue --minutes 25       # a stay of 25 minutes; repeat it to continue
     python benchmarks/gpu_queue.py --out runs/queue --only gpu-tests,steps --model models/smollm2 --data data
-    python benchmarks/gpu_queue.py --out runs/tiny --tiny              # that all of them work: two CPU cores, 40 minutes
+    python benchmarks/gpu_queue.py --out runs/tiny --tiny              # that all work: two CPU cores, 40 minutes
 
 gpu_parts.py has the parts in their order: tests, the study of SmolLM2, whole steps, then the rest. Every part is a
 command in a process group of its own; its output is in OUT/NAME.log, its files are in OUT/NAME. One that fails or takes
