@@ -231,6 +231,8 @@ def main() -> None:
                 rows.append(row)
                 found = f"dense {final(row, 'dense'):.2f}, sparse {final(row, 'sparse'):.2f}, {row['seconds']:.0f} s"
                 print(f"{row['seed']} {row['start']} {row['method']}: {found}", file=sys.stderr, flush=True)
+        if time.perf_counter() - began > args.minutes * 60:
+            print("time is over; give the same command again.", file=sys.stderr, flush=True)
     print(table(rows, arms))
 
 

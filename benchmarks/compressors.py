@@ -27,6 +27,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -239,7 +240,11 @@ def work(args) -> None:
     bench = Bench(args)
     done = {key(json.loads(line)) for line in file.open()} if file.exists() else set()
     todo = [point for point in points_of(args) if key(point) not in done]
+    end = time.monotonic() + 60 * args.minutes
     for point in todo[args.part :: args.processes]:
+        if time.monotonic() > end:
+            print("time is over; give the same command again.", flush=True)
+            break
         try:
             found = bench.offline(point) if point.get("offline") else bench.online(point)
             row = point | found
@@ -324,6 +329,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no point after this")
     parser.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plot", type=Path)

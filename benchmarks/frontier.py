@@ -273,7 +273,7 @@ def points(args, stay: Stay) -> None:
             if (args.seed, curve, label, steps) in done:
                 continue
             if stay.is_over():
-                print("time is over; the next --points goes on.", file=sys.stderr, flush=True)
+                print("time is over for --points; give the same command again.", file=sys.stderr, flush=True)
                 break
             row = {"seed": args.seed, "curve": curve, "label": label, "steps": steps}
             row |= evaluate(args, folder, dict(options)) | before_rl(run)

@@ -7,6 +7,8 @@
 
     --study algorithms   GRPO, online DPO and PPO under shadow and under sparse-rl, countdown by search at R-KV 96
     --study distill      smd's directions x weights 0.01, 0.1, 1 beside shadow and sparse-rl, on countdown by search
+    --study joint        the compressor `learned`, trained between steps, beside rkv and snapkv, countdown, 96 slots
+    --study checks       shadow that scores every trajectory, and online DPO with a dense reference, same cache
     --study recall-long  prompt-only on prompts of 8,400 tokens: methods, who chooses (snapkv, rkv, ...), how much stays
                          (its retention: the budget over the prompt), whole or chunk by chunk
 
@@ -16,6 +18,8 @@ Blocks for stays of 25 minutes on one H200 (their times are guesses); each can b
     python benchmarks/learning_gpu.py --study algorithms --out runs/algorithms --arms --processes 7 --minutes 23
     python benchmarks/learning_gpu.py --study distill --out runs/distill --model runs/algorithms/warm --arms \\
         --processes 7 --minutes 23                                                                      # twice
+    python benchmarks/learning_gpu.py --study joint --out runs/joint-countdown --model runs/algorithms/warm --arms \\
+        --processes 8 --minutes 23                                                                      # twice
     python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --warm --until 0.5 --minutes 23
     python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --pilot
     python benchmarks/learning_gpu.py --study recall-long --out runs/recall-long --arms --seeds 1 --processes 4 \\
@@ -50,7 +54,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arms_cpu import CHOSEN
+from arms_cpu import CHOSEN, SCORERS
 from learning_report import DENSE, final, plot, table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process has one core
@@ -58,7 +62,7 @@ CURVES = (
     "reward/mean", "reject/trajectories/frac", "gap/alpha/p05", "gap/abs/mean", "update/grad_norm", "old/entropy/mean",
     "rollout/length/mean", "rollout/truncated/frac", "rollout/loops/frac",
     "eval/dense/accuracy", "eval/sparse/accuracy", "cache/tokens_saved/frac", "cache/bytes_saved/frac",
-    "time/rollout", "time/score", "time/update", "time/step", "time/eval",
+    "time/rollout", "time/score", "time/update", "time/step", "time/eval", "cache/regret/lost/mean",
 )  # fmt: skip
 
 
@@ -106,6 +110,16 @@ ALGORITHMS = {
     for algorithm, keys in CHOSEN.items()
     for method in ("shadow", "sparse-rl")
 }
+JOINT = {  # names without commas, which separate them on the command line
+    f"{name.replace(',', '')} {method}": {"learn.method": method, **keys}
+    for name, (keys, methods) in SCORERS.items()
+    for method in methods
+}
+CHECKS = {
+    "rescored": {"learn.method": "shadow", "learn.rescore": "always"},
+    "online-dpo": ALGORITHMS["online-dpo shadow"],
+    "dense-reference": {**ALGORITHMS["online-dpo shadow"], "dpo.reference": "dense"},
+}
 
 STUDIES = {
     "search": Study(
@@ -141,6 +155,22 @@ STUDIES = {
         chosen=("rkv 96",),
         methods=("shadow", "sparse-rl", *DISTILLATIONS),
         variants=DISTILLATIONS,
+    ),
+    "joint": Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
+        chosen=("rkv 96",),
+        methods=tuple(JOINT),
+        variants=JOINT,
+    ),
+    "checks": Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
+        chosen=("rkv 96",),
+        methods=("shadow", *CHECKS),
+        variants=CHECKS,
     ),
     "recall-long": Study(
         warmup="recall-long-warmup",
@@ -222,6 +252,8 @@ def warm(plan: Plan) -> None:
     while (found := warm_round(plan, end - time.perf_counter())) is not None and found < plan.until:
         pass
     torch.set_float32_matmul_precision("highest")  # rollouts and learner must round alike
+    if reached(plan.out / "warm") < plan.until:
+        print(f"it is not at {plan.until} yet; give the same command again.", flush=True)
 
 
 def reached(folder: Path) -> float:
@@ -411,6 +443,9 @@ def run_arms(plan: Plan) -> None:
         print(
             f"{time.perf_counter() - start:5.0f} s  {arm.name}: {state}, {seconds:.0f} s", file=sys.stderr, flush=True
         )
+    done = {(row["method"], row["setting"], row["seed"]) for row in finished_rows(plan.out)}
+    if left := [arm.name for arm in plan.arms() if (arm.method, arm.setting, arm.seed) not in done]:
+        print(f"not finished: {', '.join(left)}; give the same command again.", file=sys.stderr, flush=True)
 
 
 def in_processes(arms: list[Arm], plan: Plan, end: float) -> Iterator[tuple[Arm, float, int]]:

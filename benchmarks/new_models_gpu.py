@@ -4,13 +4,15 @@ seconds by stage, and peak memory against the plan.
     python benchmarks/new_models_gpu.py                                  # all four, one JSON line each
     python benchmarks/new_models_gpu.py gemma-3-4b --minutes 6 --lines runs/new-models.jsonl
     python benchmarks/new_models_gpu.py qwen3-30b-a3b --own-experts      # experts by our product, not by torch's
-    python benchmarks/new_models_gpu.py --tiny                           # four layers each: does everything run?
+    python benchmarks/new_models_gpu.py gemma-3-4b --vllm --peer-python OTHER/bin/python   # and vLLM's rollout
+    python benchmarks/new_models_gpu.py --tiny                           # small sizes: does everything run?
 
-gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are those of attention (experts are no
-linear layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weights. Every model runs in a
-process of its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`.
-Weights are made in bf16 on the device. Rewards are planted: every second completion is right. The first step also
-captures and compiles; `steady` is the last one.
+gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are those of attention (experts are no linear
+layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weights. Every model runs in a process of
+its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`. With --vllm a
+line also holds vLLM's rollout of the same config, rows and lengths on its dense cache, or why there is none. Weights
+are made in bf16 on the device. Rewards are planted: every second completion is right. The first step also captures and
+compiles; `steady` is the last one. With --lines FILE a model that the file has is not measured again.
 """
 
 import argparse
@@ -22,6 +24,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import peers
 
 from sparse_rl.tasks import Grade, Prompt
 from sparse_rl.tasks.sums import Sums
@@ -48,6 +52,11 @@ SHAPES: dict[str, dict] = {
         num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024, vocab_size=262208,
     ),
 }  # fmt: skip
+TINY = {"rows": 8, "prompt": 16, "new": 24, "budget": 28, "interval": 4, "micro_batch_tokens": 512}
+FEW = {
+    **{"num_experts": 16, "num_local_experts": 16, "moe_intermediate_size": 32, "head_dim": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
 ADAPTED = {"gpt-oss-20b", "qwen3-30b-a3b"}
 
 
@@ -56,6 +65,23 @@ class PlantedSums(Sums):
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Grade]:
         return [Grade(float(i % 2), text) for i, text in enumerate(texts)]
+
+
+def config_of(name: str, tiny: bool):
+    from transformers import AutoConfig
+
+    settings = dict(SHAPES[name])
+    if tiny:
+        settings |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
+        settings |= {key: value for key, value in FEW.items() if key in settings}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32" if tiny else "bfloat16")
+
+
+def in_vllm(name: str, args: argparse.Namespace) -> dict:
+    """The same rollout by vLLM, in a process of its own, after ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        peers.write_config(config_of(name, args.tiny), Path(folder))
+        return peers.vllm_rollout(args, Path(folder), args.rows, args.prompt, args.new, minutes=args.minutes)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
@@ -73,12 +99,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     if args.own_experts:
         ops.RULES["cuda"] = replace(ops.RULES["cuda"], own_experts=(torch.float32, torch.float16, torch.bfloat16))
     with tempfile.TemporaryDirectory() as folder:
-        settings = dict(SHAPES[name])
-        if args.tiny:
-            settings |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
-        kind = settings.pop("model_type")
-        config = transformers.AutoConfig.for_model(kind, **settings, dtype="float32" if args.tiny else "bfloat16")
-        config.save_pretrained(folder)
+        config_of(name, args.tiny).save_pretrained(folder)
         keys = {
             "model.name": f"random:{folder}",
             "model.lora_rank": 16 if name in ADAPTED else 0,
@@ -149,7 +170,11 @@ def main() -> None:
     parser.add_argument("--own-experts", action="store_true", help="decode experts by our product in bf16, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try this script")
     parser.add_argument("--lines", type=Path, help="also append the lines to this file")
+    parser.add_argument("--vllm", action="store_true", help="beside vLLM's rollout")
+    peers.add_options(parser)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
     args = parser.parse_args()
     unknown = [name for name in args.models if name not in SHAPES]
     if unknown:
@@ -157,7 +182,11 @@ def main() -> None:
     if args.here:
         print(json.dumps(measure(args.models[0], args)), flush=True)
         return
+    known, failed = measured(args.lines, args.vllm), []
     for name in args.models or SHAPES:
+        if name in known:
+            print(f"{name}: measured before", flush=True)
+            continue
         given = [x for x in sys.argv[1:] if x not in SHAPES]
         command = [sys.executable, str(HERE), name, *given, "--here"]
         try:
@@ -168,11 +197,30 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             line, why = None, f"took more than {args.minutes:g} minutes"
         line = line or json.dumps({"model": name, "error": why})
+        if args.vllm:
+            line = json.dumps({**json.loads(line), "vllm": in_vllm(name, args)})
+        failed += [name] if has_error(json.loads(line)) else []
         print(line, flush=True)
         if args.lines:
             args.lines.parent.mkdir(parents=True, exist_ok=True)
             with args.lines.open("a") as file:
                 file.write(line + "\n")
+    if failed:
+        sys.exit(f"new_models_gpu: failed: {', '.join(failed)}")
+
+
+def has_error(line: dict) -> bool:
+    """Whether a model, or vLLM where there is one, failed."""
+    peer = line.get("vllm", {}).get("error", "")
+    return "error" in line or (peer != "" and "left out" not in peer)
+
+
+def measured(lines: Path | None, vllm: bool) -> set[str]:
+    """Models that a file of lines has already."""
+    if lines is None or not lines.exists():
+        return set()
+    whole = [line for line in map(json.loads, lines.read_text().splitlines()) if not has_error(line)]
+    return {line["model"] for line in whole if not vllm or "tokens_per_s" in line.get("vllm", {})}
 
 
 if __name__ == "__main__":

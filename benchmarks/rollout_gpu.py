@@ -3,23 +3,29 @@
     python benchmarks/rollout_gpu.py --out runs/bench             # everything, about ten minutes on one H200
     python benchmarks/rollout_gpu.py --out runs/bench --only noise,steps
     python benchmarks/rollout_gpu.py --out runs/slots --only slots,slots-kernel   # slots of 8 bits beside bf16
+    python benchmarks/rollout_gpu.py --out runs/slots --only slots,slots-vllm --peer-python OTHER/bin/python
+    python benchmarks/rollout_gpu.py --out runs/tiny --only slots,slots-vllm --tiny   # that it works: a CPU
     python benchmarks/rollout_gpu.py --out runs/bench --plot      # tables and picture of the measurements so far
 
-Every measurement becomes a line of results.jsonl at once, and is not repeated.
+`slots-vllm` is vLLM's dense cache in the model's dtype and in fp8, for the same rollouts as `slots`; `speed-vllm` for
+those of `short` and `goal-1.5b`. Both are left out where there is no vLLM. Every measurement becomes a line of
+results.jsonl at once, and is not repeated.
 """
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import peers
 import torch
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.bench import Setting, bench_rollout, bench_step
 from sparse_rl.cache.formats import PLAIN, slot_format
 from sparse_rl.compressors import make
-from sparse_rl.models import load_model
+from sparse_rl.models import load_config, load_model
 
 BASE = Setting()  # Qwen2.5-1.5B, R-KV 512 + 128, 256 rows, prompts of 256, 3,840 new tokens
 
@@ -56,6 +62,11 @@ PARTS = {
 }
 
 
+TINY = {"model_shape": "tiny", "rows": 4, "budget": 16, "interval": 8, "prompt": 8, "new": 24, "repeats": 1}
+VLLM_KINDS = {"auto": "model", "fp8": "fp8"}  # vLLM's name of a cache, and ours of slots
+VLLM_PARTS = {"slots-vllm": (("slots",), ("auto", "fp8")), "speed-vllm": (("short", "goal-1.5b"), ("auto",))}
+
+
 class Models:
     """One at a time: they are made when first asked for."""
 
@@ -64,10 +75,22 @@ class Models:
 
     def __call__(self, name: str):
         if name != self.name:
-            self.model = None
-            torch.cuda.empty_cache()
-            self.name, self.model = name, load_model(f"random:{name}", device="cuda")[0]
+            self.drop()
+            shape = name if name == "tiny" else f"random:{name}"
+            self.name, self.model = name, load_model(shape, device="cuda" if torch.cuda.is_available() else None)[0]
         return self.model
+
+    def drop(self) -> None:
+        self.name, self.model = None, None
+        torch.cuda.empty_cache()
+
+
+def in_vllm(setting: Setting, kv: str, out: Path, args: argparse.Namespace) -> dict:
+    """The same rollout by vLLM, in its own process."""
+    folder = out / f"vllm-{setting.model_shape}"
+    folder.mkdir(exist_ok=True)
+    peers.write_config(load_config(setting.model_shape), folder)
+    return {**asdict(setting), **peers.vllm_rollout(args, folder, setting.rows, setting.prompt, setting.new, kv)}
 
 
 def step(setting: Setting, model) -> dict:
@@ -144,14 +167,20 @@ def kernel(heads: int, group: int, rows: int, capacity: int = 640, dim: int = 12
     return found
 
 
-def run(out: Path, only: list[str]) -> None:
+def run(out: Path, only: list[str], args: argparse.Namespace) -> list[str]:
+    """-> what failed"""
     path = out / "results.jsonl"
     known = {line["key"] for line in read(path)}
-    models = Models()
+    models, failed = Models(), []
 
     def record(key: str, make) -> None:
         if key not in known:
             result = {"key": key, **make()}
+            if "error" in result:  # and is tried again
+                print(f"{key}: {result['error']}", flush=True)
+                if "left out" not in result["error"]:
+                    failed.append(key)
+                return
             with path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(
@@ -174,12 +203,31 @@ def run(out: Path, only: list[str]) -> None:
                 for rows in (256, 1024):
                     record(f"kernel {shape} rows {rows}", lambda h=heads, g=group, r=rows: kernel(h, g, r))
             continue
+        if part in VLLM_PARTS:
+            models.drop()
+            of_parts, kinds = VLLM_PARTS[part]
+            own = [setting for of in of_parts for setting in PARTS[of]["rollouts"] if setting.slots == PLAIN]
+            for setting in [replace(own[0], **TINY)] if args.tiny else own:
+                for kv in kinds:
+                    record(
+                        f"vllm {setting.model_shape} rows {setting.rows} {kv} new {setting.new}",
+                        lambda s=setting, k=kv: in_vllm(s, k, out, args),
+                    )
+            continue
+        if args.tiny:
+            for setting in {s.slots: replace(s, **TINY) for s in PARTS[part].get("rollouts", [])}.values():
+                record(
+                    f"rollout {name(setting)} new {setting.new}",
+                    lambda s=setting: bench_rollout(s, models(s.model_shape)),
+                )
+            continue
         for setting in PARTS[part].get("steps", []):
             record(f"step {name(setting)}", lambda s=setting: step(s, models(s.model_shape)))
         for setting in PARTS[part].get("rollouts", []):
             record(
                 f"rollout {name(setting)} new {setting.new}", lambda s=setting: bench_rollout(s, models(s.model_shape))
             )
+    return failed
 
 
 def name(setting: Setting) -> str:
@@ -199,7 +247,8 @@ def tables(lines: list[dict]) -> str:
     for r in (r for r in lines if r["key"].startswith("rollout")):
         share = {k: f"{100 * v:.1f} %" for k, v in r["share"].items()}
         what = f"{r['model_shape']}, {r['rows']} rows, {r['new']:,} new{stored(r)}"
-        peak = f"{r['peak_bytes'] / 2**30:.1f} / {r['planned_bytes'] / 2**30:.1f} GiB"
+        held = "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"
+        peak = f"{held} / {r['planned_bytes'] / 2**30:.1f} GiB"
         parts = " | ".join(share.get(k, "0") for k in ("prefill", "decode", "evict", "trace", "host"))
         kv = f"{r['kv_bytes'] / 2**30:.2f} GiB"
         speed = f"{r['tokens_per_s']:,.0f} | {r['seconds']:.2f} | {r['ms_per_step']:.2f}"
@@ -209,7 +258,7 @@ def tables(lines: list[dict]) -> str:
         what = f"{r['model_shape']}, {r['compressor']}, {r['rows']} rows{stored(r)}"
         times = f"{r['full_step_ms']:.2f} | {r['floor_ms']:.2f} | {r['of_floor']:.0%}"
         text.append(f"| {what} | {capacity(r):,} | {times} | {r['rows'] / r['full_step_ms'] * 1000:,.0f} |")
-    text += ratios(lines)
+    text += ratios(lines) + beside_vllm(lines)
     text += [f"noise: {r}" for r in lines if r["key"].startswith("noise")]
     text += [f"{r['key']}: {kind} {best(r, kind)}" for r in lines if r["key"].startswith("kernel")
              for kind in ("model", "fp8", "int8")]  # fmt: skip
@@ -247,6 +296,24 @@ def ratios(lines: list[dict]) -> list[str]:
         text.append(f"| {r['model_shape']}, {r['rows']} rows, {what} | {r['slots']} | {ratio:.2f}x |")
     head = ["", "| against slots of the model's dtype | slots | speed |", "|---|---|---|"]
     return [*head, *text, ""] if text else []
+
+
+def beside_vllm(lines: list[dict]) -> list[str]:
+    """Our slots and vLLM's dense cache, each in the model's dtype and in fp8."""
+    ours = {
+        (r["model_shape"], r["rows"], r["new"], r["slots"]): r
+        for r in lines
+        if r["key"].startswith("rollout") and r["compressor"] == BASE.compressor
+    }
+    text = []
+    for r in (r for r in lines if r["key"].startswith("vllm")):
+        kind = VLLM_KINDS[r["kv_cache_dtype"]]
+        own = ours.get((r["model_shape"], r["rows"], r["new"], kind))
+        cells = [f"{own['tokens_per_s']:,.0f}", f"{own['tokens_per_s'] / r['tokens_per_s']:.2f}x"] if own else ["", ""]
+        what = f"{r['model_shape']}, {r['rows']} rows, {r['new']:,} new, {kind if kind == 'fp8' else 'its own dtype'}"
+        text.append(f"| {what} | {r['tokens_per_s']:,.0f} | {' | '.join(cells)} |")
+    heads = ["", "| keys and values | vLLM's tokens/s (dense cache) | ours | ratio |", "|---|---|---|---|"]
+    return [*heads, *text, ""] if text else []
 
 
 def plot(lines: list[dict], path: Path) -> None:
@@ -296,21 +363,26 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parts = ["noise", *PARTS, "slots-kernel"]
+    parts = ["noise", *PARTS, "slots-kernel", *VLLM_PARTS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")
     parser.add_argument("--plot", action="store_true", help="measure nothing")
+    parser.add_argument("--tiny", action="store_true", help="rollouts of a tiny model alone")
+    peers.add_options(parser)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    failed = []
     if not arguments.plot:
-        run(arguments.out, arguments.only.split(","))
+        failed = run(arguments.out, arguments.only.split(","), arguments)
     lines = read(arguments.out / "results.jsonl")
     print(tables(lines))
     if any(line["key"].startswith("step") for line in lines) and any(
         line["key"].startswith("rollout") for line in lines
     ):
         plot(lines, arguments.out / "rollout.png")
+    if failed:
+        sys.exit(f"rollout_gpu: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Streams of a server beside the rollout of `bench rollout` and beside vLLM's server, one after the other on one GPU.
 
     python benchmarks/serve_gpu.py --out runs/serve                               # minutes on one H200
-    python benchmarks/serve_gpu.py --out runs/serve --vllm OTHER/bin/python       # a Python that has vLLM
+    python benchmarks/serve_gpu.py --out runs/serve --peer-python OTHER/bin/python    # a Python that has vLLM
     python benchmarks/serve_gpu.py --out runs/serve --tiny                        # that it works: a CPU, seconds
 
     rollout       `sparse-rl bench rollout`: the engine alone, rows x (prompt + new) tokens
@@ -33,6 +33,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import peers
 
 COLUMNS = ("rollout", "serve", "vllm")
 PROCESSES = 4  # of clients
@@ -105,8 +107,10 @@ def load(port: int, name: str, args: argparse.Namespace, new: int) -> dict:
 
 
 @contextmanager
-def running(command: list[str], port: int, patience: float = 600) -> Iterator[None]:
-    server = subprocess.Popen(command)
+def running(
+    command: list[str], port: int, patience: float = 600, environment: dict[str, str] | None = None
+) -> Iterator[None]:
+    server = subprocess.Popen(command, env=environment)
     try:
         end = time.monotonic() + patience
         while True:
@@ -122,8 +126,10 @@ def running(command: list[str], port: int, patience: float = 600) -> Iterator[No
         server.wait()
 
 
-def measured(command: list[str], port: int, name: str, args: argparse.Namespace) -> dict:
-    with running(command, port):
+def measured(
+    command: list[str], port: int, name: str, args: argparse.Namespace, environment: dict[str, str] | None = None
+) -> dict:
+    with running(command, port, environment=environment):
         load(port, name, args, min(args.new, args.warm))
         return load(port, name, args, args.new)
 
@@ -137,12 +143,13 @@ def serve(args: argparse.Namespace, port: int, compressor: str) -> dict:
 
 
 def vllm(args: argparse.Namespace, port: int) -> dict | None:
-    if args.vllm is None:
+    if why := peers.left_out(args.peer_python, args.peer_path, ("vllm",)):
+        print(f"vllm is left out: {why}")
         return None
-    command = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.out / "model")]
+    command = [args.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.out / "model")]
     command += ["--served-model-name", "model", "--port", str(port), "--max-num-seqs", str(args.streams)]
     command += ["--max-model-len", str(args.prompt + args.new + 8), "--no-enable-prefix-caching"]
-    return measured(command, port, "model", args)
+    return measured(command, port, "model", args, peers.environment(args.peer_path) | peers.SERVER)
 
 
 def rollout(args: argparse.Namespace) -> dict:
@@ -179,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument("--vllm", help="a Python that has vLLM")
+    peers.add_options(parser)
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=256)
@@ -206,7 +213,6 @@ def main() -> None:
         if not place.exists():
             result = ways[column]()
             if result is None:
-                print(f"{column} was not measured: say with --vllm which Python has it")
                 continue
             place.write_text(json.dumps(result))
         found[column] = json.loads(place.read_text())

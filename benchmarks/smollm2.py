@@ -16,11 +16,18 @@ of their own that share the device (under CUDA MPS where there is one), and what
 time is short all runs are stopped at the same step, so that methods are compared after as many updates; `--keep`
 gathers what should be kept (no weights) in one file, again every minute.
 
+Methods are those of `learn.method`, smd-forward and smd-reverse (directions of distillation), and released-cap,
+released-mask and released-weights: sparse-rl-released with one part as in sparse-rl. A method may name a compressor:
+`--methods dense,shadow,snapkv:sparse-rl,snapkv:shadow` trains two arms under SnapKV. Then every model is evaluated
+under every compressor of the block at its budget, so the table also says what a model that was trained under one is
+worth under another.
+
 notes are conversations: a tool's replies are most of what rows hold, and `--option forget_given 1` lets them go first.
 
-gsm8k differs from the generated tasks: its problems are files (--data), warm-up is one round of three epochs, dense is
-compared with sparse-rl-released and shadow, the prompt is not protected, all 1,319 test problems are asked, and the
-warm start is also asked greedily and eight times (avg@8, pass@8).
+gsm8k differs from the generated tasks: its problems are files (--data), warm-up is one round of three epochs (more with
+--warm-steps 350,350,350, of which the best is taken), dense is compared with sparse-rl-released and shadow, the prompt
+is not protected, all 1,319 test problems are asked, and the warm start is also asked greedily and eight times (avg@8,
+pass@8).
 """
 
 from __future__ import annotations
@@ -37,7 +44,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,13 +51,27 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
-from smollm2_report import DENSE, Arm, mean_of, newest_checkpoint, probed, read_lines, write_report
+from smollm2_report import DENSE, Arm, cache_name, mean_of, newest_checkpoint, probed, read_lines, write_report
+from stay import shared_device
 
 END_TOKEN = 2  # <|im_end|>
 METHODS = "dense,none,sparse-rl,sparse-rl-released,shadow"
 FILES = "gsm8k"  # the task whose problems are in files
 EVALUATION_SEED = 7  # of held-out problems other than those that runs look at while they train
 KEPT = 16 * 2**20 - 2**18  # bytes of the file of what is kept
+
+# methods by a name of their own: smd's other directions, and the released correction with one of its parts as ours is
+RELEASED = {"cap": "{cap: 2.0}", "mask": "{mask_outside: null}", "weights": "{normalise_weights: false}"}
+VARIANTS: dict[str, dict[str, object]] = {
+    **{
+        f"smd-{way}": {"learn.method": "smd", "learn.distill": f"shadow-to-dense-{way}"}
+        for way in ("forward", "reverse")
+    },
+    **{
+        f"released-{part}": {"learn.method": "sparse-rl-released", "learn.correction": change}
+        for part, change in RELEASED.items()
+    },
+}
 
 # budgets that `probe` tries where none are named; a story of up to 145 tokens is protected, so less is refused there
 PROBED = {
@@ -89,6 +109,7 @@ class Block:
     eval_rows: int
     every_cache: bool
     data: Path
+    processes: int = 12  # evaluations at once
     reject: tuple[float, ...] = ()  # shares that sparse-rl should reject at the budgets, where none are named
     more: tuple[tuple[str, str], ...] = ()  # keys of the recipes, changed
 
@@ -111,15 +132,22 @@ class Block:
 
     def arms(self) -> list[Arm]:
         here = [Arm(DENSE, None)] if DENSE in self.methods else []
-        return here + [Arm(method, budget) for budget in self.budgets for method in self.methods if method != DENSE]
+        named = [method.rpartition(":") for method in self.methods if method != DENSE]
+        return here + [Arm(method, budget, own or None) for budget in self.budgets for own, _, method in named]
 
-    def cache(self, budget: int | None) -> dict[str, str]:
+    def caches(self) -> list[tuple[int, str | None]]:
+        """(budget, compressor; None: the block's own) of every cache that arms train on."""
+        compressors = dict.fromkeys([None, *(arm.compressor for arm in self.arms())])
+        return [(budget, compressor) for compressor in compressors for budget in self.budgets]
+
+    def cache(self, budget: int | None, compressor: str | None = None) -> dict[str, str]:
         """Keys of a recipe that say what rollouts run on; None: a dense cache."""
         if budget is None:
             return {"rollout.compressor": "dense", "rollout.compressor_options": "{}"}
         sizes = {"rollout.budget": str(budget), "rollout.interval": str(self.interval)}
         options = json.dumps(dict(self.options))
-        return {"rollout.compressor": self.compressor, "rollout.compressor_options": options, **sizes}
+        own = {"rollout.compressor": compressor or self.compressor, "rollout.compressor_options": options}
+        return {**own, **sizes}
 
     def keys(self, keys: Mapping[str, object]) -> list[str]:
         """Keys of a recipe as arguments, with those changed that the command line says."""
@@ -255,30 +283,6 @@ def children_ended(grace: float = 20.0) -> Iterator[None]:
             job.kill()
 
 
-@contextlib.contextmanager
-def shared_device() -> Iterator[None]:
-    """CUDA's multi-process service, where there is one: processes then compute side by side, not in turns."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield
-        return
-    folder = tempfile.mkdtemp(prefix="mps-")
-    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    begun = subprocess.run([control, "-d"], capture_output=True, text=True)
-    if begun.returncode:
-        say(f"CUDA MPS could not be started ({(begun.stdout + begun.stderr).strip()}); processes take turns.")
-        del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=20)
-        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
-            os.environ.pop(name, None)
-
-
 # ------------------------------------------------------------------------------------------ the stages
 
 
@@ -347,8 +351,12 @@ def model_of(warm: Path) -> Path | None:
 
 
 def chosen_round(block: Block, found: Sequence[float | None]) -> int:
-    """The last round, or the one before it where the last is too good to be improved and that one is good enough."""
+    """The last round, or the one before it where the last is too good to be improved and that one is good enough; of a
+    file, whose rounds all have the same problems, the best.
+    """
     last = len(found) - 1
+    if block.task == FILES:
+        return max(range(len(found)), key=lambda turn: found[turn] or 0.0)
     leaps = (
         last > 0 and found[last] is not None and found[last] > block.too_much and (found[last - 1] or 0) >= block.least
     )
@@ -422,12 +430,12 @@ def choose(block: Block) -> Block:
     return replace(block, budgets=tuple(dict.fromkeys(chosen)))
 
 
-def train_keys(block: Block, budget: int | None, method: str) -> dict[str, object]:
+def train_keys(block: Block, budget: int | None, method: str, compressor: str | None = None) -> dict[str, object]:
     """What a run changes in its recipe."""
     return {
-        **block.cache(budget),
+        **block.cache(budget, compressor),
         "model.name": block.warm.resolve(),
-        "learn.method": "none" if method == DENSE else method,
+        **VARIANTS.get(method, {"learn.method": "none" if method == DENSE else method}),
         "rollout.prompts": block.prompts,
         "rollout.group_size": block.group_size,
         "rollout.rows": block.prompts * block.group_size,
@@ -455,7 +463,7 @@ def arms(block: Block, clock: Clock) -> None:
             arguments = ["train", run, "--resume", "--run.steps", str(block.steps)]
         else:
             shutil.rmtree(run, ignore_errors=True)
-            keys = block.keys(train_keys(block, arm.budget, arm.method))
+            keys = block.keys(train_keys(block, arm.budget, arm.method, arm.compressor))
             arguments = ["train", f"smollm2-{block.task}", "--out", run, *keys]
         pace.jobs[arm] = start(arm.name, arguments, block.folder)
     late = Clock(clock.left / 60 + 0.3)  # for those that are nearly there
@@ -529,7 +537,9 @@ def last_step(metrics: Path) -> int:
 
 
 def evaluate(block: Block, clock: Clock) -> None:
-    """Every model on the dense cache and on its own budget; then, if it was asked for, on the block's other budgets."""
+    """Every model on the dense cache and on its own; then under the block's other compressors, and, if it was asked
+    for, on its other budgets.
+    """
     more = []
 
     def ask(name: str, model: Path, budget: int | None, what: str, **options: object) -> None:
@@ -540,15 +550,15 @@ def evaluate(block: Block, clock: Clock) -> None:
 
     models = list(evaluated(block))
     for name, model, own, _ in models:
-        for budget in (None, *own):
-            ask(name, model, budget, f"{budget or DENSE}")
+        for budget, compressor in ((None, None), *own):
+            ask(name, model, budget, cache_name(budget, compressor), **named(compressor))
     for name, model, _, others in models:
-        for budget in others:
-            ask(name, model, budget, f"{budget}")
+        for budget, compressor in others:
+            ask(name, model, budget, cache_name(budget, compressor), **named(compressor))
     if block.task == FILES:
         ask("warm", block.warm.resolve(), None, "greedy", temperature=0, samples=1)
         ask("warm", block.warm.resolve(), None, "avg8", samples=8)
-    wait([], clock, more=more)
+    wait([], clock, more=more, at_once=block.processes)
 
 
 def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, **changed: object) -> list[str]:
@@ -578,16 +588,25 @@ def eval_arguments(block: Block, model: Path, budget: int | None, folder: Path, 
     return ["eval", str(model), *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
-def evaluated(block: Block) -> Iterator[tuple[str, Path, tuple[int, ...], tuple[int, ...]]]:
-    """(name, model, its own budgets, others that it is evaluated on) of the warm start and of every run."""
-    yield "warm", block.warm.resolve(), block.budgets, ()
+def named(compressor: str | None) -> dict[str, str]:
+    return {} if compressor is None else {"compressor": compressor}
+
+
+Caches = tuple[tuple[int, str | None], ...]
+
+
+def evaluated(block: Block) -> Iterator[tuple[str, Path, Caches, Caches]]:
+    """(name, model, its own caches, others that it is evaluated on) of the warm start and of every run."""
+    caches = tuple(block.caches())
+    yield "warm", block.warm.resolve(), caches, ()
     for arm in block.arms():
         _, model = newest_checkpoint(block.folder / "runs" / arm.name)
         if model is None:
             say(f"{arm.name}: no checkpoint to evaluate")
             continue
-        own = block.budgets if arm.budget is None else (arm.budget,)
-        others = tuple(budget for budget in block.budgets if block.every_cache and budget not in own)
+        own = caches if arm.budget is None else ((arm.budget, arm.compressor),)
+        wanted = (cache for cache in caches if block.every_cache or cache[0] == arm.budget)
+        others = tuple(cache for cache in wanted if cache not in own)
         yield arm.name, model, own, others
 
 
@@ -629,9 +648,18 @@ def whole_block(block: Block, clock: Clock, warmup_minutes: float, evaluate_minu
     if not block.budgets:
         probe(block, clock.until(2.5))
         block = choose(block)
-    arms(block, clock.but(evaluate_minutes))
+    if not any(is_evaluated(block, arm) for arm in block.arms()):  # else arms would differ in what was evaluated
+        arms(block, clock.but(evaluate_minutes))
     evaluate(block, clock.but(0.5))
     report(block)
+    if left := [arm.name for arm in block.arms() if not is_evaluated(block, arm)]:
+        say(f"not evaluated: {', '.join(left)}; give the same command again.")
+
+
+def is_evaluated(block: Block, arm: Arm) -> bool:
+    """On its own cache."""
+    folder = block.folder / "evals" / arm.name / cache_name(arm.budget, arm.compressor)
+    return (folder / "summary.json").exists()
 
 
 class Keeper(threading.Thread):
@@ -742,7 +770,9 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument("--model", default="models/smollm2", help="what warm-up starts from")
         stage.add_argument("--budgets", type=numbers, default=(), help="with commas")
         stage.add_argument("--reject", type=shares, default=(), help="or choose them, such as 0.1,0.34: `probe` first")
-        stage.add_argument("--methods", "--arms", help="dense and some of learn.method, with commas")
+        stage.add_argument(
+            "--methods", "--arms", help="dense, some of learn.method, smd-forward, released-cap ..., with commas"
+        )
         stage.add_argument(
             "--data", type=Path, default=Path("data"), help="gsm8k: where `sparse-rl data` put its files"
         )
@@ -767,6 +797,7 @@ def parser() -> argparse.ArgumentParser:
         stage.add_argument(
             "--every-cache", action="store_true", help="evaluate every run on every budget: trained x deployed"
         )
+        stage.add_argument("--processes", type=int, default=12, help="evaluations at once")
         stage.add_argument("--minutes", type=float, default=math.inf)
         stage.add_argument("--warmup-minutes", type=float, default=6.0, help="of a block, at most")
         stage.add_argument("--evaluate-minutes", type=float, default=4.0, help="of a block, left for evaluation")

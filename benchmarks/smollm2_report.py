@@ -32,14 +32,33 @@ PANELS = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A run of a block. budget None: on a dense cache."""
+    """A run of a block. budget None: on a dense cache; compressor None: the block's own."""
 
     method: str
     budget: int | None
+    compressor: str | None = None
 
     @property
     def name(self) -> str:
-        return self.method if self.budget is None else f"{self.method}-{self.budget}"
+        parts = [part for part in (self.compressor, self.method, self.budget) if part is not None]
+        return "-".join(map(str, parts))
+
+    @property
+    def title(self) -> str:
+        return self.method if self.compressor is None else f"{self.compressor} {self.method}"
+
+
+def cache_name(budget: int | None, compressor: str | None = None) -> str:
+    """As evaluations on it are called: dense, 80, and snapkv-80 where the compressor is not the block's own."""
+    if budget is None:
+        return DENSE
+    return f"{budget}" if compressor is None else f"{compressor}-{budget}"
+
+
+def caches_of(arms: Sequence[Arm], budgets: Sequence[int]) -> list[str]:
+    """The dense cache, then the budgets under every compressor of a block."""
+    compressors = dict.fromkeys([None, *(arm.compressor for arm in arms)])
+    return [DENSE, *(cache_name(budget, compressor) for compressor in compressors for budget in budgets)]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -110,8 +129,8 @@ def write_report(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> s
 
 def table(folder: Path, arms: Sequence[Arm], budgets: Sequence[int]) -> str:
     """A row per model: accuracy with 95 % intervals under the caches it was evaluated on, and what its run was like."""
-    caches = [DENSE, *map(str, budgets)]
-    heads = ["trained with", "steps", *(f"on {cache}" if cache == DENSE else f"on budget {cache}" for cache in caches)]
+    caches = caches_of(arms, budgets)
+    heads = ["trained with", "steps", *(f"on budget {cache}" if cache.isdigit() else f"on {cache}" for cache in caches)]
     heads += ["last reward", "rejected", "KL", "clipped", "entropy", "length", "loops", "KV tokens saved", "s/step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     empty = [""] * (len(heads) - 2 - len(caches))
@@ -160,7 +179,7 @@ def asked_again(folder: Path) -> list[str]:
 
 
 def label(arm: Arm) -> str:
-    return f"{arm.method}, dense rollouts" if arm.budget is None else f"{arm.method}, budget {arm.budget}"
+    return f"{arm.method}, dense rollouts" if arm.budget is None else f"{arm.title}, budget {arm.budget}"
 
 
 def accuracy(folder: Path, name: str, cache: str) -> str:
@@ -241,7 +260,7 @@ def plot(folder: Path, arms: Sequence[Arm], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tints = colours(["dense" if arm.budget is None else arm.method for arm in arms])
+    tints = colours(["dense" if arm.budget is None else arm.title for arm in arms])
     figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), sharex=True, constrained_layout=True)
     for axis, (name, heading) in zip(axes.flat, PANELS.items(), strict=True):
         for number, arm in enumerate(arms):
@@ -279,21 +298,22 @@ def headline(folder: Path, arms: Sequence[Arm], budget: int, path: Path) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tints = colours(["dense" if arm.budget is None else arm.method for arm in arms])
+    tints = colours(["dense" if arm.budget is None else arm.title for arm in arms])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
     for number, arm in enumerate(arms):
         points = curve(folder / "runs" / arm.name, "reward/mean")
         if points:
             steps, values = zip(*points)
-            name = "dense rollouts" if arm.budget is None else arm.method
+            name = "dense rollouts" if arm.budget is None else arm.title
             left.plot(steps, smooth(values), color=tints[number], linewidth=1.8, label=name)
     left.set(title="reward of the rollouts", xlabel="step", ylim=(0, 1))
     left.legend(frameon=False, fontsize=8, ncols=2)
     names = ["warm", *(arm.name for arm in arms)]
-    labels = ["warm start", *("dense rollouts" if arm.budget is None else arm.method for arm in arms)]
+    own = [cache_name(budget), *(cache_name(budget, arm.compressor) for arm in arms)]
+    labels = ["warm start", *("dense rollouts" if arm.budget is None else arm.title for arm in arms)]
     for row, name in enumerate(names):
         colour = "black" if row == 0 else tints[row - 1]
-        for cache, marker, shift in ((DENSE, "o", -0.12), (str(budget), "s", 0.12)):
+        for cache, marker, shift in ((DENSE, "o", -0.12), (own[row], "s", 0.12)):
             summary = folder / "evals" / name / cache / "summary.json"
             if summary.exists():
                 found = json.loads(summary.read_text())["benches"][0]

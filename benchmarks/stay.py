@@ -1,13 +1,19 @@
-"""The clock of a benchmark that has a GPU for some minutes only: training is cut in time for what must follow it."""
+"""What a benchmark needs that has a GPU for some minutes only: a clock that cuts training in time for what must follow
+it, and a device that several processes share.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class Stay:
@@ -44,3 +50,28 @@ class Stay:
             print("time is over; give the same command again.", file=sys.stderr, flush=True)
             return False
         return True
+
+
+@contextlib.contextmanager
+def shared_device() -> Iterator[None]:
+    """CUDA's multi-process service, where there is one: processes then compute side by side, not in turns."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield
+        return
+    folder = tempfile.mkdtemp(prefix="mps-")
+    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    begun = subprocess.run([control, "-d"], capture_output=True, text=True)
+    if begun.returncode:
+        why = (begun.stdout + begun.stderr).strip()
+        print(f"CUDA MPS could not be started ({why}); processes take turns.", flush=True)
+        del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=20)
+        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+            os.environ.pop(name, None)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -36,22 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import VLLM, add_options, environment, left_out
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import write_text
 from sparse_rl.tasks import Grade, Prompt, Task
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS, PEERS = ("sparse-rl", "shadow"), ("trl-vllm", "trl-sparse", "trl-replay")
 NEEDS = {"trl-vllm": ("trl", "datasets", "vllm"), **dict.fromkeys(PEERS[1:], ("trl", "datasets"))}
 DEFAULT = "sparse-rl,shadow,trl-vllm,trl-sparse"
 STAGES = ("rollout", "score", "update", "rest", "step")
 MODEL, PROMPTS = "model", "prompts.json"
-VLLM = {  # one process, nothing downloaded; the flash kernels that come with it
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -362,26 +356,12 @@ def column_main(column: str, folder: Path, keys: list[tuple[str, str]]) -> None:
     write_text(folder / f"{column}.json", json.dumps(found, indent=1) + "\n")
 
 
-def missing(python: str, path: str | None, modules: tuple[str, ...]) -> str | None:
-    """The first of some modules that an interpreter does not have."""
-    ask = f"import importlib.util as u; print([m for m in {modules} if u.find_spec(m) is None])"
-    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, env=environment(path))
-    if done.returncode:
-        raise SparseRLError(f"{python} does not run: {done.stderr.strip().splitlines()[-1]}")
-    return next(iter(json.loads(done.stdout.replace("'", '"'))), None)
-
-
-def environment(path: str | None) -> dict[str, str]:
-    paths = [part for part in (path, str(ROOT), os.environ.get("PYTHONPATH")) if part]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-
-
 def run_column(column: str, folder: Path, args: argparse.Namespace) -> str | None:
     """Measure a column in a process of its own; what went wrong, in a sentence."""
     ours = column not in PEERS
     python, path = (sys.executable, None) if ours else (args.peer_python, args.peer_path)
-    if not ours and (lacks := missing(python, path, NEEDS[column])):
-        return f"{column} is left out: {python} has no {lacks}; name one that has with --peer-python or --peer-path."
+    if not ours and (why := left_out(python, path, NEEDS[column])):
+        return f"{column} is left out: {why}"
     command = [python, str(Path(__file__).resolve()), "--out", str(folder), "--column", column]
     for key in args.set:
         command += ["--set", *key]
@@ -449,8 +429,7 @@ def main() -> None:
     parser.add_argument("--columns", default=DEFAULT, help=f"some of {', '.join((*OURS, *PEERS))}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, for a CPU")
     parser.add_argument("--data", type=Path, help="JSON lines with a `prompt`; default: random characters")
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter with TRL, and vLLM")
-    parser.add_argument("--peer-path", help="a folder that holds them, for its PYTHONPATH")
+    add_options(parser)
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="of our recipe")
     parser.add_argument("--column", help=argparse.SUPPRESS)
     for field in fields(Settings):

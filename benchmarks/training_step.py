@@ -7,8 +7,9 @@
 
 The model has the recipe's shape and dtype; completions are as long as allowed; rewards are planted (planted_math.py),
 so that grading does its full work and the update is a full one. Everything else is the recipe's, except the keys given
-here. `--gpu-memory` lets the allocator have no more GiB than a smaller GPU has. A random model reads prompts by
-character, so `--characters` cuts them to the length that the recipe's own tokenizer would give.
+here. A run that was begun in the folder goes on. `--gpu-memory` lets the allocator have no more GiB than a smaller GPU
+has. A random model reads prompts by character, so `--characters` cuts them to the length that the recipe's own
+tokenizer would give.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main() -> None:
     if args.characters:
         keys.append(("task.characters", str(args.characters)))
     recipe = load_recipe(args.recipe, [*keys, *map(tuple, args.set)])
-    train(recipe, args.out, resume=args.resume)
+    train(recipe, args.out, resume=args.resume or (args.out / "recipe.yaml").exists())
     task, tokenizer = tasks.make(recipe.task.name, **recipe.task.options), tiny_tokenizer()
     prompts = task.sample(0, recipe.rollout.prompts * args.steps)
     plan = plan_run(recipe, max(len(encode(tokenizer, p.text)) for p in prompts))

@@ -28,7 +28,7 @@ SMALL = {
     "run.steps": "1",
     "run.diagnose": "1",
 }
-TASKS = {"distill": {}, "algorithms": {}, "recall-long": {"task.count": "40"}}
+TASKS = {"distill": {}, "algorithms": {}, "joint": {}, "checks": {}, "recall-long": {"task.count": "40"}}
 
 
 def plan_of(study: str, out: Path) -> Plan:
@@ -42,13 +42,21 @@ def make_warm(plan: Plan, study: str) -> None:
     warmup(load_recipe(plan.study.warmup, small), plan.out / "warm", evaluate=False, show=False)
 
 
-@pytest.mark.parametrize("study", ["algorithms", "distill", "recall-long"])
+@pytest.mark.parametrize("study", TASKS)
 def test_every_arm_is_a_recipe(study, tmp_path):
     plan = plan_of(study, tmp_path)
     for arm in [Arm(m, s, 0) for m in ("dense", *plan.study.methods) for s in plan.study.settings]:
         recipe = plan.recipe(plan.study.recipe, plan.setting(arm.setting).keys() | plan.study.method(arm.method))
         if study == "algorithms" and arm.method != "dense":
             assert arm.method.split() == [recipe.learn.algorithm, recipe.learn.method] and recipe.rollout.budget == 96
+        elif study == "checks" and arm.method in plan.study.variants:
+            scored = "always" if arm.method == "rescored" else "auto"
+            reference = "dense" if arm.method == "dense-reference" else "view"
+            assert (recipe.learn.rescore, recipe.dpo.reference) == (scored, reference)
+        elif study == "joint" and arm.method != "dense":
+            name, method = arm.method.split()[0], arm.method.split()[-1]
+            assert (recipe.rollout.compressor, recipe.learn.method, recipe.rollout.budget) == (name, method, 96)
+            assert recipe.scorer.every == (name == "learned") and recipe.rollout.compressor_options["protect_prompt"]
         elif arm.method in plan.study.variants:
             direction, weight = arm.method.rsplit(" ", 1)
             assert (recipe.learn.method, recipe.learn.distill) == ("smd", direction)
@@ -57,7 +65,10 @@ def test_every_arm_is_a_recipe(study, tmp_path):
         assert len(plan.arms()) == 11 and recipe.rollout.budget == 96
 
 
-@pytest.mark.parametrize("study, method", [("distill", "shadow-to-dense-reverse 0.01"), ("recall-long", "shadow")])
+@pytest.mark.parametrize(
+    "study, method",
+    [("distill", "shadow-to-dense-reverse 0.01"), ("recall-long", "shadow"), ("joint", "learned shadow")],
+)
 def test_an_arm_trains_and_is_in_the_table(study, method, tmp_path):
     plan = plan_of(study, tmp_path)
     make_warm(plan, study)

@@ -2,16 +2,18 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sparse_rl.cli.options import overrides
 from sparse_rl.config import load_recipe
+from sparse_rl.learn.correct import PRESETS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import smollm2
-from smollm2_report import asked_again
+from smollm2_report import asked_again, table
 
 
 def block(task, *options):
@@ -44,6 +46,43 @@ def test_conversations_are_evaluated_under_the_limits_and_the_options_of_trainin
     assert (given["--max-turns"], given["--max-given-tokens"], given["--notes.likes"]) == ("9", "512", "7")
     assert (given["--compressor.forget_given"], given["--compressor.pool"]) == ("1", "avg")
     assert given["--rows"] == "128" and block("notes", "--eval-rows", "64").eval_rows == 64
+
+
+def test_an_arm_may_have_a_compressor_of_its_own_and_every_model_is_evaluated_under_all(tmp_path):
+    asked = block("countdown", "--methods", "dense,shadow,snapkv:shadow", "--out", str(tmp_path))
+    assert [arm.name for arm in asked.arms()] == ["dense", "shadow-96", "snapkv-shadow-96"]
+    keys = smollm2.train_keys(asked, 96, "shadow", "snapkv")
+    assert load_recipe("smollm2-countdown", overrides(asked.keys(keys))).rollout.compressor == "snapkv"
+    for arm in asked.arms():
+        (asked.folder / "runs" / arm.name / "checkpoints" / "step-000003").mkdir(parents=True)
+    own, other = (96, None), (96, "snapkv")
+    found = {name: (mine, others) for name, _, mine, others in smollm2.evaluated(asked)}
+    assert found["warm"] == found["dense"] == ((own, other), ())
+    assert found["shadow-96"] == ((own,), (other,)) and found["snapkv-shadow-96"] == ((other,), (own,))
+    command = smollm2.eval_arguments(asked, Path("model"), 96, Path("out"), **smollm2.named("snapkv"))
+    assert dict(zip(command[2::2], command[3::2]))["--compressor"] == "snapkv"
+    for name, cache, accuracy in (("shadow-96", "snapkv-96", 0.25), ("snapkv-shadow-96", "snapkv-96", 0.5)):
+        folder = asked.folder / "evals" / name / cache
+        folder.mkdir(parents=True)
+        bench = {"accuracy": accuracy, "low": 0.1, "high": 0.6}
+        (folder / "summary.json").write_text(json.dumps({"benches": [bench]}))
+    assert [arm.name for arm in asked.arms() if smollm2.is_evaluated(asked, arm)] == ["snapkv-shadow-96"]
+    lines = table(asked.folder, asked.arms(), asked.budgets).splitlines()
+    assert lines[0].startswith("| trained with | steps | on dense | on budget 96 | on snapkv-96 | last reward")
+    assert "| shadow, budget 96 | 0 |  |  | 25.0% (10.0% to 60.0%) |" in lines[4]
+    assert "| snapkv shadow, budget 96 | 0 |  |  | 50.0% (10.0% to 60.0%) |" in lines[5]
+
+
+def test_methods_have_variants():
+    asked = block("countdown", "--methods", "smd-forward,released-mask")
+    distilled, masked = (
+        load_recipe("smollm2-countdown", overrides(asked.keys(smollm2.train_keys(asked, 96, arm.method))))
+        for arm in asked.arms()
+    )
+    assert (distilled.learn.method, distilled.learn.distill) == ("smd", "shadow-to-dense-forward")
+    assert masked.learn.method == "sparse-rl-released"
+    changed = masked.learn.resolve_method().correction
+    assert changed == replace(PRESETS["sparse-rl-released"], mask_outside=None)
 
 
 def test_evaluations_of_gsm8k_ask_all_of_its_test_problems():
@@ -79,6 +118,13 @@ def test_a_warm_up_that_was_stopped_is_found(tmp_path):
         file.write('{"step": 4, "eval/dense/accuracy": 0.25}\n')
     (warm / "config.json").write_text("{}")
     assert smollm2.model_of(warm) == warm and smollm2.accuracy_of(warm, 4) == 0.25
+
+
+def test_the_best_round_on_a_file_is_the_warm_start_and_the_last_one_on_a_task():
+    assert smollm2.chosen_round(block("gsm8k"), [0.03, 0.05, 0.04]) == 1
+    assert smollm2.chosen_round(block("gsm8k"), [0.03, None]) == 0
+    assert smollm2.chosen_round(block("countdown"), [0.1, 0.3]) == 1
+    assert smollm2.chosen_round(block("countdown"), [0.25, 0.7]) == 0
 
 
 def test_the_report_says_what_the_warm_start_answers_greedily_and_in_eight(tmp_path):

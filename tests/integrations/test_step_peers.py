@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+import peers
 import step_peers
-from step_peers import Rounds, check, digest, made_prompts, missing, with_rest
+from peers import missing
+from step_peers import Rounds, check, digest, made_prompts, with_rest
 
 
 def test_the_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -23,7 +25,7 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
         step_peers.column_main(column, folder, args.set)
 
     monkeypatch.setattr(step_peers, "run_column", run_column)
-    monkeypatch.setattr(step_peers, "missing", lambda python, path, modules: "vllm")  # wherever the tests run
+    monkeypatch.setattr(peers, "missing", lambda python, path, modules: "vllm")  # wherever the tests run
     command = ["step_peers.py", "--tiny", "--out", str(tmp_path), "--columns", "shadow,trl-vllm,trl-sparse,trl-replay"]
     monkeypatch.setattr(sys, "argv", command)
     step_peers.main()
