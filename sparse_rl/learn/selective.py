@@ -92,6 +92,10 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
+    def __exit__(self, *exception):
+        self.kept.clear()  # what is computed once more (retain_graph) is computed as a whole
+        return super().__exit__(*exception)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if is_expensive(func, args, self.rank) and self.kept:
             kept = self.kept.popleft()

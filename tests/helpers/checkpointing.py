@@ -16,8 +16,8 @@ def checkpoint(model, how: bool | str, rank: int = 0):
         options = {"use_reentrant": False}
         more = {"context_fn": keeping_products(rank)} if how == "selective" else {}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**options, **more})
-        if rank:
-            model.enable_input_require_grads()
+    if rank:
+        model.enable_input_require_grads()
     return model.train()
 
 
