@@ -275,7 +275,7 @@ def _attend(query, key, value, sinks, kept, counts, tiles, tile, scaling, window
     return out, lse
 
 
-@_attend.register_fake
+@torch.library.register_fake("sparse_rl::segment_attention")
 def _empty_outputs(query, *_):
     rows, query_heads, tokens, dim = query.shape
     lse = torch.empty(rows, query_heads, tokens, dtype=torch.float32, device=query.device)

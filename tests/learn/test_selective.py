@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -134,19 +135,24 @@ def test_of_adapters_only_second_products_are_computed_again():
 
 def test_kernels_of_attention_are_kept_and_others_run_again(monkeypatch):
     """The Triton kernels, in their interpreter: those of norms, gates and rotations, and attention by segments."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(ops, "place_of", lambda tensor: ops.Place("cuda", triton=True))
-    change_rules(monkeypatch, fuses_learning=True)
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launch = interpreter.GridExecutor.__call__
+
+    def unseen(self, *args, **kwargs):  # the interpreter copies by torch's operations, which a GPU does not
+        with _disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", unseen)
     model = tiny("qwen3", num_hidden_layers=2)
-    monkeypatch.undo()
-    done, found, attended = rollouts(model, 8)[1:3], [], []
+    done, found, attended, products = rollouts(model, 8)[1:3], [], [], []
     monkeypatch.setattr(ops, "place_of", lambda tensor: ops.Place("cuda", triton=True))
     change_rules(monkeypatch, fuses_learning=True)
     for how in WAYS:
         counting = Operations()
         found.append(found_by(model, how, done, True, counting=counting))
         attended.append(counting.counts["sparse_rl::segment_attention"])
-    assert attended == [2, 2, 4]
+        products.append(counting.counts["aten::mm"])
+    assert attended == [2, 2, 4] and products[0] == products[1] < products[2]
     for one in found[1:]:
         assert torch.equal(one[0], found[0][0])
         for name, gradient in found[0][1].items():
@@ -215,7 +221,9 @@ def test_students_learn_the_same(tmp_path):
             eval={"every": 0},
         )
         trainer = train(given, tmp_path / str(how), show=False)
-        found.append([p.detach().clone() for p in trainer.students.members[0].model.parameters()])
+        student = trainer.students.members[0].model
+        assert any(getattr(module, "gradient_checkpointing", False) for module in student.modules()) == bool(how)
+        found.append([p.detach().clone() for p in student.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -135,7 +135,10 @@ def test_other_words_are_refused():
         ),
         ({"learn": {"micro_batch_tokens": 0}}, "learn.micro_batch_tokens"),
         ({"learn": {"micro_batch_tokens": 1.5}}, "learn.micro_batch_tokens is 1.5"),
-        ({"model": {"name": "tiny", "gradient_checkpointing": "yes"}}, "must be true, false, selective, offload or auto"),
+        (
+            {"model": {"name": "tiny", "gradient_checkpointing": "yes"}},
+            "must be true, false, selective, offload or auto",
+        ),
         ({"model": {"name": "tiny", "gradient_checkpointing": 3}}, "model.gradient_checkpointing is 3"),
     ):
         with pytest.raises(SparseRLError, match=message):
