@@ -5,15 +5,16 @@
     compiled    torch.compile of every decoder layer; the head as in `modules`
     compiled+   the same with our head
 
-    python benchmarks/learner_gpu.py --out runs/learner                     # under four minutes on one H200
+    python benchmarks/learner_gpu.py --out runs/learner                     # five minutes on one H200 (estimate)
     python benchmarks/learner_gpu.py --out runs/learner --quick             # about one
     python benchmarks/learner_gpu.py --model tiny --device cpu --quick      # that it works: twins instead of kernels
 
 Scoring (log-probs, entropies, ranks; no gradient) and an update (forward, backward, gradients into fp32 masters, no
 optimizer step) of rows of 1,300 tokens, 1,000 of them targets, dense and under random traces (budget 512, interval
-128). Share: of 800 TFLOP/s, counting recomputation. Idle: 1 - time of kernels / time. Kinds of kernels: milliseconds
-of one update. The last table says how far every way's log-probs and gradients are from those of the modules, all in
-bf16, and how far those are from the same weights in fp32: the noise floor.
+128). Updates run with gradient checkpointing on, selective (not compiled) and off. Share: of 800 TFLOP/s, counting
+recomputation. Idle: 1 - time of kernels / time. Kinds of kernels: milliseconds of one update. The last table says how
+far every way's log-probs and gradients are from those of the modules, all in bf16, and how far those are from the same
+weights in fp32: the noise floor.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention import Replay, register
 from sparse_rl.kernels import ops
 from sparse_rl.learn.fused import fused
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from sparse_rl.learn.score import batch_logprobs, decoder_layers, hidden_states, score_of
+from sparse_rl.learn.selective import keeping_products
 from sparse_rl.models import load_model
 
 WAYS = ("modules", "fused", "compiled", "compiled+")
@@ -142,7 +146,7 @@ def update_once(model, part: MicroBatch) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def flops(model, part: MicroBatch, sizes: Sizes, stage: str, checkpointing: bool) -> float:
+def flops(model, part: MicroBatch, sizes: Sizes, stage: str, checkpointing: bool | str) -> float:
     """Operations of products and attention, what is computed again included."""
     config, tokens, targets = model.config, part.tokens.numel(), int(part.targets.sum())
     layers = sum(p.numel() for p in decoder_layers(model).parameters() if p.dim() == 2)
@@ -156,7 +160,7 @@ def flops(model, part: MicroBatch, sizes: Sizes, stage: str, checkpointing: bool
     seen = 4 * config.num_hidden_layers * config.num_attention_heads * dim * position.sum().item() * len(part.tokens)
     if stage == "score":
         return 2 * layers * tokens + 2 * head * targets + seen
-    again = 1 if checkpointing else 0  # of the layers; the head's logits are always computed twice
+    again = 1 if checkpointing is True else 0  # of the layers; the head's logits are always computed twice
     return (6 + 2 * again) * layers * tokens + 8 * head * targets + (3.5 + again) * seen
 
 
@@ -239,6 +243,9 @@ def _distance(mine, theirs, targets: Tensor) -> tuple[float, float]:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
+CHECKPOINTING = {False: "off", True: "on", "selective": "selective"}
+
+
 def table(rows: list[dict]) -> str:
     lines = [
         "| stage | tokens | view | checkpointing | way | ms | of 800 TFLOP/s | idle | peak GiB | "
@@ -247,7 +254,7 @@ def table(rows: list[dict]) -> str:
         "|" + "---|" * (9 + len(KINDS)),
     ]
     for row in rows:
-        cells = [row["stage"], f"{row['tokens']:,}", row["view"], "on" if row["checkpointing"] else "off", row["way"]]
+        cells = [row["stage"], f"{row['tokens']:,}", row["view"], CHECKPOINTING[row["checkpointing"]], row["way"]]
         if row["ms"] is None:
             cells += ["out of memory"]
         else:
@@ -308,12 +315,17 @@ def main() -> None:
     for tokens in counts:
         for view in views:
             part = micro_batch(model, max(1, tokens // sizes.length), sizes, view)
-            stages = [("score", False), ("update", True), *([] if args.quick else [("update", False)])]
+            stages: list[tuple[str, bool | str]] = [("score", False), ("update", True)]
+            stages += [] if args.quick else [("update", "selective"), ("update", False)]
             for stage, checkpointing in stages:
                 model.train(stage == "update")
+                options = {"context_fn": keeping_products()} if checkpointing == "selective" else {}
                 for layer in decoder_layers(model):
-                    layer.gradient_checkpointing = checkpointing
+                    layer.gradient_checkpointing = bool(checkpointing)
+                    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **options)
                 for way in ways:
+                    if checkpointing == "selective" and way.startswith("compiled"):
+                        continue  # operations within a compiled layer are not seen
 
                     def run(part: MicroBatch = part, stage: str = stage) -> None:
                         optimizer.clear()

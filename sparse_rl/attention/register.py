@@ -50,7 +50,8 @@ def through_backward(model: nn.Module, switched: Callable[[], AbstractContextMan
     """Run a forward pass with gradients within `switched()`, also under gradient checkpointing.
 
     Checkpointing runs layers again during backward, long after this block has ended, when the model is as it was
-    before. So each checkpointed layer is told to switch once more while it recomputes.
+    before. So each checkpointed layer is told to switch once more while it recomputes. Contexts of the layer's own
+    checkpointing (learn/selective.py) stay, within the switch, so that they see the same operations both times.
     """
     layers: list[Any] = [
         m
@@ -59,10 +60,19 @@ def through_backward(model: nn.Module, switched: Callable[[], AbstractContextMan
     ]
     before = [layer._gradient_checkpointing_func for layer in layers]
 
-    def contexts():
-        return nullcontext(), _Again(switched)
-
     def checkpointing(original):
+        own = getattr(original, "keywords", {}).get("context_fn", lambda: (nullcontext(), nullcontext()))
+
+        def contexts():
+            forward, again = own()
+
+            @contextmanager
+            def switched_again():
+                with switched(), again:
+                    yield
+
+            return forward, _Again(switched_again)
+
         def call(function, *args, **kwargs):
             return original(function, *args, **{**kwargs, "use_reentrant": False, "context_fn": contexts})
 

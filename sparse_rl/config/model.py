@@ -24,8 +24,9 @@ class ModelSettings:
     )
     gradient_checkpointing: bool | str = key(
         "true: keep one activation per layer and recompute the rest, which takes less memory and a third more time; "
-        "offload: keep that activation in host memory and compute MLPs by chunks of tokens, for long responses; auto: "
-        "whichever the memory plan needs",
+        "selective: also keep the outputs of matrix products and attention, and recompute what is cheap (its speed has "
+        "not been measured on a GPU yet); offload: as true, with that activation in host memory and MLPs by chunks of "
+        "tokens, for long responses; auto: the fastest that the memory plan has room for",
         False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)
@@ -57,6 +58,8 @@ class ModelSettings:
                 f"model.quantize is {self.quantize}, which can only train adapters that are not divided, but {why}; "
                 "set model.lora_rank above 0 and model.shard to false."
             )
-        if self.gradient_checkpointing not in (True, False, "auto", "offload"):
+        if self.gradient_checkpointing not in (True, False, "auto", "offload", "selective"):
             given = self.gradient_checkpointing
-            raise SparseRLError(f"model.gradient_checkpointing is {given!r}; it must be true, false, offload or auto.")
+            raise SparseRLError(
+                f"model.gradient_checkpointing is {given!r}; it must be true, false, selective, offload or auto."
+            )

@@ -300,7 +300,12 @@ class Recipe:
     @property
     def checkpoints_gradients(self) -> bool:
         """Whether activations are recomputed in backward, with the default for auto."""
-        return self.model.gradient_checkpointing in (True, "offload")
+        return self.model.gradient_checkpointing in (True, "offload", "selective")
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether gradient checkpointing keeps the outputs of matrix products and attention."""
+        return self.model.gradient_checkpointing == "selective"
 
     @property
     def offloads_activations(self) -> bool:

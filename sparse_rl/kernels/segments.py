@@ -10,7 +10,8 @@ Shapes: B rows, H KV heads, G query heads per KV head, T tokens, S segments, K k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple
+from typing import Any
 
 import torch
 import triton
@@ -18,29 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cache.segments import Packing, Replay, Segments, key_tiles, pack_segments, query_tiles, typical_length
+from ..cache.segments import Replay
 from .jit import jit
+from .layout import Layout, layout_of
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # These vary between micro-batches, and must not compile a kernel for each value.
 _SIZES = ["num_tiles", "most", "tokens", "kept_b", "kept_h", "count_b", "count_h"]
-
-
-@jit(do_not_specialize=["rows_heads", "tokens", "num_segments", "most"])
-def _list_kept(evicted_at, begins, kept, rows_heads, tokens, num_segments, most, BLOCK: tl.constexpr):
-    """The tokens one head keeps at one segment's begin, ascending."""
-    program, segment = (tl.program_id(0) // num_segments).to(tl.int64), tl.program_id(0) % num_segments
-    begin = tl.load(begins + program // rows_heads * num_segments + segment)
-    evicted_at += program * tokens
-    kept += (program * num_segments + segment) * most
-    found = 0
-    for start in range(0, begin, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        stays = (tl.load(evicted_at + k, mask=k < begin, other=0) > begin).to(tl.int32)
-        place = found + tl.cumsum(stays, 0) - 1
-        # A row's missing segments begin at its end, and may see more tokens than fit.
-        tl.store(kept + place, k, mask=(stays != 0) & (place < most))
-        found += tl.sum(stays, 0)  # pyright: ignore[reportOperatorIssue]
 
 
 @jit
@@ -231,78 +216,6 @@ def _backward_keys(
     tl.atomic_add(d_value + place, value_sum, mask=inside, sem="relaxed")
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How many queries and keys a program takes at a time, and how it runs."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A micro-batch's segments in the form that the kernels need, made once for all layers."""
-
-    kept: Tensor  # int32 [B, L, H, S, K]; L = H = 1 where all layers and heads share them
-    counts: Tensor  # int32 [B, L, H, S]
-    forward: Tensor  # int32 [B, N, 4]: tiles of queries
-    d_queries: Tensor  # int32 [B, N, 4]
-    d_keys: Tensor  # int32 [B, N, 4]: tiles of what segments see
-    tiles: tuple[Tiles, Tiles, Tiles]  # forward, dQ, dK and dV
-
-    def lists(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
-        """What one layer keeps, and how many. -> [B, H, S, K], [B, H, S]"""
-        mine = layer if self.kept.shape[1] > 1 else 0
-        return self.kept[:, mine].expand(-1, heads, -1, -1), self.counts[:, mine].expand(-1, heads, -1)
-
-
-def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles, Tiles]:
-    """The tile sizes of forward, dQ, and dK and dV; `queries`: how many a typical segment has"""
-    if dtype == torch.float32 or dim > 128:  # the operands of a dot live in registers, or are twice as wide
-        small = Tiles(16, 32, 4, 2)
-        return small, small, small
-    queries = max(16, triton.next_power_of_2(queries))
-    return Tiles(min(queries, 128), 32, 4, 4), Tiles(min(queries, 64), 32, 4, 3), Tiles(min(queries, 64), 64, 4, 2)
-
-
-def make_layout(
-    segments: Segments, evicted_at: Tensor, dim: int, dtype: torch.dtype, packing: Packing | None = None
-) -> Layout:
-    """evicted_at int32 [B, L, H, T], in which the segments were found; L = H = 1 where all layers and heads share it
-
-    With a packing the layout is that of its one row.
-    """
-    rows, layers, heads, tokens = evicted_at.shape
-    num_segments, device = segments.begins.shape[1], evicted_at.device
-    kept = torch.zeros(rows, layers, heads, num_segments, max(segments.most_kept, 1), dtype=torch.int32, device=device)
-    _list_kept[(rows * layers * heads * num_segments,)](
-        evicted_at.contiguous(), segments.begins.contiguous(), kept, layers * heads, tokens, num_segments,
-        kept.shape[-1], BLOCK=1024,
-    )  # fmt: skip
-    if packing is not None:
-        segments, own = pack_segments(segments, packing)
-        kept = packing.place.gather(1, kept.flatten(1).long()).view(kept.shape).to(torch.int32)
-        kept = kept.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, own][None].contiguous()  # [1, L, H, M, K]
-    forward, d_queries, d_keys = tiles_for(typical_length(segments), dim, dtype)
-    return Layout(
-        kept=kept,
-        counts=segments.counts.contiguous(),
-        forward=query_tiles(segments, forward.queries).to(device),
-        d_queries=query_tiles(segments, d_queries.queries).to(device),
-        d_keys=key_tiles(segments, d_keys.keys).to(device),
-        tiles=(forward, d_queries, d_keys),
-    )
-
-
-def layout_of(replay: Replay, dim: int, dtype: torch.dtype) -> Layout:
-    """The layout of a micro-batch, made once for all layers."""
-    if (dim, dtype) not in replay.layouts:
-        replay.layouts[dim, dtype] = make_layout(replay.segments, replay.evicted_at, dim, dtype, replay.packing)
-    return replay.layouts[dim, dtype]
-
-
 def trace_attention(
     query: Tensor,
     key: Tensor,
@@ -340,25 +253,50 @@ def segment_attention(
     return _SegmentAttention.apply(query, key, value, sinks, layout, layer, float(scaling), window or 0, softcap or 0.0)
 
 
+# An operation of torch's, so that selective checkpointing (learn/selective.py) sees it and keeps its outputs.
+@torch.library.custom_op(
+    "sparse_rl::segment_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor kept, Tensor counts, Tensor tiles, "
+    "int[] tile, float scaling, int window, float softcap) -> (Tensor, Tensor)",
+)
+def _attend(query, key, value, sinks, kept, counts, tiles, tile, scaling, window, softcap):
+    """tile: the numbers of a `Tiles`. -> the output [B, T, H * G, D], and log-sum-exps to base 2 [B, H * G, T]"""
+    out, lse = _empty_outputs(query)
+    queries, keys, warps, stages = tile
+    _forward[(tiles.shape[1], query.shape[1], query.shape[0])](
+        query, key, value, query if sinks is None else sinks, out.zero_(), lse.zero_(), kept, counts, tiles, scaling,
+        tiles.shape[1], kept.shape[-1], query.shape[2],
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+        *kept.stride()[:2], *counts.stride()[:2],
+        **_meta(query, key, window, softcap), SINKS=sinks is not None, QUERIES=queries, KEYS=keys,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+@torch.library.register_fake("sparse_rl::segment_attention")
+def _empty_outputs(query, *_):
+    rows, query_heads, tokens, dim = query.shape
+    lse = torch.empty(rows, query_heads, tokens, dtype=torch.float32, device=query.device)
+    return torch.empty(rows, tokens, query_heads, dim, dtype=query.dtype, device=query.device), lse
+
+
+def _meta(query: Tensor, key: Tensor, window: int, softcap: float) -> dict[str, Any]:
+    """What kernels are compiled for, besides tiles."""
+    dim = query.shape[-1]
+    group = query.shape[1] // key.shape[1]
+    return dict(GROUP=group, DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
+
+
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, layout, layer, scaling, window, softcap):
-        rows, query_heads, tokens, dim = query.shape
-        out = torch.zeros(rows, tokens, query_heads, dim, dtype=query.dtype, device=query.device)
-        lse = torch.zeros(rows, query_heads, tokens, dtype=torch.float32, device=query.device)
-        tile, table = layout.tiles[0], layout.forward
         kept, counts = layout.lists(layer, key.shape[1])
-        meta = dict(GROUP=query_heads // key.shape[1], DIM=dim, DIM_BLOCK=_padded(dim), WINDOW=window, SOFTCAP=softcap)
-        _forward[(table.shape[1], query_heads, rows)](
-            query, key, value, query if sinks is None else sinks, out, lse, kept, counts, table, scaling,
-            table.shape[1], kept.shape[-1], tokens,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-            *kept.stride()[:2], *counts.stride()[:2],
-            **meta, SINKS=sinks is not None, QUERIES=tile.queries, KEYS=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        tile = astuple(layout.tiles[0])
+        out, lse = _attend(query, key, value, sinks, kept, counts, layout.forward, tile, scaling, window, softcap)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.layout, ctx.layer, ctx.scaling, ctx.meta = layout, layer, scaling, meta
+        ctx.layout, ctx.layer, ctx.scaling, ctx.meta = layout, layer, scaling, _meta(query, key, window, softcap)
         return out
 
     @staticmethod

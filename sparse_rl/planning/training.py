@@ -136,6 +136,7 @@ def make_training_plan(
     reward_model: tuple[int, int] = (0, 0),
     critic: bool = False,
     offload: bool = False,
+    keeps_products: bool = False,
     long_rows: bool = False,
     routes: int = 0,
     support: int = 0,
@@ -153,7 +154,8 @@ def make_training_plan(
     `ahead`: sampler and learner have separate weights and work at the same time. `critic`: a separate one, of the
     model's size and with as many trained parameters; its activations exist together with the policy's.
     `reward_model`: bytes of its weights and of a forward pass. `offload`: masters and moments are on the host and pass
-    through the device in buckets, when activations are already freed. `long_rows`: what checkpointing keeps is on the
+    through the device in buckets, when activations are already freed. `keeps_products`: checkpointing keeps the outputs
+    of products and attention as well (learn/selective.py). `long_rows`: what checkpointing keeps is on the
     host as well, and MLPs run by chunks (learn/long.py). `routes`: bytes of a token's experts, if they are replayed.
     `support`: the most tokens that could be drawn at one place, if log-probs are renormalised over them.
     """
@@ -168,7 +170,10 @@ def make_training_plan(
     )
     passes = 1 + distills + critic
     options = {"adapters": adapters, "long_rows": long_rows}
-    update = _update_bytes(shape, tokens, checkpointing=checkpointing, passes=passes, **options)
+    of_layer = None
+    if checkpointing:
+        of_layer = products_bytes(shape) if keeps_products else shape.hidden * item
+    update = _update_bytes(shape, tokens, checkpointed=of_layer, passes=passes, **options)
     update += _replay_bytes(rollout, shape, tokens, kept=not checkpointing) if shadow else 0
     scoring = _scoring_bytes(shape, scored, **options)
     scoring += _replay_bytes(rollout, shape, scored) if shadow else 0
@@ -225,6 +230,15 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     return norms + inputs + attention + 3 * intermediate * item
 
 
+def products_bytes(shape: ModelShape) -> int:
+    """Bytes that selective checkpointing keeps per token of a layer of the Llama family: its input, and the outputs of
+    matrix products and attention, with a log-sum-exp for every query head. Adapters keep no more, but for their rank.
+    """
+    key_heads = shape.query_heads if shape.latent else shape.heads
+    attention = 2 * (shape.query_heads + key_heads) * shape.head_dim  # queries, keys, values and the output
+    return (3 * shape.hidden + attention + 2 * shape.intermediate) * shape.dtype.itemsize + 4 * shape.query_heads
+
+
 def mlp_bytes(shape: ModelShape, adapters: bool = False) -> int:
     """The part of `layer_bytes` that goes by chunks with `long_rows`: what an MLP keeps besides its input."""
     item, intermediate = shape.dtype.itemsize, shape.intermediate
@@ -234,20 +248,23 @@ def mlp_bytes(shape: ModelShape, adapters: bool = False) -> int:
 
 
 def _update_bytes(
-    shape: ModelShape, tokens: int, *, checkpointing: bool, passes: int, adapters: bool, long_rows: bool
+    shape: ModelShape, tokens: int, *, checkpointed: int | None, passes: int, adapters: bool, long_rows: bool
 ) -> int:
     """Estimate: the activations of a micro-batch of `tokens` tokens, a layer's gradients, and the head's chunk.
 
-    passes: forward passes whose activations are kept until the backward pass
+    checkpointed: bytes that checkpointing keeps of a layer per token; None: there is none. passes: forward passes whose
+    activations are kept until the backward pass
     """
     item = shape.dtype.itemsize
     layer = tokens * layer_bytes(shape, adapters)
-    kept = tokens * shape.hidden * item  # all that checkpointing keeps of a layer
-    activations = shape.layers * kept + 2 * layer if checkpointing else (shape.layers + 1) * layer
+    kept = tokens * shape.hidden * item  # a layer's input
+    activations = (shape.layers + 1) * layer
+    if checkpointed is not None:
+        activations = shape.layers * tokens * checkpointed + 2 * layer
     if long_rows:
         # inputs being copied out, in use, and copied in; one layer, one chunk of its MLP, and their gradients
         activations = 5 * kept + 2 * _layer_in_chunks(shape, tokens, adapters)
-    scans = 1 if checkpointing or long_rows else len(shape.states)  # whose activations exist at a time
+    scans = len(shape.states) if checkpointed is None else 1  # whose activations exist at a time
     activations += scans * tokens * 2 * scan_token_bytes(shape)
     chunk = min(tokens, head_chunk(shape.vocabulary)) * shape.vocabulary * (item + 4 * 4)
     gradients = 0 if adapters else 2 * shape.vocabulary * shape.hidden * item  # of the head

@@ -107,6 +107,7 @@ class Work:
         capacity, method = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
         models = 2 if recipe.has_separate_critic else 1  # models that learn
+        recomputed = recipe.checkpoints_gradients and not recipe.keeps_products  # forward passes; products alone count
         return cls(
             shape,
             recipe.rollout,
@@ -121,7 +122,7 @@ class Work:
             micro_batch_tokens=recipe.micro_batch_tokens,
             seen=capacity if method.view == "shadow" else math.inf,
             views=recipe.scores_all + (models - 1) + recipe.keeps_reference,
-            passes=(1 + backward + recipe.checkpoints_gradients) * (models + (method.distill is not None)),
+            passes=(1 + backward + recomputed) * (models + (method.distill is not None)),
             shard=recipe.model.shard,
         )
 

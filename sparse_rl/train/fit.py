@@ -106,6 +106,8 @@ class Fitting:
         smaller += [longest] if tokens > longest else []  # a trajectory is never divided
         ways: dict[str, Sequence[Any]] = {}
         if not self.recipe.checkpoints_gradients:
+            ways["model.gradient_checkpointing"] = ["selective", True]
+        elif self.recipe.keeps_products:
             ways["model.gradient_checkpointing"] = [True]
         elif not self.recipe.offloads_activations and not model.shard:
             ways["model.gradient_checkpointing"] = ["offload"]

@@ -24,6 +24,7 @@ from ..learn.learner import Learner
 from ..learn.long import use_long_rows
 from ..learn.loss import Loss
 from ..learn.packing import packs
+from ..learn.selective import keeping_products
 from ..learn.shards import Sharded
 from ..learn.student import Students, copied
 from ..models import Record, find_model, is_adapter, load_model, set_record, with_lora
@@ -132,10 +133,16 @@ def load_for_training(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def checkpoint_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """If the recipe says so, recompute activations in the backward pass, from inputs that may be kept on the host."""
+    """If the recipe says so, recompute activations in the backward pass: from inputs, which may be kept on the host, or
+    only what lies between matrix products.
+    """
     if recipe.checkpoints_gradients:
+        options: dict[str, Any] = {"use_reentrant": False}
+        if recipe.keeps_products:
+            rank = max(recipe.model.lora_rank, recipe.student.lora_rank)  # students are copies of the model
+            options["context_fn"] = keeping_products(rank)
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        (enable or model.gradient_checkpointing_enable)(options)
         if recipe.model.lora_rank:
             model.enable_input_require_grads()
     if recipe.offloads_activations:

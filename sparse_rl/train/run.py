@@ -239,6 +239,7 @@ def plan_run(recipe: Recipe, prompt_tokens: int, processes: int = 1) -> Training
         trajectories=math.ceil(recipe.rollout.prompts / processes) * recipe.rollout.group_size,
         minibatches=recipe.learn.minibatches,
         checkpointing=recipe.checkpoints_gradients,
+        keeps_products=recipe.keeps_products,
         long_rows=recipe.offloads_activations,
         reference=recipe.keeps_reference and not recipe.model.lora_rank,
         evaluates=recipe.eval.every > 0,

@@ -18,6 +18,7 @@ from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.models import set_logits
+from tests.helpers.checkpointing import checkpoint
 from tests.helpers.decoding import change_rules
 from tests.helpers.gpu import SMALL, on_gpu
 from tests.helpers.models import prompts_of
@@ -50,7 +51,10 @@ def distance(a, b) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("view", ["dense", "shadow"])
-@pytest.mark.parametrize("name, case", [("llama", ""), ("qwen2", "checkpointing"), ("qwen3", "lora"), ("mistral", "")])
+@pytest.mark.parametrize(
+    "name, case",
+    [("llama", ""), ("qwen2", "checkpointing"), ("llama", "selective"), ("qwen3", "lora"), ("mistral", "")],
+)
 def test_log_probs_and_gradients_at_the_noise_floor(name, case, view, monkeypatch):
     changes = SMALL | ({"sliding_window": None} if name == "mistral" else {})
     model = set_logits(on_gpu(name, torch.bfloat16, **changes, vocab_size=5000, tie_word_embeddings=case == "lora"))
@@ -65,8 +69,8 @@ def test_log_probs_and_gradients_at_the_noise_floor(name, case, view, monkeypatc
             if "lora_B" in parameter_name:
                 parameter.data.normal_(std=0.02)
     exact = copy.deepcopy(model).float()
-    if case == "checkpointing":
-        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case in ("checkpointing", "selective"):
+        checkpoint(model, case == "checkpointing" or case)
     used = _count(monkeypatch)
     ours = found_by(model, done, view)
     assert used == {"add_and_norm", "silu_gate", "rotate", "token_statistics", "logit_gradients"}

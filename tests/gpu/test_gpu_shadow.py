@@ -21,6 +21,7 @@ from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.learn.score import batch_logprobs, replay_of
 from sparse_rl.models import with_lora
 from sparse_rl.train.run import train
+from tests.helpers.checkpointing import checkpoint
 from tests.helpers.gpu import SMALL, logprobs_and_gradients, on_gpu
 from tests.helpers.learning import batches_of
 from tests.helpers.models import prompts_of
@@ -53,7 +54,7 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "mistral"])
-@pytest.mark.parametrize("wrap", ["plain", "checkpointed", "adapters"])
+@pytest.mark.parametrize("wrap", ["plain", "checkpointed", "selective", "adapters"])
 def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
     model = on_gpu(name)
     done = rollouts(model)
@@ -63,9 +64,8 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
         for n, p in model.named_parameters():
             if "lora_B" in n:
                 torch.nn.init.normal_(p, std=0.1)
-    if wrap == "checkpointed":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+    if wrap in ("checkpointed", "selective"):
+        checkpoint(model, wrap == "checkpointed" or wrap)
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
         m.setattr(twins, "attend", refuse)
@@ -78,10 +78,12 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
         assert error(gradients[n], gradient) < 1e-3, n
 
 
+@pytest.mark.parametrize("how", [False, "selective"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_flex_equals_the_mask_through_a_model(name, monkeypatch):
+def test_flex_equals_the_mask_through_a_model(name, how, monkeypatch):
     model = on_gpu(name, head_dim=16)
     done = rollouts(model, lengths=(5, 200), new=100)
+    checkpoint(model, how)
     upstream = torch.randn(collate(done).tokens.shape, generator=torch.Generator().manual_seed(0)).cuda()
     with monkeypatch.context() as m:
         by_flex(m)

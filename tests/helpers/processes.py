@@ -35,6 +35,7 @@ from sparse_rl.rollout import Engine, Sampling
 from sparse_rl.train.checkpoint import load_state, save_checkpoint
 from sparse_rl.train.loop import Trainer
 from sparse_rl.train.saving import save_after
+from tests.helpers.checkpointing import checkpoint
 from tests.helpers.learning import batches_of
 from tests.helpers.models import tiny
 from tests.helpers.runs import recipe
@@ -105,9 +106,7 @@ def step_alone_and_together(
             if "lora_B" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.05)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if lora:
-            model.enable_input_require_grads()
+        checkpoint(model, checkpointing, lora)
     critics = [made_critic(model, ppo) for _ in range(2)]
     every = batches(model, method, loss, world, paired=dpo is not None, critic=critics[0])
     assert len({int(o) for o in every[0].owner_rank}) < max(world.size, 2)  # somebody has nothing to do there
@@ -176,6 +175,9 @@ def check_steps(world, folder):
     step_alone_and_together(world, "smd", True)
     step_alone_and_together(world, "shadow", True, lora=4, checkpointing=True)
     step_alone_and_together(world, "sparse-rl", True, checkpointing=True)
+    step_alone_and_together(world, "shadow", True, lora=4, checkpointing="selective")
+    step_alone_and_together(world, "shadow", True, dtype=torch.bfloat16, checkpointing="selective")
+    step_alone_and_together(world, "sparse-rl", False, checkpointing="selective")
     step_alone_and_together(world, "shadow", True, dtype=torch.bfloat16)
     step_alone_and_together(world, "shadow", False, lora=4, checkpointing=True, dtype=torch.bfloat16)
     step_alone_and_together(world, "sparse-rl", False, ppo=PPO(critic="separate"))

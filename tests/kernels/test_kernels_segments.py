@@ -18,7 +18,8 @@ from sparse_rl.beacon import fixed_chunk_ends, insert_beacons
 from sparse_rl.cache.segments import Replay, find_segments, key_tiles, query_tiles
 from sparse_rl.kernels import ops
 from sparse_rl.kernels.flex import visible_blocks
-from sparse_rl.kernels.segments import _list_kept, make_layout, segment_attention
+from sparse_rl.kernels.layout import _list_kept, make_layout
+from sparse_rl.kernels.segments import segment_attention
 from sparse_rl.kernels.twins import attend, layer_mask
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.score import batch_logprobs, replay_of

@@ -1,6 +1,7 @@
 """The plan of a training run against real allocations, in one process and in two."""
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -20,9 +21,10 @@ from sparse_rl.learn.support import side_by_side
 from sparse_rl.models import ModelShape, load_config, weight_bytes, with_lora
 from sparse_rl.models.routing import Routing
 from sparse_rl.planning.memory import make_plan
-from sparse_rl.planning.training import layer_bytes, make_training_plan
+from sparse_rl.planning.training import layer_bytes, make_training_plan, products_bytes
 from sparse_rl.train.loop import Trainer
 from sparse_rl.train.run import plan_run
+from tests.helpers.checkpointing import Operations, checkpoint
 from tests.helpers.models import tiny
 from tests.helpers.runs import recipe
 
@@ -30,12 +32,16 @@ ROOT = Path(__file__).parent.parent.parent
 STEP = dict(trajectories=64, minibatches=4)
 
 
-def kept_by_autograd(layers: int, name: str, dtype: torch.dtype, adapters: bool, tokens: torch.Tensor) -> int:
-    """Bytes that the forward pass of a model keeps for backward, its weights not counted."""
+def small(layers: int, name: str, dtype: torch.dtype):
     config = copy.deepcopy(tiny(name).config)
     config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def kept_by_autograd(layers: int, name: str, dtype: torch.dtype, adapters: bool, tokens: torch.Tensor) -> int:
+    """Bytes that the forward pass of a model keeps for backward, its weights not counted."""
+    model = small(layers, name, dtype)
     model = with_lora(model, 2, 4) if adapters else model
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # by address; held, so that no address comes twice
@@ -59,6 +65,32 @@ def test_a_layer_keeps_what_the_plan_counts(name, dtype, adapters):
     counted = layer_bytes(ModelShape.of(tiny(name).config, dtype), adapters)
     # not counted: 4 bytes per head and norm, and what lies between the two matrices of an adapter
     assert kept <= 1.15 * counted and counted <= (1.05 if name == "qwen3" else 1.35) * kept
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_selective_checkpointing_keeps_what_the_plan_counts(name, dtype, adapters):
+    tokens, rank = torch.randint(1, 50, (2, 64), generator=torch.Generator().manual_seed(0)), 2 * adapters
+
+    def kept_after_forward(layers: int, how: bool | str) -> int:
+        model = small(layers, name, dtype)
+        model = checkpoint(with_lora(model, rank, 4) if adapters else model, how, rank)
+        with Operations() as operations:
+            states = hidden_states(model, tokens).last_hidden_state
+        gc.collect()
+        return operations.alive(model) - states.nbytes
+
+    kept = {}
+    for how in (False, "selective", True):
+        one, three = (kept_after_forward(layers, how) for layers in (1, 3))
+        kept[how] = (three - one) / 2 / tokens.numel()
+    one, three = (kept_by_autograd(layers, name, dtype, adapters, tokens) for layers in (1, 3))
+    assert kept[False] == (three - one) / 2 / tokens.numel()  # so it is measured as above
+    shape = ModelShape.of(tiny(name).config, dtype)
+    assert kept["selective"] == products_bytes(shape) + 7 * rank * 4  # adapters' first products, which are not counted
+    assert kept[True] == shape.hidden * dtype.itemsize
+    assert kept[True] < 0.3 * kept["selective"] and kept["selective"] < 0.7 * kept[False]
 
 
 def test_a_micro_batch_is_not_larger_than_a_step():
