@@ -368,7 +368,8 @@ COMPRESSORS = (
 
 CORES = (
     Part(
-        "ablations", "arms_cpu.py ablations --out {out} --processes 12 --first-seed 3 --seeds 1 --starts second --minutes {minutes}",
+        "ablations",
+        "arms_cpu.py ablations --out {out} --processes 12 --first-seed 3 --seeds 1 --starts second --minutes {minutes}",
         "arms_cpu.py ablations --out {out} --processes 1 --seeds 1 --steps 4 --starts tiny-sums --only neither", STAY,
         "19.6: ablations, the fourth seed from the good start", cores=True, least=8,
     ),

@@ -26,7 +26,7 @@ class ModelSettings:
         "true: keep one activation per layer and recompute the rest, which takes less memory and a third more time; "
         "selective: also keep the outputs of matrix products and attention, and recompute what is cheap (its speed has "
         "not been measured on a GPU yet); offload: as true, with that activation in host memory and MLPs by chunks of "
-        "tokens, for long responses; auto: the fastest that the memory plan has room for",
+        "tokens, for long responses; auto: false, true or offload, the fastest that the memory plan has room for",
         False,
     )
     lora_rank: int = key("train low-rank adapters of this rank (needs peft); 0: train all weights", 0)

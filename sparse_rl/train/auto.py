@@ -1,9 +1,9 @@
 """Choose the settings that a recipe leaves to the device (`auto`): micro-batch tokens and recomputed activations.
 
 The fastest settings whose memory plan fits are chosen. Recomputing takes a third more time, while larger micro-batches
-save at most a fifth (docs/performance.md). So activations are recomputed only if 16,384 tokens do not fit otherwise:
-first those that cost little (selective), then all. They are kept in host memory only if nothing else fits. A run writes
-its choice to chosen.yaml and keeps it when resumed.
+save at most a fifth (docs/performance.md). So activations are recomputed only if 16,384 tokens do not fit otherwise,
+and kept in host memory only if nothing else fits. A run writes its choice to chosen.yaml and keeps it when resumed.
+`selective` is never chosen, because its speed has not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..tasks import Task
 CHOSEN = "chosen.yaml"
 TOKENS, CHECKPOINTING = "learn.micro_batch_tokens", "model.gradient_checkpointing"
 SIZES = (65536, 32768, 16384)
-SMALLER = (8192, 4096, 2048, 1024)  # tried only where everything is recomputed
+SMALLER = (8192, 4096, 2048, 1024)  # tried only with recomputing
 LONG = (16384, 4096, 1024)  # tried last, with the inputs of layers in host memory: even one trajectory takes too much
 PROMPTS = 512  # prompts of the task that are looked at to estimate the longest
 
@@ -47,7 +47,7 @@ def choose(recipe: Recipe, fits: Callable[[Mapping[str, Any]], bool] | None) -> 
     keys, given = auto_keys(recipe), settings_of(recipe)
     if fits is None or not keys:
         return {key: given[key] for key in keys}
-    order: list[tuple[bool | str, int]] = [(kept, tokens) for kept in (False, "selective") for tokens in SIZES]
+    order: list[tuple[bool | str, int]] = [(False, tokens) for tokens in SIZES]
     order += [(True, tokens) for tokens in (*SIZES, *SMALLER)]
     order += [] if recipe.model.shard else [("offload", tokens) for tokens in LONG]
     tries: list[dict[str, Any]] = []
