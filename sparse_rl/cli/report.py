@@ -38,7 +38,7 @@ def report(
     from ..report import FORMATS, write
     from ..report.serve import serve
 
-    ending = out.suffix.removeprefix(".") if out else ""
+    ending = out.suffix.removeprefix(".").lower() if out else ""
     kind = kind or (ending if ending in FORMATS else "html")
     if kind not in FORMATS:
         raise SparseRLError(f"there is no format {kind!r}; {nearest(kind, FORMATS)}")

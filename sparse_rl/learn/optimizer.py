@@ -284,6 +284,12 @@ class MasterAdamW:
                 "version of sparse-rl wrote it; continue with that version, or start another run with the checkpoint's "
                 "folder as model.name."
             )
+        if (there := len(state["masters"])) != (here := len(self.masters)):
+            raise SparseRLError(
+                f"the optimizer's state is of {there} tensors, but this run trains {here}: another version of "
+                "sparse-rl gave adapters to other layers; continue with that version, or export the checkpoint and "
+                "start another run from it."
+            )
         for i, master in enumerate(self.masters):
             put(state["masters"][i], master)
             here = self.adamw.state[master] if self.settings.offload else {}

@@ -37,7 +37,7 @@ def bytes_of(part: Part) -> int:
 
 def changes_of(new: np.ndarray, old: np.ndarray) -> np.ndarray | Changes:
     """What must be sent to one who has `old`: the new array itself where that takes fewer bytes. Arrays of integers."""
-    if new.shape != old.shape or new.dtype != old.dtype:
+    if not new.ndim or new.shape != old.shape or new.dtype != old.dtype:
         return new
     place = np.dtype(np.uint32 if new.size <= 2**32 else np.int64)
     differs = (new != old).reshape(-1)

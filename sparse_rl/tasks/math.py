@@ -219,7 +219,7 @@ class Math(Task):
         count, bad = len(usable) + reasons.total(), reasons.total()
         if not usable or bad > TOLERATED * count:
             if not count:
-                raise SparseRLError(f"{source} has no rows; each line must be one JSON object.")
+                raise SparseRLError(f"{source} has no rows; give one JSON object per line, or a table with a header.")
             said = ", ".join(f"{reason}: {rows}" for reason, rows in reasons.most_common(3))
             fields = ", ".join(name for name, _ in names.most_common(12))
             remedy = "each line must be one JSON object."

@@ -13,9 +13,11 @@ All but JSON and CSV need the package `datasets`, which is imported when the fir
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +36,16 @@ class Unusable(Exception):
     """A row that cannot be used; the message is the reason."""
 
 
-def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
+Row = bytes | dict | Unusable  # a line of JSON, or what was read already
+
+
+def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, Row]]:
     """The rows of a source with their numbers from 1, for `parse_row`; those of a JSONL file are its lines."""
     path = Path(source)
+    kind = path.suffix.lower()
     if str(source).startswith(HUB):
         return enumerate(_from_hub(str(source)), 1)
-    if path.is_dir() or (path.suffix in SUFFIXES and path.is_file()):
+    if path.is_dir() or (kind in SUFFIXES and path.is_file()):
         return enumerate(_from_disk(path), 1)
     if not path.is_file():
         from .published import command_for  # which reads rows, too
@@ -51,9 +57,9 @@ def rows_of(source: str | os.PathLike) -> Iterator[tuple[int, bytes | dict]]:
             f"relative to {Path.cwd()}, or a dataset of the hub as {HUB}NAME:SPLIT (task.files in a recipe, "
             "--task.files on the command line)."
         )
-    if path.suffix == ".csv":
+    if kind == ".csv":
         return _table(path)
-    return _array(path) if _starts_with(path, b"[") else _lines(path)
+    return _array(path) if _is_array(path) else _lines(path)
 
 
 def short_name(source: str | os.PathLike) -> str:
@@ -61,9 +67,11 @@ def short_name(source: str | os.PathLike) -> str:
     return str(source) if str(source).startswith(HUB) else Path(source).name
 
 
-def parse_row(line: bytes | dict) -> dict:
+def parse_row(line: Row) -> dict:
     if isinstance(line, dict):
         return line
+    if isinstance(line, Unusable):
+        raise line
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
@@ -81,13 +89,23 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line.removeprefix(_MARK)
 
 
-def _starts_with(path: Path, character: bytes) -> bool:
-    first = next((line for _, line in _lines(path)), b"")
-    return first.lstrip().startswith(character)
+def _is_array(path: Path) -> bool:
+    """Whether a file is one JSON array, and not lines of which the first happens to be an array."""
+    lines = itertools.islice(_lines(path), 2)
+    first, *others = [line for _, line in lines] or [b""]
+    return first.lstrip().startswith(b"[") and not (others and _is_json(first))
 
 
-def _array(path: Path) -> Iterator[tuple[int, bytes | dict]]:
-    """The elements of a JSON array; one that is no object is returned as its text."""
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _array(path: Path) -> Iterator[tuple[int, Row]]:
+    """The elements of a JSON array."""
     try:
         found = json.loads(path.read_bytes().removeprefix(_MARK))
     except (ValueError, RecursionError) as error:
@@ -96,16 +114,21 @@ def _array(path: Path) -> Iterator[tuple[int, bytes | dict]]:
             "object per line."
         ) from error
     for number, row in enumerate(found, 1):
-        yield number, row if isinstance(row, dict) else json.dumps(row).encode()
+        yield number, row if isinstance(row, dict) else Unusable("not an object")
 
 
-def _table(path: Path) -> Iterator[tuple[int, dict]]:
+def _table(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a CSV file; the lines that they begin in are not known, so they are counted."""
     csv.field_size_limit(_LONGEST)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file, strict=True), 1):
-                yield number, {name: value for name, value in row.items() if name is not None and value is not None}
+            lines = (cells for cells in csv.reader(file, strict=True) if cells)
+            header = next(lines, [])
+            if repeated := [name for name, count in Counter(header).items() if count > 1]:
+                raise SparseRLError(f"{path} has two fields {repeated[0]!r}; give every field a name of its own.")
+            for number, cells in enumerate(lines, 1):
+                fits = len(cells) <= len(header)
+                yield number, dict(zip(header, cells)) if fits else Unusable("more cells than fields")
     except (csv.Error, UnicodeDecodeError) as error:
         raise SparseRLError(
             f"{path} is not a CSV file in UTF-8 ({first_line(error)}); repair it, or write one JSON object per line."
@@ -117,7 +140,7 @@ def _from_disk(path: Path) -> Any:
     try:
         if path.is_dir():
             found = datasets.load_from_disk(str(path))
-        elif path.suffix == ".arrow":
+        elif path.suffix.lower() == ".arrow":
             found = datasets.Dataset.from_file(str(path))
         else:
             found = datasets.Dataset.from_parquet(str(path))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -296,7 +296,7 @@ def lora_parameters(config, rank: int, targets: Sequence[str] = ()) -> int:
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    return rank * sum(m.in_features + m.out_features for m in adapted_layers(skeleton, targets).values())
+    return rank * sum(sum(cast(Any, m).weight.shape) for m in adapted_layers(skeleton, targets).values())
 
 
 def trained_parameters(config, recipe: Recipe) -> int | None:

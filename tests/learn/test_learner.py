@@ -307,6 +307,13 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
     assert optimizer.masters[0].grad.tolist() == [300.0, 75.0, 900.0, 300 / 64]  # bf16 sums would stop at 256
 
 
+def test_the_state_of_other_adapters_is_refused_before_anything_is_read():
+    few, many = (MasterAdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(n)], STEADY) for n in (2, 3))
+    with pytest.raises(SparseRLError, match="the optimizer's state is of 2 tensors, but this run trains 3"):
+        many.load_state_dict(few.state_dict())
+    assert all(master.tolist() == [1.0, 1.0] for master in many.masters)
+
+
 def test_optimizer_state_comes_back():
     model = copy.deepcopy(tiny("llama")).bfloat16()
     (batch,), _, _ = make_batch(model)

@@ -255,7 +255,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
             dict(answer="lable"),
             r"18 of 18 rows cannot be used \(no field 'lable': 18\); its rows have the fields prompt, label;",
         ),
-        ([], {}, "has no rows; each line must be one JSON object"),
+        ([], {}, "has no rows; give one JSON object per line, or a table"),
         (["nonsense"], {}, r"1 of 1 rows cannot be used \(not JSON: 1\); each line must be one JSON object"),
         (good, dict(split="test"), "split is 'test'"),
         (good, dict(holdout=18), "holdout 18 leaves none of 18 usable rows"),

@@ -113,8 +113,13 @@ def test_arrays_and_tables_are_read_like_jsonl(tmp_path):
         same(make("math", files=tmp_path / "rows.csv", **FIELDS, holdout=5), plain)
     (tmp_path / "some.json").write_text(json.dumps([*rows, 7]))
     assert make("math", files=tmp_path / "some.json", **FIELDS).skipped == {"not an object": 1}
-    (tmp_path / "short.csv").write_text("question,answer\nx,1\ny\n" + "z,3,4\n" * 30)
-    assert make("math", files=tmp_path / "short.csv", **FIELDS).skipped == {"no field 'answer'": 1}
+    (tmp_path / "some.CSV").write_text("\n\nquestion,answer\nx,1\n\ny\nHow much is 1,200?,1200\n" + "z,3\n" * 60)
+    assert make("math", files=tmp_path / "some.CSV", **FIELDS).skipped == {
+        "no field 'answer'": 1,
+        "more cells than fields": 1,
+    }
+    first = [[1, 2], *rows, *rows]  # lines, of which one is an array
+    assert make("math", files=write(tmp_path / "lines.jsonl", first), **FIELDS).skipped == {"not an object": 1}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,8 @@ def test_arrays_and_tables_are_read_like_jsonl(tmp_path):
         ("a.csv", b'question,answer\n"x,1\n', r"a.csv is not a CSV file in UTF-8 \(unexpected end of data"),
         ("a.json", b"[]", "a.json has no rows"),
         ("a.csv", b"", "a.csv has no rows"),
+        ("a.csv", b"question,answer\n", "a.csv has no rows"),
+        ("a.csv", b"question,answer,answer\n1,2,3\n", "a.csv has two fields 'answer'"),
     ],
 )
 def test_broken_arrays_and_tables_get_a_sentence(tmp_path, name, content, said):
