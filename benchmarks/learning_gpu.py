@@ -121,6 +121,19 @@ CHECKS = {
     "dense-reference": {**ALGORITHMS["online-dpo shadow"], "dpo.reference": "dense"},
 }
 
+
+def on_countdown(variants: dict[str, dict[str, str]], methods: tuple[str, ...]) -> Study:
+    """Methods at 96 slots, the budget that hurts."""
+    return Study(
+        warmup="countdown-search-warmup",
+        recipe="countdown-search",
+        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
+        chosen=("rkv 96",),
+        methods=methods,
+        variants=variants,
+    )
+
+
 STUDIES = {
     "search": Study(
         warmup="countdown-search-warmup",
@@ -140,38 +153,10 @@ STUDIES = {
         },
         chosen=("prompt 256", "prompt 96"),
     ),
-    "algorithms": Study(
-        warmup="countdown-search-warmup",
-        recipe="countdown-search",
-        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
-        chosen=("rkv 96",),
-        methods=tuple(ALGORITHMS),
-        variants=ALGORITHMS,
-    ),
-    "distill": Study(
-        warmup="countdown-search-warmup",
-        recipe="countdown-search",
-        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
-        chosen=("rkv 96",),
-        methods=("shadow", "sparse-rl", *DISTILLATIONS),
-        variants=DISTILLATIONS,
-    ),
-    "joint": Study(
-        warmup="countdown-search-warmup",
-        recipe="countdown-search",
-        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
-        chosen=("rkv 96",),
-        methods=tuple(JOINT),
-        variants=JOINT,
-    ),
-    "checks": Study(
-        warmup="countdown-search-warmup",
-        recipe="countdown-search",
-        settings={"rkv 96": Setting("rkv", 96, 16, {"protect_prompt": True})},
-        chosen=("rkv 96",),
-        methods=("shadow", *CHECKS),
-        variants=CHECKS,
-    ),
+    "algorithms": on_countdown(ALGORITHMS, tuple(ALGORITHMS)),
+    "distill": on_countdown(DISTILLATIONS, ("shadow", "sparse-rl", *DISTILLATIONS)),
+    "joint": on_countdown(JOINT, tuple(JOINT)),
+    "checks": on_countdown(CHECKS, ("shadow", *CHECKS)),
     "recall-long": Study(
         warmup="recall-long-warmup",
         recipe="recall-long",

@@ -94,3 +94,9 @@ def check_count(what: str, count: int, most: int = 10_000_000) -> None:
     """Refuse a number of things that would take days to make, before they are made."""
     if count > most:
         raise SparseRLError(f"{str(count)[:30]} {what} were requested; use at most {most:,}.")
+
+
+def any_of(*remedies: str) -> str:
+    """The remedies in one clause: `a, or b`; `a, b, or c`."""
+    *others, last = remedies
+    return f"{', '.join(others)}, or {last}"

@@ -284,11 +284,11 @@ class MasterAdamW:
                 "version of sparse-rl wrote it; continue with that version, or start another run with the checkpoint's "
                 "folder as model.name."
             )
-        if (there := len(state["masters"])) != (here := len(self.masters)):
+        if len(state["masters"]) != len(self.masters):
             raise SparseRLError(
-                f"the optimizer's state is of {there} tensors, but this run trains {here}: another version of "
-                "sparse-rl gave adapters to other layers; continue with that version, or export the checkpoint and "
-                "start another run from it."
+                f"the optimizer's state is of {len(state['masters'])} tensors, but this run trains "
+                f"{len(self.masters)}, as when another version of sparse-rl gave adapters to other layers; continue "
+                "with the version that wrote it, or export the checkpoint and start another run from it."
             )
         for i, master in enumerate(self.masters):
             put(state["masters"][i], master)

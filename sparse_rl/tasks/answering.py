@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..errors import any_of
+
 NEARLY_ALL = 0.95
 FEWEST = 8  # completions; fewer say too little
 UNGRADED_BY = {  # verdict -> why completions could not be graded, and the remedy; {}: what is asked
@@ -77,9 +79,3 @@ def cannot_answer(found: Answers, names: Names) -> tuple[str, str] | None:
         remedy = any_of("use easier problems", "use a larger rollout.group_size", names.warmup)
         return "varies", f"{said}; {found.right:.0%} are right: {remedy}."
     return None
-
-
-def any_of(*remedies: str) -> str:
-    """The remedies in one clause: `a, or b`; `a, b, or c`."""
-    *others, last = remedies
-    return f"{', '.join(others)}, or {last}"

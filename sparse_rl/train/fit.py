@@ -105,10 +105,8 @@ class Fitting:
         smaller = [tokens >> i for i in range(1, tokens.bit_length()) if tokens >> i > longest]
         smaller += [longest] if tokens > longest else []  # a trajectory is never divided
         ways: dict[str, Sequence[Any]] = {}
-        if not self.recipe.checkpoints_gradients:
-            ways["model.gradient_checkpointing"] = ["selective", True]
-        elif self.recipe.keeps_products:
-            ways["model.gradient_checkpointing"] = [True]
+        if not self.recipe.checkpoints_gradients or self.recipe.keeps_products:
+            ways["model.gradient_checkpointing"] = [True]  # selective is not proposed before a GPU has timed it
         elif not self.recipe.offloads_activations and not model.shard:
             ways["model.gradient_checkpointing"] = ["offload"]
         if smaller:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..config import Recipe
-from ..errors import OutOfMemory
+from ..errors import OutOfMemory, any_of
 from ..files import first_line
 from ..planning.memory import is_out_of_memory
 
@@ -22,10 +22,8 @@ def explained_memory(recipe: Recipe, in_pass: bool = True) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         where = "in a pass through the model" if in_pass else "for the optimizer's state"
-        remedies = memory_remedies(recipe, in_pass)
-        raise OutOfMemory(
-            f"out of memory {where} ({first_line(error)}); {', '.join(remedies[:-1])}, or {remedies[-1]}."
-        ) from error
+        remedies = any_of(*memory_remedies(recipe, in_pass))
+        raise OutOfMemory(f"out of memory {where} ({first_line(error)}); {remedies}.") from error
 
 
 def memory_remedies(recipe: Recipe, in_pass: bool) -> list[str]:
