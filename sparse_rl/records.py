@@ -42,6 +42,7 @@ class Trajectory:
     choices: Tensor | None = None
     support: Support | None = None  # which tokens could be drawn, where top-k or top-p left some out and a learner asks
     given: Tensor | None = None  # bool [T]: after the prompt, what the policy did not sample; None: it sampled all
+    renewed: int = 0  # how often its conversation was begun anew: earlier turns are in its prompt, under this trace
     stream: int | None = None  # of its random numbers (streams.py); files do not have it
 
     @property
@@ -144,6 +145,7 @@ class TrajectoryWriter:
         if trajectory.choices is not None:
             beacons["choices"] = trajectory.choices.nonzero()[:, 0].tolist()
         turns = {} if trajectory.given is None else {"given": _runs(trajectory.given)}
+        renewed = {"renewed": trajectory.renewed} if trajectory.renewed else {}
         supports = {}
         if trajectory.support is not None:
             name = Path("supports", Path(trace).name)
@@ -164,6 +166,7 @@ class TrajectoryWriter:
             "sampler_logprobs": trajectory.sampler_logprobs.tolist(),
             "trace": trace,
             **turns,
+            **renewed,
             **beacons,
             **supports,
         }
@@ -225,6 +228,7 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
         version=line["version"],
         support=Support.load(folder / line["support"]) if "support" in line else None,
         given=_from_runs(line["given"], len(line["tokens"])) if "given" in line else None,
+        renewed=line.get("renewed", 0),
         **beacons,
     )
     lengths = {
@@ -242,9 +246,10 @@ def _trajectory(line: dict, folder: Path) -> Trajectory:
 
 def _why_invalid(line: dict) -> str | None:
     """Why the record is invalid, or None."""
-    for name in ("num_prompt_tokens", "prompt_index", "sample_index", "version"):
-        if not _is_count(line[name]):
-            return f"{name} is {line[name]!r}, not a whole number from 0 on"
+    counts = {name: line[name] for name in ("num_prompt_tokens", "prompt_index", "sample_index", "version")}
+    for name, value in (counts | {"renewed": line.get("renewed", 0)}).items():
+        if not _is_count(value):
+            return f"{name} is {value!r}, not a whole number from 0 on"
     for name, fits, what in (
         ("tokens", _is_count, "token ids"),
         ("sampler_logprobs", _is_logprob, "log-probs, up to 0"),

@@ -1,6 +1,7 @@
 """A conversation: what the host knows about a sequence that may continue after it has stopped.
 
     waiting -> running -> stopped -> (extended) waiting -> running -> ... -> ended
+                                     (renewed) ended; another one waits in its place, under a new trace
 
 Its tokens are the prompt, then in turns what the policy sampled and what it was given. The host learns the sampled
 tokens at every sync; the trace stays with the row until the conversation is released.
@@ -42,8 +43,13 @@ class Conversation:
     stop_ids: list[int]
     prompt_index: int = 0
     sample_index: int = 0
-    status: str = "waiting"  # running, stopped; ended: cancelled, released or failed
-    finish_reason: str | None = None  # how the last turn ended: stop or length; or cancelled
+    status: str = "waiting"  # running, stopped; ended: cancelled, renewed, released or failed
+    finish_reason: str | None = None  # how the last turn ended: stop or length; or cancelled, renewed, closed
+    # How this turn began, known with its first token. prefilled: all tokens were read as a prompt, under a new trace;
+    # extended: its row went on, perhaps after a stay in host memory, to the bit; restored: its row was made again from
+    # its tokens and its trace, up to rounding.
+    way: str = "prefilled"
+    renewed: int = 0  # how often it was begun anew: its prompt then holds earlier turns
     tokens: list[int] = field(default_factory=list)  # prompt, sampled and given
     given: list[bool] = field(default_factory=list)  # by token: whether it was given, not sampled
     logprobs: list[float] = field(default_factory=list)  # by token; 0 for given ones
@@ -58,7 +64,6 @@ class Conversation:
     since: float = 0.0  # when it stopped
     parked: Parked | None = None
     trace: Trace | None = None  # if it has neither a row nor a copy of one
-    restored: bool = False  # whether its row was rebuilt from tokens and trace in this turn
     told: int = 0  # tokens that `read` has returned
     supports: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)  # count, margin, ids by turn
     routes: list[Tensor] = field(default_factory=list)  # [n, M, k] of prompt, turns and given tokens, if recorded
@@ -106,6 +111,7 @@ class Conversation:
             version=self.version or 0,
             support=self.support(given) if self.supports else None,
             given=given if given.any() else None,
+            renewed=self.renewed,
             stream=self.stream,
         )
 

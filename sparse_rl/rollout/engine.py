@@ -30,7 +30,7 @@ from .capture import Decoder, addresses
 from .decode import RowState
 from .live import LiveEngine
 from .progress import ProgressBar
-from .requests import check_conversations, check_prompts, sample_numbers, token_list
+from .requests import check_conversations, check_prompts, check_sampling, sample_numbers, token_list
 from .sampling import Sampling
 from .schedule import GenerateCall, OnTokens, stop_ids_of
 from .storage import Storage
@@ -307,8 +307,9 @@ class Engine:
         conversations = 4 * self.rows + waiting if conversations is None else conversations
         require_int(conversations=conversations)
         check_conversations(max_tokens, self.shape, self.compressor)
+        sampling = Sampling() if sampling is None else check_sampling(sampling)
         self.check([], Sampling())
-        call = self._call(prompt_tokens, sampling or Sampling(), [], max_tokens)
+        call = self._call(prompt_tokens, sampling, [], max_tokens)
         return LiveEngine(
             self, call, prompt_tokens, max_tokens, waiting, conversations, hold, hold_seconds, park, tokenizer, patience
         )

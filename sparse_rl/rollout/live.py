@@ -6,11 +6,13 @@
             live.step()                     # a round for all conversations; chat.read() has the new tokens
         live.extend(chat, tool_output)      # fed in chunks, evicting as they come; then sampled on
         ...
+        chat = live.renew(chat, question)   # or: read everything as a new prompt, under a new trace
+        ...
         trajectory = live.release(chat)     # one trace over all turns; its row is free
 
 What a conversation samples depends on its own tokens, settings and seed alone, not on when they arrive or who else runs
-(to the bit on a CPU). `submit`, `extend` and `cancel` may be called from any thread: they take effect with the next
-round. Everything else belongs to the thread that steps.
+(to the bit on a CPU). `submit`, `extend`, `renew` and `cancel` may be called from any thread: they take effect with the
+next round. Everything else belongs to the thread that steps.
 """
 
 from __future__ import annotations
@@ -26,11 +28,10 @@ from ..records import Trajectory
 from ..signals import uninterrupted
 from ..streams import stream_key
 from .conversation import Conversation
+from .limits import Limits, check_extendable, check_renewable
 from .live_loop import LiveLoop
-from .pieces import StopText
-from .requests import token_list
+from .requests import check_seed, token_list
 from .sampling import Sampling
-from .schedule import stop_list
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -59,13 +60,14 @@ class LiveEngine:
     ):
         self.engine, self.prompt_tokens, self.max_tokens, self.tokenizer = engine, prompt_tokens, max_tokens, tokenizer
         self.most_waiting, self.most_conversations = waiting, conversations
+        self._limits = Limits(engine, prompt_tokens, max_tokens, tokenizer)
         self._call, self._number = call, call.__enter__()
         self._inbox: list[Callable[[], None]] = []  # requests of other threads since the last round
         self._lock = threading.Lock()  # guards the inbox and the counts of conversations; held briefly
         self._open: dict[int, Conversation] = {}  # conversations that have not ended, by number
         self._news: dict[int, Conversation] = {}  # conversations that `step` will return, by number
         self._waiting = self._submitted = 0
-        self.closed = False
+        self.closed = self._left = False  # one that was cut off is closed, and has yet to let go of its conversations
         try:
             self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park, patience)
         except BaseException as error:
@@ -88,33 +90,11 @@ class LiveEngine:
         Raises `QueueFull` if too many conversations are waiting.
         """
         self._check_open()
-        prompt, sampling = token_list(prompt), sampling or Sampling()
-        self._check_tokens(prompt, "the prompt")
-        if len(prompt) > self.prompt_tokens:
-            raise SparseRLError(
-                f"the prompt has {len(prompt)} tokens, but this engine was opened for up to {self.prompt_tokens}; "
-                f"shorten it, or open with prompt_tokens={len(prompt)}."
-            )
-        self._check_room(len(prompt), 0)
-        self.engine.compressor.check_prompt(len(prompt))
-        stop_ids, text = self._check_sampling(sampling, stop_strings)
-        require_int(at_least=0, sample=sample, prompt_index=prompt_index)
-        with self._lock:
-            self._check_open()
-            if self._waiting >= self.most_waiting or len(self._open) >= self.most_conversations:
-                raise QueueFull(
-                    f"{self._waiting} conversations wait (at most {self.most_waiting} may) and {len(self._open)} are "
-                    f"open (at most {self.most_conversations}); release or await some, then submit again."
-                )
-            conversation = Conversation(
-                self._submitted, prompt, seed, stream_key(seed, prompt, 0, sample), stream_key(seed, prompt), sampling,
-                stop_ids, prompt_index, sample, stop_strings=tuple(stop_strings), text=text,
-            )  # fmt: skip
-            self._submitted += 1
-            self._waiting += 1
-            self._open[conversation.number] = conversation
-            self._inbox.append(lambda: self._enter(conversation))
-        return conversation
+        prompt = token_list(prompt)
+        self._limits.check_tokens(prompt, "the prompt")
+        self._limits.check_length(len(prompt), "the prompt", "shorten it")
+        sampling = Sampling() if sampling is None else sampling
+        return self._begin(prompt, sampling, seed, sample, prompt_index, stop_strings)
 
     def extend(
         self,
@@ -126,13 +106,17 @@ class LiveEngine:
     ) -> None:
         """Continue a conversation that stopped: feed it `tokens` after its last turn, then sample. Without tokens it
         continues as if it had not stopped.
+
+        It goes on under its trace, wherever its row is: held or parked, to the bit; read again under the trace, up to
+        rounding. Its `way` says which.
         """
         self._check_own(conversation)
-        given, sampling = token_list(tokens), sampling or conversation.sampling
+        check_extendable(conversation)
+        given, sampling = token_list(tokens, "what is given"), conversation.sampling if sampling is None else sampling
         if given:
-            self._check_tokens(given, "what is given")
-        self._check_room(len(conversation.tokens), len(given))
-        stop_ids, text = self._check_sampling(sampling, stop_strings)
+            self._limits.check_tokens(given, "what is given")
+        self._limits.check_room(len(conversation.tokens), len(given))
+        stop_ids, text = self._limits.check_settings(sampling, stop_strings)
         if sampling.support != conversation.sampling.support:
             raise SparseRLError(
                 f"support is {sampling.support!r}, but this conversation began with {conversation.sampling.support!r}; "
@@ -140,13 +124,7 @@ class LiveEngine:
             )
         with self._lock:
             self._check_open()
-            if conversation.status == "ended":
-                raise SparseRLError(f"conversation {conversation.number} has ended; begin another with `submit`.")
-            if conversation.status != "stopped":
-                raise SparseRLError(
-                    f"conversation {conversation.number} is {conversation.status}; wait until it has stopped to "
-                    "continue it."
-                )
+            check_extendable(conversation)
             conversation.status = "waiting"
 
             def go_on() -> None:
@@ -156,6 +134,39 @@ class LiveEngine:
                     self._loop.extend(conversation, given)
 
             self._inbox.append(go_on)
+
+    def renew(
+        self,
+        conversation: Conversation,
+        tokens: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        *,
+        keep: int | None = None,
+        seed: int | None = None,
+        stop_strings: Sequence[str] = (),
+    ) -> Conversation:
+        """Begin a conversation anew: read its tokens, and `tokens` after them, as one prompt under a new trace.
+
+        This is cheaper than reading it again under its trace, and sees what was evicted before; but what it samples is
+        another continuation than that of `extend`. It equals that of `submit` with the same prompt, to the bit on a
+        CPU. The conversation that is returned takes the place of the old one, also where many wait; its `renewed`, and
+        that of its trajectory, says so. The old one ends, and its trajectory is lost unless it was read before. One
+        that has ended, even with its engine, can be begun anew as long as `submit` would take it.
+
+        keep: how many of its tokens stay, from the first (None: all), where its past was edited; seed: None: its own
+        """
+        self._check_own(conversation)
+        check_renewable(conversation)
+        given, known = token_list(tokens, "what is given"), len(conversation.tokens)
+        require_int(at_least=0, at_most=known, keep=(keep := known if keep is None else keep))
+        prompt = conversation.tokens[:keep] + given
+        self._limits.check_tokens(prompt, "what is to be read")
+        remedies = ["extend it", "keep fewer"] if conversation.status == "stopped" else ["keep fewer"]
+        self._limits.check_length(len(prompt), f"conversation {conversation.number} as a prompt", *remedies)
+        sampling = conversation.sampling if sampling is None else sampling
+        seed = conversation.seed if seed is None else seed
+        which = conversation.sample_index, conversation.prompt_index
+        return self._begin(prompt, sampling, seed, *which, stop_strings, conversation)
 
     def cancel(self, conversation: Conversation) -> None:
         """End a conversation in any state and free its row. Its trajectory is lost, but its tokens can
@@ -245,7 +256,7 @@ class LiveEngine:
 
     def close(self) -> None:
         """End all conversations."""
-        if not self.closed:
+        if not self._left:
             self._leave(None)
 
     def __enter__(self) -> LiveEngine:
@@ -262,23 +273,62 @@ class LiveEngine:
         for order in orders:
             order()
 
+    def _begin(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        seed: int,
+        sample: int,
+        prompt_index: int,
+        stop_strings: Sequence[str],
+        old: Conversation | None = None,
+    ) -> Conversation:
+        """Begin a conversation. old: the one that it renews, which ends if it has not"""
+        self._limits.check_room(len(prompt), 0)
+        self.engine.compressor.check_prompt(len(prompt))
+        stop_ids, text = self._limits.check_settings(sampling, stop_strings)
+        require_int(at_least=0, sample=sample, prompt_index=prompt_index)
+        check_seed(seed)
+        with self._lock:
+            self._check_open()
+            if old is not None:
+                check_renewable(old)
+            if old is None or old.status == "ended":
+                self._check_queue()
+            else:
+                old.status, old.finish_reason = "ended", "renewed"
+                self._inbox.append(lambda: self._forget(old))
+            conversation = Conversation(
+                self._submitted, prompt, seed, stream_key(seed, prompt, 0, sample), stream_key(seed, prompt), sampling,
+                stop_ids, prompt_index, sample, stop_strings=tuple(stop_strings), text=text,
+                renewed=0 if old is None else old.renewed + 1,
+            )  # fmt: skip
+            self._submitted += 1
+            self._waiting += 1
+            self._open[conversation.number] = conversation
+            self._inbox.append(lambda: self._enter(conversation))
+        return conversation
+
     def _enter(self, conversation: Conversation) -> None:
         if conversation.status != "ended":
             self._loop.alive[conversation.number] = conversation
             self._loop.queue.append(conversation)
 
     def _end(self, conversation: Conversation, reason: str) -> None:
-        if conversation.status == "ended":
-            return
+        if conversation.status != "ended":
+            conversation.status, conversation.finish_reason = "ended", reason
+            self._forget(conversation)
+
+    def _forget(self, conversation: Conversation) -> None:
+        """Free the row of a conversation that ended."""
         if conversation.number in self._loop.alive:
             self._loop.drop(conversation)
-        conversation.status, conversation.finish_reason = "ended", reason
         with self._lock:
-            del self._open[conversation.number]
+            self._open.pop(conversation.number, None)  # twice, if one thread renews what another one ends
 
     def _leave(self, error: BaseException | None) -> None:
         """Close. After an error, the content of rows is discarded."""
-        self.closed = True
+        self.closed = self._left = True
         with self._lock:
             left, self._open, self._inbox = list(self._open.values()), {}, []
         for conversation in left:
@@ -307,41 +357,9 @@ class LiveEngine:
                 f"conversation {conversation.number} was begun with another open engine; use that engine."
             )
 
-    def _check_tokens(self, tokens: list[int], what: str) -> None:
-        vocabulary = self.engine.shape.vocabulary
-        if not tokens:
-            raise SparseRLError(f"{what} is empty; give at least one token, such as the beginning-of-sequence token.")
-        if min(tokens) < 0 or max(tokens) >= vocabulary:
-            outside = min(tokens) if min(tokens) < 0 else max(tokens)
-            raise SparseRLError(
-                f"{what} holds token id {outside}, outside the vocabulary of {vocabulary}; was it made with another "
-                "tokenizer?"
+    def _check_queue(self) -> None:
+        if self._waiting >= self.most_waiting or len(self._open) >= self.most_conversations:
+            raise QueueFull(
+                f"{self._waiting} conversations wait (at most {self.most_waiting} may) and {len(self._open)} are "
+                f"open (at most {self.most_conversations}); release or await some, then submit again."
             )
-
-    def _check_room(self, tokens: int, more: int) -> None:
-        if tokens + more >= self.max_tokens:
-            given = f"{tokens} tokens and {more} that are given" if more else f"{tokens} tokens"
-            raise SparseRLError(
-                f"a conversation of {given} leaves no room for an answer, because this engine was opened for "
-                f"conversations of up to {self.max_tokens}; open it with max_tokens={tokens + more + 1} or more."
-            )
-
-    def _check_sampling(self, sampling: Sampling, stop_strings: Sequence[str]) -> tuple[list[int], StopText | None]:
-        """Refuse settings that this engine cannot use. -> stop ids, and what looks for stop strings"""
-        if not isinstance(sampling, Sampling):
-            raise SparseRLError(f"sampling is {sampling!r:.60}; give a Sampling, such as Sampling(max_new_tokens=64).")
-        state = self.engine.state
-        assert state.settings is not None
-        ids, most = stop_list(self.engine.model, sampling), state.settings.stop_ids.shape[1]
-        if len(ids) > most:
-            raise SparseRLError(f"{len(ids)} stop ids were given, but a conversation has at most {most}; give fewer.")
-        room = sampling.room(self.engine.shape.vocabulary)
-        if not state.has_room(room):
-            raise SparseRLError(
-                f"this engine was not opened to record support={sampling.support!r}; open it with such a sampling."
-            )
-        if isinstance(stop_strings, str) or not all(isinstance(text, str) and text for text in stop_strings):
-            raise SparseRLError(f"stop_strings is {stop_strings!r:.60}; give a list of texts, none of them empty.")
-        if stop_strings and self.tokenizer is None:
-            raise SparseRLError("stop strings need a tokenizer; open the engine with tokenizer=...")
-        return ids, StopText(self.tokenizer, stop_strings) if stop_strings else None

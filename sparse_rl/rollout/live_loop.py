@@ -53,8 +53,8 @@ class LiveLoop(Loop):
         if patience is None:
             moving = 0.0 if self.device.type == "cpu" else 2 * self.cache.nbytes / engine.rows / _COPIED
             patience = moving * engine.rows
-        if not 0 <= patience < math.inf:
-            raise SparseRLError(f"patience is {patience}; it must be a number of seconds of at least 0, or None.")
+        if not isinstance(patience, int | float) or not 0 <= patience < math.inf:
+            raise SparseRLError(f"patience is {patience!r:.60}; it must be a number of seconds of at least 0, or None.")
         self.patience = patience
         self.max_tokens, self.hold, self.hold_seconds, self.park_at_most = max_tokens, hold, hold_seconds, park
         self.queue: deque[Conversation] = deque()  # conversations that need a row
@@ -193,7 +193,7 @@ class LiveLoop(Loop):
         """Continue a conversation that stopped, after feeding it `tokens`."""
         conversation.ahead = [conversation.tokens[-1], *tokens] if tokens else []
         conversation.give(tokens)
-        conversation.finish_reason, conversation.matched, conversation.restored = None, None, False
+        conversation.finish_reason, conversation.matched, conversation.way = None, None, "extended"
         if conversation.row is None:
             self.queue.append(conversation)
         else:
@@ -346,7 +346,7 @@ class LiveLoop(Loop):
             assert conversation.trace is not None
             evicted_at = conversation.trace.evicted_at.to(torch.int64)
             trace = torch.where(evicted_at > fed, self.state.never, evicted_at).to(self.device, self.state.trace.dtype)
-            conversation.restored = True
+            conversation.way = "restored"
             with self.phases("prefill"):
                 known = evicted_at.to(self.device)
                 sequence.used = self.feeder.recall(row, conversation.tokens[:fed], known)

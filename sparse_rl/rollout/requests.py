@@ -4,21 +4,47 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from operator import index
 
 from torch import Tensor, nn
 
 from ..compressors import Compressor
-from ..errors import SparseRLError, require_int
+from ..errors import SparseRLError, require_int, shown
 from ..models import ModelShape
+from .sampling import Sampling
 
 
-def token_list(prompt: Sequence[int] | Tensor) -> list[int]:
-    if isinstance(prompt, (str, int)):
+def token_list(prompt: Sequence[int] | Tensor, what: str = "a prompt") -> list[int]:
+    """Token ids as a list. Anything else is refused: a round that it reaches would fail for all rows."""
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise SparseRLError(
-            f"a prompt is a list of token ids, not {prompt!r:.60}; encode text with the model's tokenizer first."
+            f"{what} is a list of token ids, not {shown(ids, 60)}; encode text with the model's tokenizer first."
         )
-    return prompt.tolist() if isinstance(prompt, Tensor) else [int(token) for token in prompt]
+    tokens = []
+    for token in ids:
+        try:
+            tokens.append(index(token))
+        except TypeError:
+            raise SparseRLError(
+                f"{what} is a list of token ids, but entry {len(tokens)} is {shown(token, 60)}; give one flat list of "
+                "whole numbers, as the model's tokenizer makes it."
+            ) from None
+    return tokens
+
+
+def check_sampling(sampling: Sampling) -> Sampling:
+    if not isinstance(sampling, Sampling):
+        raise SparseRLError(f"sampling is {shown(sampling, 60)}; give a Sampling, such as Sampling(max_new_tokens=64).")
+    return sampling
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that is no number: None would give everyone the same random numbers, not different ones."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise SparseRLError(f"seed is {shown(seed, 60)}; give a whole number, another one for other samples.")
 
 
 def sample_numbers(samples: Sequence[Sequence[int]], prompts: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Keep conversations in their rows: a request that names one only feeds what is new.
 
 A name belongs to the API key that it came with. The new messages must begin with the old ones, including the server's
-answers; only what follows is fed. Otherwise, or if the conversation was given up meanwhile, all messages are read
-again, under a new trace.
+answers; only what follows is fed. Otherwise the conversation is begun anew (`LiveEngine.renew`), as it is where the
+client asks for that: all messages are read, under a new trace. A name that was given up meanwhile is a new one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ class Kept:
     messages: Messages  # as prompts.past has them; the answer included
     since: float
 
+    def precedes(self, messages: Messages) -> bool:
+        """Whether these messages go on with the conversation, which is still there to be extended."""
+        known = len(self.messages)
+        more = len(messages) > known and messages[:known] == self.messages
+        return more and self.ticket.conversation.status == "stopped"
+
 
 class Conversations:
     """Keeps the latest conversations for a limited time."""
@@ -35,21 +41,13 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, key: tuple[str, str, str], messages: Messages) -> tuple[Ticket, Messages] | None:
-        """(conversation, its past), if these messages go on with it. It is the caller's until `put` again.
+    def take(self, key: tuple[str, str, str]) -> Kept | None:
+        """The conversation of that name. It is the caller's until `put` again.
 
         key: owner, name of the conversation, name of the model
         """
         self.expire()
-        kept = self._kept.pop(key, None)
-        if kept is None:
-            return None
-        known = len(kept.messages)
-        goes_on = len(messages) > known and messages[:known] == kept.messages
-        if goes_on and kept.ticket.conversation.status == "stopped":
-            return kept.ticket, kept.messages
-        self.desk.forget(kept.ticket)
-        return None
+        return self._kept.pop(key, None)
 
     def put(self, key: tuple[str, str, str], ticket: Ticket, messages: Messages) -> None:
         other = self._kept.pop(key, None)

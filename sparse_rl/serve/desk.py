@@ -10,8 +10,8 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -70,6 +70,23 @@ class Ticket:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
+def _alike(tokens: list[int], others: list[int]) -> int:
+    """With how many equal tokens two lists begin."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(tokens), len(others)))
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Tell a client what an open engine refuses."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
+    except SparseRLError as error:
+        raise Refusal(400, str(error)) from error
+
+
 @dataclass
 class Counts:
     """The counts that /metrics reports."""
@@ -80,6 +97,7 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by reason
+    turns: dict[str, int] = field(default_factory=dict)  # of named conversations, by the way in which they began
 
 
 class Desk:
@@ -156,13 +174,8 @@ class Desk:
     ) -> Ticket:
         """Ask for an answer; `events` has its news. keep: `extend` may follow"""
         live = self._open_at(place)
-        with self._wake:
-            try:
-                conversation = live.submit(prompt, sampling, seed, sample=sample, stop_strings=stop_strings)
-            except QueueFull as error:
-                raise Refusal(429, str(error), "rate_limit_error", code="queue_full", retry_after=1) from error
-            except SparseRLError as error:
-                raise Refusal(400, str(error)) from error
+        with self._wake, _refusing():
+            conversation = live.submit(prompt, sampling, seed, sample=sample, stop_strings=stop_strings)
             return self._ticket(place, conversation, len(prompt), watch, keep)
 
     def extend(
@@ -170,12 +183,25 @@ class Desk:
     ) -> Ticket:
         """Go on with a conversation that was kept, in its row, or in one that is made from its trace."""
         live, conversation = self._open_at(old.place), old.conversation
-        with self._wake:
-            try:
-                live.extend(conversation, given, sampling, stop_strings=stop_strings)
-            except SparseRLError as error:
-                raise Refusal(400, str(error)) from error
+        with self._wake, _refusing():
+            live.extend(conversation, given, sampling, stop_strings=stop_strings)
             return self._ticket(old.place, conversation, len(given), watch, True)
+
+    def renew(
+        self,
+        old: Ticket,
+        prompt: list[int],
+        sampling: Sampling,
+        seed: int,
+        stop_strings: list[str],
+        watch: bool = False,
+    ) -> Ticket:
+        """Begin a conversation that was kept anew: `prompt` is all that is read, under a new trace."""
+        live, conversation = self._open_at(old.place), old.conversation
+        keep = _alike(conversation.tokens, prompt)
+        with self._wake, _refusing():
+            new = live.renew(conversation, prompt[keep:], sampling, keep=keep, seed=seed, stop_strings=stop_strings)
+            return self._ticket(old.place, new, len(prompt), watch, True)
 
     def _open_at(self, place: str) -> LiveEngine:
         live = self.places[place].live
@@ -312,6 +338,8 @@ class Desk:
         with self._wake:
             self._tickets.pop((ticket.place, conversation.number), None)
             self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
+            if ticket.keep:
+                self.counts.turns[conversation.way] = self.counts.turns.get(conversation.way, 0) + 1
         seen = seen_at_end(trajectory) if ticket.watch and trajectory.beacon_id is None else None
         ticket.tell(Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version, seen))
 

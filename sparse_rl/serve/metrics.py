@@ -44,6 +44,12 @@ class Reading(Collector):
         for reason, count in list(counts.finished.items()):
             finished.add_metric([reason], count)
         yield finished
+        turns = CounterMetricFamily(
+            "sparse_rl_turns", "Turns of named conversations, by their beginning", labels=["way"]
+        )
+        for way, count in list(counts.turns.items()):
+            turns.add_metric([way], count)
+        yield turns
         for name, about, value in (
             ("running", "Answers that run", desk.running),
             ("waiting", "Answers that wait for a row", desk.waiting),

@@ -109,6 +109,7 @@ class ChatRequest(Asked):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     conversation: str | None = Field(None, min_length=1, max_length=200)  # ours: go on with it in its row
+    renew: bool = False  # ours: do not go on in its row, but read all messages anew
 
     @property
     def limit(self) -> int | None:
@@ -124,6 +125,8 @@ class ChatRequest(Asked):
             raise Refusal(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
         if self.conversation is not None and (self.n > 1 or not self.add_generation_prompt):
             raise Refusal(400, "a conversation has one answer (n: 1), which is asked for.", param="conversation")
+        if self.renew and self.conversation is None:
+            raise Refusal(400, "renew needs a conversation, which it begins anew; name one.", param="renew")
         _check_top(self.top, self.stream, "top_logprobs")
 
 

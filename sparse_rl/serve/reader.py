@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ..rollout import Sampling
 from .answer import Answer, Teller, usage
 from .desk import Event, Ticket
-from .prompts import continuation, past, reading
+from .prompts import chat_prompt, continuation, past, reading
 from .protocol import Asked, ChatRequest, Refusal
 from .scoring import score
 from .service import Service
@@ -34,19 +34,20 @@ class Reader:
         prompts: list[list[int]],
         owner: str | None,
         keep: bool = False,
-        extended: tuple[Ticket, Sampling] | None = None,
+        returned: tuple[Ticket, Sampling] | None = None,
     ):
-        """keep: the answer may be followed by a further turn; extended: the conversation that goes on"""
+        """keep: the answer may be followed by a further turn; returned: a conversation that was kept, with its next
+        answer
+        """
         self.service, self.asked, self.name, self.owner = service, asked, name, owner or ""
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
+        seed = seed_of(asked)
         self.sampling: list[Sampling] = []
         self.tickets: list[Ticket] = []
         self.answers: list[Answer] = []
-        self.goes_on = extended is not None
-        self.keeps, self.kept = keep or extended is not None, False
+        self.keeps, self.kept = keep or returned is not None, False
         service.check_answers(name, len(prompts) * asked.n)
-        if extended is not None:
-            ticket, sampling = extended
+        if returned is not None:
+            ticket, sampling = returned
             self.tickets, self.sampling, self.answers = [ticket], [sampling], [Answer(0, prompts[0])]
             prompts = []
         try:
@@ -65,9 +66,7 @@ class Reader:
     @property
     def how(self) -> str:
         """What happened to its conversation; known with the first token."""
-        if not self.goes_on:
-            return "prefilled"
-        return "restored" if self.tickets[0].conversation.restored else "extended"
+        return self.tickets[0].conversation.way
 
     def close(self) -> None:
         """Nobody reads any more. Answers that run are cancelled; a conversation that was to go on, but was not kept, is
@@ -156,26 +155,37 @@ class Reader:
         return {"weight_version": min(answer.version for answer in answers)}
 
 
+def seed_of(asked: Asked) -> int:
+    return secrets.randbits(31) if asked.seed is None else asked.seed
+
+
 async def go_on(service: Service, asked: ChatRequest, name: str, owner: str | None) -> Reader | None:
-    """The reader of a conversation that goes on in its row; None: it begins, or must be read anew."""
-    if asked.conversation is None or getattr(service.tokenizer, "chat_template", None) is None:
+    """The reader of a conversation that returns: extended under its trace, or begun anew where its past is another one
+    or the client asks for that. None: the server keeps none of that name.
+    """
+    tokenizer, desk = service.tokenizer, service.desk
+    if asked.conversation is None or getattr(tokenizer, "chat_template", None) is None:
         return None
-    kept = service.conversations.take((owner or "", asked.conversation, name), past(asked, asked.messages))
+    kept = service.conversations.take((owner or "", asked.conversation, name))
     if kept is None:
         return None
-    ticket, known = kept
-    conversation = ticket.conversation
+    tokens = kept.ticket.conversation.tokens
     try:
-        given = await reading(lambda: continuation(service.tokenizer, service.end, asked, len(known) - 1))
-        if conversation.tokens[-1] != service.end:  # the answer was cut off: its turn ends here
-            given = [service.end, *given]
-        before = [*conversation.tokens, *given]
-        sampling = service.sampling(asked, len(before), goes_on=True)
-        again = service.desk.extend(ticket, given, sampling, asked.stops, asked.map)
+        if kept.precedes(past(asked, asked.messages)) and not asked.renew:
+            given = await reading(lambda: continuation(tokenizer, service.end, asked, len(kept.messages) - 1))
+            if tokens[-1] != service.end:  # the answer was cut off: its turn ends here
+                given = [service.end, *given]
+            before = [*tokens, *given]
+            sampling = service.sampling(asked, len(before), goes_on=True)
+            again = desk.extend(kept.ticket, given, sampling, asked.stops, asked.map)
+        else:
+            before = await reading(lambda: chat_prompt(tokenizer, service.template, asked))
+            sampling = service.sampling(asked, len(before))
+            again = desk.renew(kept.ticket, before, sampling, seed_of(asked), asked.stops, asked.map)
     except BaseException:  # also a client that hangs up meanwhile
-        service.desk.forget(ticket)
+        desk.forget(kept.ticket)
         raise
-    return Reader(service, asked, name, [before], owner, extended=(again, sampling))
+    return Reader(service, asked, name, [before], owner, returned=(again, sampling))
 
 
 class Streaming(StreamingResponse):
