@@ -136,7 +136,8 @@ class TrajectoryWriter:
             with writing(self.lines):
                 (self.folder / "traces").mkdir(parents=True, exist_ok=True)
                 self._file = self.lines.open("a", encoding="utf-8")
-        trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}.safetensors"
+        again = f"-{trajectory.renewed}" if trajectory.renewed else ""  # the one that it renews may be here, too
+        trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}{again}.safetensors"
         trajectory.trace.save(self.folder / trace)
         beacons = {}
         if trajectory.beacon_id is not None:
