@@ -147,11 +147,11 @@ class LiveEngine:
     ) -> Conversation:
         """Begin a conversation anew: read its tokens, and `tokens` after them, as one prompt under a new trace.
 
-        This is cheaper than reading it again under its trace, and sees what was evicted before; but what it samples is
-        another continuation than that of `extend`. It equals that of `submit` with the same prompt, to the bit on a
-        CPU. The conversation that is returned takes the place of the old one, also where many wait; its `renewed`, and
-        that of its trajectory, says so. The old one ends, and its trajectory is lost unless it was read before. One
-        that has ended, even with its engine, can be begun anew as long as `submit` would take it.
+        That is one pass, where reading it under its trace takes one between every two evictions, and the tokens that
+        were evicted are seen again. So it samples something else than `extend` does: what `submit` gives for the same
+        prompt, to the bit on a CPU. The conversation that is returned says so (`renewed`, also of its trajectory), and
+        has the place of the old one, however many wait. The old one ends, and its trajectory is lost unless it was
+        read before. One that has ended, even with its engine, is taken like a new one.
 
         keep: how many of its tokens stay, from the first (None: all), where its past was edited; seed: None: its own
         """

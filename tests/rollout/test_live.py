@@ -381,8 +381,8 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
 
 
 def test_ten_thousand_operations_leave_every_row_free():
-    """Submit, extend, cancel, release and rounds in any order; refusals are sentences, and what ends well replays."""
-    rng, alive, seen, finished = random.Random(0), [], {"full": 0, "cancelled": 0, "extended": 0}, []
+    """Submit, extend, renew, cancel, release and step in any order: refusals are sentences, and what stopped replays."""
+    rng, alive, seen, finished = random.Random(0), [], {"full": 0, "cancelled": 0, "extended": 0, "renewed": 0}, []
     prompts, model = prompts_of(*range(3, 33)), tiny("llama", num_hidden_layers=1)
     engine = Engine(model, "knorm", budget=12, interval=4, rows=3)
     with engine.open(40, 90, waiting=3, conversations=9, hold=2, park=1) as live:
@@ -410,7 +410,17 @@ def test_ten_thousand_operations_leave_every_row_free():
                 if stopped := [chat for chat in alive if chat.status == "stopped"]:
                     alive.remove(stopped[0])
                     finished.append(live.release(stopped[0]))
-            elif do < 0.92:
+            elif do < 0.9 and alive:
+                chat = rng.choice([chat for chat in alive if chat.status == "stopped"] or alive)
+                try:
+                    keep = rng.choice([None, rng.randrange(len(chat.tokens))])
+                    new = live.renew(chat, rng.choice(prompts)[: rng.randrange(0, 9)], keep=keep)
+                    alive.remove(chat)
+                    alive.append(new)
+                    seen["renewed"] += 1
+                except SparseRLError as error:
+                    assert any(said in str(error) for said in ("has stopped to begin it", "keep fewer", "is empty"))
+            else:
                 live.step()
             assert live.rows_in_use <= 3 and len(live._loop.parked) <= 1
         for chat in alive:

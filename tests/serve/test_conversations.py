@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import openai
 import pytest
 import torch
@@ -34,6 +35,11 @@ def talk(client, name, turns=TURNS):
         answers.append(client.chat.completions.create(messages=messages, extra_body=extra, logprobs=True, **SETTINGS))
         messages.append(answers[-1].choices[0].message.model_dump())
     return answers, messages
+
+
+def kept(service, name):
+    """What the engine knows of a conversation."""
+    return next(one.ticket.conversation for key, one in service.conversations._kept.items() if key[1] == name)
 
 
 def test_a_conversation_goes_on_under_one_trace(running):
@@ -69,13 +75,71 @@ def test_other_company_changes_nothing(running):
 
 
 def test_another_past_is_read_anew(running):
-    address, _ = running
+    address, service = running
     client = client_of(address)
     _, messages = talk(client, "four", TURNS[:2])
+    before = service.desk.open
     messages[1]["content"] += "1"
     messages.append({"role": "user", "content": "2+2="})
     again = client.chat.completions.create(messages=messages, extra_body={"conversation": "four"}, **SETTINGS)
     assert again.model_extra["conversation"] == "prefilled"
+    assert client.chat.completions.create(messages=messages, **SETTINGS).choices == again.choices
+    assert kept(service, "four").renewed == 1 and until(lambda: service.desk.open == before)  # in the old one's place
+
+
+def test_a_client_may_ask_for_a_new_trace(running):
+    """Then the answer is that to a stateless request, and the conversation goes on under the new trace."""
+    address, service = running
+    client = client_of(address)
+    _, messages = talk(client, "anew", TURNS[:3])
+    messages.append({"role": "user", "content": TURNS[3]})
+    stateless = client.chat.completions.create(messages=messages, **SETTINGS)
+    extra = {"conversation": "anew", "renew": True, "trace": True, "return_token_ids": True}
+    for how in ("prefilled", "extended"):
+        answer = client.chat.completions.create(messages=messages, extra_body=extra, logprobs=True, **SETTINGS)
+        assert answer.model_extra["conversation"] == how
+        if how == "prefilled":
+            assert answer.choices[0].message.content == stateless.choices[0].message.content
+            asked = answer.model_extra["prompt_token_ids"]
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "1+1="}]
+        extra["renew"] = False
+    more = answer.choices[0].model_extra
+    tokens = torch.tensor(answer.model_extra["prompt_token_ids"] + more["token_ids"])
+    assert tokens[: len(asked)].tolist() == asked
+    content = client.get(f"/traces/{more['trace_id']}", cast_to=openai.HttpxBinaryResponseContent)
+    replayed = token_logprobs(service.model, tokens, Trace.from_bytes(content.read()))
+    found = torch.tensor([entry.logprob for entry in answer.choices[0].logprobs.content])
+    torch.testing.assert_close(found, replayed[-len(found) :], atol=1e-4, rtol=0)
+    for extra in ({"renew": True}, {"renew": "maybe", "conversation": "anew"}):
+        with pytest.raises(openai.BadRequestError, match="renew"):
+            client.chat.completions.create(messages=messages, extra_body=extra, **SETTINGS)
+
+
+def test_metrics_count_turns_by_their_beginning():
+    with served(rows=2, dense_rows=0) as (address, service):
+        client = client_of(address)
+        talk(client, "counted", TURNS[:3])
+        client.chat.completions.create(messages=[{"role": "user", "content": "1+1="}], **SETTINGS)  # without a name
+        service.desk.places["sums"].live._loop.hold = service.desk.places["sums"].live._loop.park_at_most = 0
+        talk(client, "others", TURNS[:3])
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+        found = {line for line in lines if line.startswith("sparse_rl_turns_total")}
+        counts = {"prefilled": 2, "extended": 2, "restored": 2}
+        assert found == {f'sparse_rl_turns_total{{way="{way}"}} {count}.0' for way, count in counts.items()}
+
+
+def test_a_conversation_outlives_an_engine_that_failed(monkeypatch):
+    """All that the server then has of it is its tokens: it is begun anew."""
+    with served(rows=2, dense_rows=0) as (address, service):
+        client = client_of(address)
+        _, messages = talk(client, "survivor", TURNS[:2])
+        monkeypatch.setattr(service.desk.places["sums"].live._loop, "decode", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="the engine failed"):
+            client.chat.completions.create(messages=messages[:1], **SETTINGS)
+        messages.append({"role": "user", "content": "2+2="})
+        answer = client.chat.completions.create(messages=messages, extra_body={"conversation": "survivor"}, **SETTINGS)
+        assert answer.model_extra["conversation"] == "prefilled"
+        assert kept(service, "survivor").renewed == 1
 
 
 def test_other_tools_are_another_past(running):
