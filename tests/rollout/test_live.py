@@ -381,7 +381,7 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
 
 
 def test_ten_thousand_operations_leave_every_row_free():
-    """Submit, extend, renew, cancel, release and step in any order: refusals are sentences, and what stopped replays."""
+    """Submit, extend, renew, cancel, release, step in any order: refusals are sentences, and what stopped replays."""
     rng, alive, seen, finished = random.Random(0), [], {"full": 0, "cancelled": 0, "extended": 0, "renewed": 0}, []
     prompts, model = prompts_of(*range(3, 33)), tiny("llama", num_hidden_layers=1)
     engine = Engine(model, "knorm", budget=12, interval=4, rows=3)
