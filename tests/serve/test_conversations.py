@@ -173,6 +173,23 @@ def test_a_row_that_was_made_again_says_so():
             assert mine.choices[0].message.content == theirs.choices[0].message.content
 
 
+def test_which_conversations_find_no_room_in_host_memory():
+    """Of as many as names are kept, those of the model itself come back to the bit; its dense cache has fewer rows."""
+    with served(rows=3, dense_rows=1) as (address, _):
+        client = client_of(address)
+        for model, how in (("sums", "extended"), ("sums:dense", "restored")):
+            settings = {**SETTINGS, "model": model, "max_tokens": 2}
+            talks = {}
+            for name in map(str, range(12)):
+                talks[name] = [{"role": "user", "content": "1+1="}]
+                first = client.chat.completions.create(
+                    messages=talks[name], extra_body={"conversation": name}, **settings
+                )
+                talks[name] += [first.choices[0].message.model_dump(), {"role": "user", "content": "2+2="}]
+            again = client.chat.completions.create(messages=talks["0"], extra_body={"conversation": "0"}, **settings)
+            assert again.model_extra["conversation"] == how
+
+
 def test_a_conversation_belongs_to_its_key():
     with served(rows=2, dense_rows=0, api_keys=("a", "b")) as (address, service):
         _, messages = talk(client_of(address, "a"), "same name", TURNS[:1])
