@@ -24,7 +24,6 @@ class Part:
     after: str = ""  # the part whose model it starts from
     makes: str = ""  # a file of a model that others start from
     least: float | None = None  # minutes that are worth beginning; None: all of them
-    cores: bool = False  # needs no GPU
     shares: bool = False  # has several processes on the device
     finished: tuple[int, ...] = (0,)  # exit statuses of a measurement; tests that fail are one, too
 
@@ -49,7 +48,14 @@ TESTS = tuple(
 
 # ------------------------------------------------------------------------------------------ SmolLM2, issue 19
 
-BLOCK = "smollm2.py block --model {model} --out {out} --keep {out}/kept --minutes 23"
+# As the blocks that were run, so that their seeds can be compared; two fit into a stay of 26 minutes.
+BLOCK = "smollm2.py block --model {model} --out {out} --keep {out}/kept --prompts 32 --enough 0.25"
+SHORT = "--minutes 12.2 --warmup-minutes 2.5 --evaluate-minutes 2"
+LONG_BLOCK = "--minutes 23"
+WARMED = {
+    "countdown": "--task countdown --warm-steps 80,20,20",
+    "stories": "--task stories --warm-steps 35,10,10,10,10,10",
+}
 TINY_BLOCK = (
     "smollm2.py block --model tiny:1x64 --out {out} --keep {out}/kept --interval 8 --warm-steps 2 --steps 2 "
     "--processes 2 --prompts 2 --group-size 2 --problems 2 --samples 1 --eval-rows 4 --micro-batch-tokens 2048 "
@@ -62,38 +68,39 @@ STORIES = f"{TINY_BLOCK} --task stories --evict-prompt --budgets 32 --methods sp
 NOTES = f"{TINY_BLOCK} --task notes --evict-prompt --budgets 64 --methods shadow --option forget_given 1"
 GSM8K = f"{TINY_BLOCK} --task gsm8k --data {{data}} --budgets 64 --methods shadow --set task.template plain"
 BLOCKS = tuple(
-    Part(f"smollm2-{name}", f"{BLOCK} {more}", tiny, STAY, answers)
+    Part(f"smollm2-{name}", f"{BLOCK} {SHORT} {WARMED[task]} {more}", tiny, 12.9, answers)
+    for name, task, more, tiny, answers in (
+        ("countdown-1-80", "countdown", "--seed 1 --budgets 80", COUNTDOWN, "19.3: second seed, countdown, 80"),
+        ("stories-1-192", "stories", "--seed 1 --budgets 192", STORIES, "19.3: second seed, stories, 192"),
+        ("countdown-0-128", "countdown", "--seed 0 --budgets 128", COUNTDOWN, "19.3: second seed, countdown, 128"),
+        ("stories-0-224", "stories", "--seed 0 --budgets 224", STORIES, "19.3: stories, the milder budget"),
+        ("stories-1-224", "stories", "--seed 1 --budgets 224", STORIES, "19.3: stories, the milder budget, seed 1"),
+        (
+            "transfer", "countdown", "--seed 0 --budgets 80 --methods "
+            "dense,sparse-rl,shadow,snapkv:sparse-rl,snapkv:shadow", TRANSFER,
+            "19.3: SnapKV; trained x deployed: dense, R-KV, SnapKV",
+        ),
+        (
+            "tis-smd", "countdown", "--seed 0 --budgets 80 --methods dense,tis,smd,smd-forward,shadow", COUNTDOWN,
+            "19.3: tis; smd in directions a and b",
+        ),
+        ("countdown-0-192", "countdown", "--seed 0 --budgets 192", COUNTDOWN, "19.3: the harmless budget"),
+        (
+            "evict-prompt", "countdown", "--seed 0 --budgets 80 --methods dense,none,sparse-rl,shadow --evict-prompt",
+            COUNTDOWN, "19.7: an unprotected prompt",
+        ),
+        (
+            "released", "countdown", "--seed 1 --budgets 128 --methods "
+            "dense,sparse-rl,sparse-rl-released,released-cap,released-mask,released-weights", COUNTDOWN,
+            "19.5: which part of the released form collapses",
+        ),
+    )
+) + tuple(
+    Part(f"smollm2-{name}", f"{BLOCK} {LONG_BLOCK} {more}", tiny, STAY, answers)
     for name, more, tiny, answers in (
-        ("countdown-1-80", "--task countdown --seed 1 --budgets 80", COUNTDOWN, "19.3: second seed, countdown, 80"),
-        ("countdown-0-128", "--task countdown --seed 0 --budgets 128", COUNTDOWN, "19.3: second seed, countdown, 128"),
-        ("stories-1-192", "--task stories --seed 1 --budgets 192", STORIES, "19.3: second seed, stories, 192"),
-        ("stories-0-224", "--task stories --seed 0 --budgets 224", STORIES, "19.3: stories, the milder budget"),
-        ("stories-1-224", "--task stories --seed 1 --budgets 224", STORIES, "19.3: stories, the milder budget, seed 1"),
-        (
-            "transfer", "--task countdown --seed 0 --budgets 80 --methods dense,shadow,snapkv:sparse-rl,snapkv:shadow",
-            TRANSFER, "19.3: SnapKV; shadow's model under SnapKV",
-        ),
-        (
-            "tis-smd", "--task countdown --seed 0 --budgets 80 --methods dense,tis,smd,smd-forward,shadow",
-            COUNTDOWN, "19.3: tis; smd in directions a and b",
-        ),
-        ("countdown-0-192", "--task countdown --seed 0 --budgets 192", COUNTDOWN, "19.3: the harmless budget"),
-        (
-            "every-cache", "--task countdown --seed 0 --budgets 80,128 --methods dense,sparse-rl,shadow --every-cache",
-            COUNTDOWN, "19.3: one block, trained x deployed",
-        ),
         (
             "gsm8k", "--task gsm8k --seed 0 --budgets 96 --data {data} --warm-steps 350,350,350 --warmup-minutes 7",
             GSM8K, "19.4: GSM8K from the best of three rounds of warm-up",
-        ),
-        (
-            "evict-prompt", "--task countdown --seed 0 --budgets 80 --methods dense,none,sparse-rl,shadow "
-            "--evict-prompt", COUNTDOWN, "19.7: an unprotected prompt",
-        ),
-        (
-            "released", "--task countdown --seed 1 --budgets 128 --methods "
-            "dense,sparse-rl,sparse-rl-released,released-cap,released-mask,released-weights", COUNTDOWN,
-            "19.5: which part of the released form collapses",
         ),
         (
             "notes", "--task notes --seed 0 --budgets 256 --interval 32 --prompts 16 --option forget_given 1 "
@@ -364,18 +371,7 @@ COMPRESSORS = (
     ),
 )  # fmt: skip
 
-# ------------------------------------------------------------------------------------------ cores alone
-
-CORES = (
-    Part(
-        "ablations",
-        "arms_cpu.py ablations --out {out} --processes 12 --first-seed 3 --seeds 1 --starts second --minutes {minutes}",
-        "arms_cpu.py ablations --out {out} --processes 1 --seeds 1 --steps 4 --starts tiny-sums --only neither", STAY,
-        "19.6: ablations, the fourth seed from the good start", cores=True, least=8,
-    ),
-)  # fmt: skip
-
 PARTS = (
     *TESTS, *BLOCKS, *WHOLE_STEPS, *LEARNER, *SPEED, *LEARNING, *WARM_STARTS, *SMOLLM2_NOISE, *COMPRESSORS,
-    *BREADCRUMBS, *RECALL, *CORES,
+    *BREADCRUMBS, *RECALL,
 )  # fmt: skip

@@ -13,8 +13,7 @@ if its limit fits into what is left of --minutes; parts that can go on begin wit
 
 Some parts need what is not here: SmolLM2's weights (--model: a folder that `smollm2.py prepare` wrote), GSM8K (--data:
 where `sparse-rl data gsm8k --to` put it), bitsandbytes, or vLLM and TRL (--peer-python, --peer-path), or the model of
-another part. A part whose needs are absent is left out with a sentence. With --beside parts that need no GPU run beside
-the others, one at a time: they take cores from those, so not while speed is measured.
+another part. A part whose needs are absent is left out with a sentence.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import peers
@@ -40,7 +38,6 @@ from stay import shared_device
 
 HERE = Path(__file__).resolve().parent
 UNFINISHED = "give the same command again"  # as benchmarks say that they can go on
-CHILDREN: list[subprocess.Popen] = []  # that run now, to end them with this process
 
 
 # ------------------------------------------------------------------------------------------ one part
@@ -53,7 +50,6 @@ def run(part: Part, command: str, out: Path, minutes: float, **names: str) -> in
     known = {"out": folder, "queue": out, "minutes": f"{max(0.5, minutes - 1):.1f}", **names}
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"CUDA_VISIBLE_DEVICES": ""} if part.cores else {}
     until = time.monotonic() + 60 * minutes
     with (out / f"{part.name}.log").open("a") as log, contextlib.ExitStack() as ended:
         children = []
@@ -64,8 +60,6 @@ def run(part: Part, command: str, out: Path, minutes: float, **names: str) -> in
                 [sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True, env=environment, cwd=HERE.parent,
             )  # fmt: skip
-            CHILDREN.append(child)
-            ended.callback(CHILDREN.remove, child)
             ended.callback(end, child)
             children.append(child)
             print("$", shlex.join(child.args[1:]), file=log, flush=True)
@@ -141,9 +135,8 @@ class Queue:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.record = args, args.out / "queue.jsonl"
-        self.began, self.lock = time.monotonic(), threading.Lock()
+        self.began = time.monotonic()
         self.failed: list[str] = []
-        self.over = False
         lines = [json.loads(line) for line in self.record.open()] if self.record.exists() else []
         self.done = {line["command"] for line in lines if line.get("state", "done") == "done"}
         self.failed_before = {line["command"] for line in lines} - self.done
@@ -162,7 +155,7 @@ class Queue:
     def work(self, parts: Sequence[Part]) -> None:
         for part in parts:
             command = command_of(part, self.args)
-            if self.over or command in self.done:  # parts may share a rehearsal
+            if command in self.done:  # parts may share a rehearsal
                 continue
             least = part.minutes if part.least is None else part.least
             if is_there(part, self.args, self.done):
@@ -190,29 +183,12 @@ class Queue:
         state = "done" if ended_well and not goes_on else "goes on" if ended_well else "failed"
         print(f"=== {part.name}: {state}, {'too long' if status is None else status}, {seconds} s", flush=True)
         print(tail(log, begin=before), flush=True)
-        with self.lock:
-            if state != "goes on":
-                line = {"name": part.name, "command": command, "seconds": seconds, "status": status, "state": state}
-                with self.record.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            self.done |= {command} if state == "done" else set()
-            self.failed += [part.name] if state == "failed" else []
-
-
-@contextlib.contextmanager
-def beside(queue: Queue, parts: Sequence[Part]) -> Iterator[None]:
-    """These parts one after the other, while other work is done; when that ends by an error, so do they."""
-    lane = threading.Thread(target=queue.work, args=(parts,))
-    lane.start()
-    try:
-        yield
-        while lane.is_alive():
-            lane.join(0.5)
-    finally:
-        queue.over = True
-        for child in list(CHILDREN):
-            end(child)
-        lane.join()
+        if state != "goes on":
+            line = {"name": part.name, "command": command, "seconds": seconds, "status": status, "state": state}
+            with self.record.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self.done |= {command} if state == "done" else set()
+        self.failed += [part.name] if state == "failed" else []
 
 
 def listed(parts: Sequence[Part]) -> str:
@@ -223,7 +199,6 @@ def listed(parts: Sequence[Part]) -> str:
         places = [f"--{place[1:-1]}" for place in FILES if place in part.command]
         needs = [*places, *(name for name in part.modules if name == "bitsandbytes"), *part.peers]
         needs += [f"part {part.after}"] if part.after else []
-        needs += ["cores alone"] if part.cores else []
         lines.append(f"| {number} | {part.name} | {part.minutes:.0f}{least} | {part.answers} | {', '.join(needs)} |")
     total = sum(part.minutes for part in parts)
     return "\n".join([*lines, "", f"{len(parts)} parts, at most {total / 60:.1f} hours"])
@@ -237,7 +212,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct, from `benchmarks/smollm2.py prepare`")
     parser.add_argument("--data", type=Path, help="where `sparse-rl data gsm8k --to` put GSM8K")
     peers.add_options(parser)
-    parser.add_argument("--beside", action="store_true", help="parts that need no GPU run beside the others")
     parser.add_argument("--list", action="store_true", help="the parts in their order; with --only some of them")
     parser.add_argument("--tiny", action="store_true", help="rehearse every part on a CPU")
     args = parser.parse_args()
@@ -250,10 +224,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs ends with this
     queue = Queue(args)
-    waiting = queue.waiting(wanted)
-    apart = [part for part in waiting if part.cores] if args.beside else []
-    with beside(queue, apart) if apart else contextlib.nullcontext():
-        queue.work([part for part in waiting if part not in apart])
+    queue.work(queue.waiting(wanted))
     if queue.failed:
         sys.exit(f"gpu_queue: not done: {', '.join(queue.failed)}")
 

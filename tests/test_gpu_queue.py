@@ -247,17 +247,3 @@ def test_commands_of_a_part_run_side_by_side_and_the_worst_counts(queue):
         queue([Part("pair", both, "", 1)])
     (line,) = map(json.loads, (queue.out / "queue.jsonl").open())
     assert (line["status"], line["state"]) == (4, "failed")
-
-
-def test_parts_for_cores_run_beside_the_others_where_it_is_asked_for(queue, capsys):
-    (queue.scripts / "gpu.py").write_text(
-        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1], 'cores').exists(): time.sleep(0.01)\n"
-    )
-    (queue.scripts / "cores.py").write_text(
-        "import os, pathlib, sys\nassert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
-        "pathlib.Path(sys.argv[1], 'cores').touch()\n"
-    )
-    parts = [Part("gpu", "gpu.py {queue}", "", 1), Part("cores", "cores.py {queue}", "", 1, cores=True)]
-    queue(parts, "--beside")
-    said = capsys.readouterr().out
-    assert "=== gpu: done" in said and "=== cores: done" in said
