@@ -16,6 +16,7 @@
                  table of methods), at two hurting budgets
     joint        the compressor `learned`, trained between the steps of a run, beside rkv and snapkv, at two budgets;
                  also with evictions that are drawn, and moved by advantages
+    reference    online DPO in the shadow view, its reference in the same view or in the dense one, at two budgets
     relatives    GRPO and its relatives in both views, at R-KV 38 + 4
     top-p        rollouts with top-p 0.95 and with 1, in both views, at two budgets; evaluations have no top-p
 
@@ -84,6 +85,13 @@ ALGORITHMS = {
     for algorithm, keys in CHOSEN.items()
     for method in ("sparse-rl", "shadow")
 }
+REFERENCE = {
+    f"{setting}, reference {view}": Arm(
+        {"learn.algorithm": "online-dpo", **CHOSEN["online-dpo"], "dpo.reference": view}, "shadow", setting
+    )
+    for setting in ("rkv 46", "rkv 32")
+    for view in ("view", "dense")
+}
 TOP_P = {
     f"{setting}, {method}, top-p {p}": Arm({"rollout.top_p": p}, method, setting)
     for setting in ("rkv 46", "rkv 38")
@@ -124,6 +132,7 @@ STUDIES = {
     "algorithms": ALGORITHMS,
     "distill": DISTILL,
     "joint": JOINT,
+    "reference": REFERENCE,
     "relatives": RELATIVE,
     "top-p": TOP_P,
 }
