@@ -27,6 +27,7 @@ from ..beacon import beacon_of, choice_entropies, choice_logprobs
 from ..cache import Support, Trace
 from ..cache.formats import common_format
 from ..cache.segments import Packing
+from ..cache.ties import KnownTies
 from ..errors import SparseRLError
 from ..models import (
     causal_lm_of,
@@ -349,7 +350,8 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
     device = next(model.parameters()).device
     lengths = torch.tensor([len(tokens) for tokens, _ in items])
     slots = common_format(trace.slots for _, trace in items)
-    return Replay(pad_traces(model, items).to(device), lengths.to(device), slots=slots)
+    ties = KnownTies.of([trace.ties for _, trace in items], device)
+    return Replay(pad_traces(model, items).to(device), lengths.to(device), slots=slots, ties=ties)
 
 
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:

@@ -1,0 +1,119 @@
+"""Ties: which way the sampler rounded the numbers that rounding alone decides (formats.py).
+
+A cache of 8-bit slots in fp32 on a CPU notes them while tokens are stored (`TieLog`). A row's notes go where its slots
+go, but evictions do not touch them. In a trace they are rows of four whole numbers:
+
+    token, layer, KV head, number        number = 4 * (channel + 1) + 2 * (1 if it is a value, not a key) + way
+
+way is 1 for the code further away from zero. Channel -1 stands for the exponent of the whole vector, and way is then 1
+for the larger one.
+
+On a GPU nothing is noted: a list whose length depends on the data has no place in a captured graph. In bf16 and float16
+sampler and learner differ by more than the margin, so noting would not make them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SparseRLError
+from .formats import Ties, ties_of
+
+COLUMNS = 4
+
+
+class TieLog:
+    """The ties of a cache's rows."""
+
+    def __init__(self, rows: Sequence[list[Tensor]]):
+        self.rows = rows  # int64 [n, 4] each, in the order in which they were noted
+
+    def part(self, rows: slice) -> TieLog:
+        """Some rows, which stay those of this log."""
+        return TieLog(self.rows[rows])
+
+    def begin(self, rows: int) -> None:
+        """The first rows are empty again."""
+        for row in self.rows[:rows]:
+            row.clear()
+
+    def note(self, layer: int, kind: str, key: Tensor, value: Tensor, index: Tensor, real: Tensor | None) -> None:
+        """Note what the tokens being fed to the first B rows have.
+
+        key, value [B, H, T, D]; index [B, T]: feed indices; real bool [B, T]: which tokens are stored. None: all
+        """
+        found = []
+        for is_value, x in enumerate((key, value)):
+            ties = ties_of(x, kind)
+            for (row, head, token, *channel), way in ((ties.numbers, ties.away), (ties.vectors, ties.larger)):
+                number = 2 * is_value + way.long() + (4 * (channel[0] + 1) if channel else 0)
+                noted = torch.stack([row, index[row, token], torch.full_like(row, layer), head, number], 1)
+                found.append(noted if real is None else noted[real[row, token]])
+        every = torch.cat(found)
+        for row in every[:, 0].unique().tolist():
+            self.rows[row].append(every[every[:, 0] == row, 1:])
+
+    def fork(self, source: TieLog, rows: Tensor, to: Tensor) -> None:
+        """Copy the notes of some rows of `source` to rows `to`. rows, to [N]"""
+        for row, other in zip(rows.tolist(), to.tolist(), strict=True):
+            self.rows[other][:] = source.rows[row]
+
+    def of_row(self, row: int) -> Tensor:
+        """The ties of a row, in the order of tokens, layers, heads and numbers. int64 [N, 4]"""
+        noted = torch.cat([torch.empty(0, COLUMNS, dtype=torch.int64), *self.rows[row]])
+        return noted[np.lexsort(noted.numpy().T[::-1])]
+
+    def put(self, row: int, ties: Tensor) -> None:
+        """Replace a row's notes. [N, 4]"""
+        self.rows[row][:] = [ties.to(torch.int64)]
+
+
+@dataclass(frozen=True)
+class KnownTies:
+    """The ties of the rows of tokens that go through a model, for quantising them again. int64 [N] each"""
+
+    row: Tensor
+    token: Tensor  # the place in the row
+    layer: Tensor
+    head: Tensor
+    number: Tensor
+
+    @classmethod
+    def of(cls, ties: Sequence[Tensor | None], device: torch.device | str = "cpu") -> KnownTies | None:
+        """Those of a batch of traces; None if no trace has any. [N, 4] each"""
+        parts = [(row, part) for row, part in enumerate(ties) if part is not None and len(part)]
+        if not parts:
+            return None
+        every = torch.cat([part.to(torch.int64) for _, part in parts])
+        row = torch.cat([torch.full((len(part),), row) for row, part in parts])
+        return cls(*(column.to(device) for column in (row, *every.unbind(1))))
+
+    def moved(self, row: Tensor, token: Tensor, there: Tensor) -> KnownTies:
+        """With their rows and places among other tokens; those that are not `there` are left out. [N] each"""
+        return KnownTies(row[there], token[there], self.layer[there], self.head[there], self.number[there])
+
+    def between(self, start: int, stop: int) -> KnownTies:
+        """Those of the tokens start .. stop - 1, counted from `start`."""
+        return self.moved(self.row, self.token - start, (self.token >= start) & (self.token < stop))
+
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Ties, Ties]:
+        """The ties of a layer's keys, and of its values. key, value [B, H, T, D]"""
+        here, is_value = self.layer == layer, self.number & 2 != 0
+        return self._of(here & ~is_value, key.shape[-1]), self._of(here & is_value, value.shape[-1])
+
+    def _of(self, some: Tensor, width: int) -> Ties:
+        where, number = (self.row[some], self.head[some], self.token[some]), self.number[some]
+        way, channel = number & 1 != 0, (number >> 2) - 1
+        if len(channel) and (highest := int(channel.max())) >= width:
+            raise SparseRLError(
+                f"the trace says how number {highest} of a key or value was rounded, but those of this model have "
+                f"{width} numbers, from 0 on; the trace belongs to another model."
+            )
+        single = channel >= 0
+        numbers = (*(x[single] for x in where), channel[single])
+        return Ties(numbers, way[single], tuple(x[~single] for x in where), way[~single])
