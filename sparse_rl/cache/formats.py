@@ -116,11 +116,13 @@ def common_format(formats: Iterable[SlotFormat | None]) -> SlotFormat | None:
 
 
 class Ties(NamedTuple):
-    """Numbers and vectors of x [B, H, T, D] that rounding alone decides, and what it decided."""
+    """Numbers and vectors of x [..., D] that rounding alone decides, and what it decided. Indices are int64 tensors,
+    one for each dimension.
+    """
 
-    numbers: tuple[Tensor, ...]  # int64 indices (row, head, token, channel), [n] each: near the middle of two codes
+    numbers: tuple[Tensor, ...]  # indices [n] of numbers near the middle of two codes
     away: Tensor  # bool [n]: got the code further away from zero
-    vectors: tuple[Tensor, ...]  # int64 indices (row, head, token), [m] each: near the border of two exponents
+    vectors: tuple[Tensor, ...]  # indices [m] of vectors near the border of two exponents
     larger: Tensor  # bool [m]: got the larger exponent
 
 
@@ -144,15 +146,15 @@ def quantize(x: Tensor, kind: str, ties: Ties | None = None) -> tuple[Tensor, Te
 
 
 def ties_of(x: Tensor, kind: str) -> Ties:
-    """The ties of vectors x [B, H, T, D] and what `quantize` makes of them."""
+    """The ties of vectors x [..., D] and what `quantize` makes of them."""
     codes, largest = CODES[kind], _largest(x)
-    exponent, above = _exponent(largest, codes), _exponent(largest + int(MARGIN * 2**23), codes)
-    vectors = (above != _exponent(largest - int(MARGIN * 2**23), codes)).nonzero(as_tuple=True)
-    scaled, margin = x.float().abs() * _power(-exponent)[..., None], MARGIN * codes.largest
+    beyond = (largest & 0x7FFFFF) - codes.mantissa  # above 0 the exponent is the larger one
+    vectors = (beyond.abs() <= MARGIN * 2**23).nonzero(as_tuple=True)
+    scaled, margin = x.float().abs() * _power(-_exponent(largest, codes))[..., None], MARGIN * codes.largest
     near = _rounded(scaled - margin, kind) != _rounded(scaled + margin, kind)
-    numbers = (near & (scaled > _FINE) & scaled.isfinite()).nonzero(as_tuple=True)
+    numbers = (near & (scaled > _FINE) & (scaled <= codes.largest)).nonzero(as_tuple=True)
     found = scaled[numbers]
-    return Ties(numbers, _rounded(found, kind) > found, vectors, (exponent == above)[vectors])
+    return Ties(numbers, _rounded(found, kind) > found, vectors, beyond[vectors] > 0)
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import SparseRLError
-from .formats import Ties, ties_of
+from .formats import SlotFormat, Ties, common_format, ties_of
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 COLUMNS = 4
 
@@ -30,16 +34,19 @@ COLUMNS = 4
 class TieLog:
     """The ties of a cache's rows."""
 
-    def __init__(self, rows: Sequence[list[Tensor]]):
-        self.rows = rows  # int64 [n, 4] each, in the order in which they were noted
+    def __init__(self, rows: list[list[Tensor]], fresh: list[Tensor] | None = None, first: int = 0):
+        self.rows = rows  # int64 [n, 4] each
+        self.fresh = [] if fresh is None else fresh  # int64 [n, 5], row first: what was noted since
+        self.first = first  # this log's first row
 
     def part(self, rows: slice) -> TieLog:
-        """Some rows, which stay those of this log."""
-        return TieLog(self.rows[rows])
+        """The rows from the slice's first on, which stay those of this log."""
+        return TieLog(self.rows, self.fresh, self.first + (rows.start or 0))
 
     def begin(self, rows: int) -> None:
         """The first rows are empty again."""
-        for row in self.rows[:rows]:
+        self._sort()
+        for row in self.rows[self.first : self.first + rows]:
             row.clear()
 
     def note(self, layer: int, kind: str, key: Tensor, value: Tensor, index: Tensor, real: Tensor | None) -> None:
@@ -47,30 +54,45 @@ class TieLog:
 
         key, value [B, H, T, D]; index [B, T]: feed indices; real bool [B, T]: which tokens are stored. None: all
         """
-        found = []
-        for is_value, x in enumerate((key, value)):
+        alike = key.shape == value.shape
+        for is_value, x in enumerate([torch.stack([key, value])] if alike else [key[None], value[None]]):
             ties = ties_of(x, kind)
-            for (row, head, token, *channel), way in ((ties.numbers, ties.away), (ties.vectors, ties.larger)):
-                number = 2 * is_value + way.long() + (4 * (channel[0] + 1) if channel else 0)
-                noted = torch.stack([row, index[row, token], torch.full_like(row, layer), head, number], 1)
-                found.append(noted if real is None else noted[real[row, token]])
-        every = torch.cat(found)
-        for row in every[:, 0].unique().tolist():
-            self.rows[row].append(every[every[:, 0] == row, 1:])
+            for (part, row, head, token, *channel), way in ((ties.numbers, ties.away), (ties.vectors, ties.larger)):
+                if not len(row):
+                    continue
+                number = 2 * (part + is_value) + way + (4 * (channel[0] + 1) if channel else 0)
+                noted = torch.stack(
+                    [self.first + row, index[row, token], part.new_full(part.shape, layer), head, number], 1
+                )
+                self.fresh.append(noted if real is None else noted[real[row, token]])
+
+    def _sort(self) -> None:
+        """Give the rows what was noted."""
+        if self.fresh:
+            fresh = torch.cat(self.fresh)
+            fresh = fresh[fresh[:, 0].argsort(stable=True)]
+            rows, counts = fresh[:, 0].unique_consecutive(return_counts=True)
+            for row, ties in zip(rows.tolist(), fresh[:, 1:].split(counts.tolist()), strict=True):
+                self.rows[row].append(ties)
+            self.fresh.clear()
 
     def fork(self, source: TieLog, rows: Tensor, to: Tensor) -> None:
         """Copy the notes of some rows of `source` to rows `to`. rows, to [N]"""
+        self._sort()
+        source._sort()
         for row, other in zip(rows.tolist(), to.tolist(), strict=True):
-            self.rows[other][:] = source.rows[row]
+            self.rows[self.first + other][:] = source.rows[source.first + row]
 
     def of_row(self, row: int) -> Tensor:
         """The ties of a row, in the order of tokens, layers, heads and numbers. int64 [N, 4]"""
-        noted = torch.cat([torch.empty(0, COLUMNS, dtype=torch.int64), *self.rows[row]])
+        self._sort()
+        noted = torch.cat([torch.empty(0, COLUMNS, dtype=torch.int64), *self.rows[self.first + row]])
         return noted[np.lexsort(noted.numpy().T[::-1])]
 
     def put(self, row: int, ties: Tensor) -> None:
         """Replace a row's notes. [N, 4]"""
-        self.rows[row][:] = [ties.to(torch.int64)]
+        self._sort()
+        self.rows[self.first + row][:] = [ties.to(torch.int64)]
 
 
 @dataclass(frozen=True)
@@ -117,3 +139,8 @@ class KnownTies:
         single = channel >= 0
         numbers = (*(x[single] for x in where), channel[single])
         return Ties(numbers, way[single], tuple(x[~single] for x in where), way[~single])
+
+
+def slots_and_ties(traces: Sequence[Trace], device: torch.device | str) -> tuple[SlotFormat | None, KnownTies | None]:
+    """How the slots of all these trajectories were stored, and their ties."""
+    return common_format(trace.slots for trace in traces), KnownTies.of([trace.ties for trace in traces], device)

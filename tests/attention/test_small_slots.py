@@ -92,10 +92,10 @@ class Rounded:
             self.sampled.setdefault(slots.layer_of(module), []).append(torch.stack([key[0], value[0]]).detach())
             return attend(module, query, key, value, *more)
 
-        def rounded(x, kind):
+        def rounded(x, kind, ties=None):
             self.learned.append(x[0])
             if self.given is None:
-                return as_stored(x, kind)
+                return as_stored(x, kind, ties)
             theirs = self.given[len(self.learned) - 1]
             rest = x[:, :, theirs.shape[1] :]  # the last token is fed to nobody
             return torch.cat([as_stored(theirs[None], kind), as_stored(rest, kind)], 2)
