@@ -137,7 +137,7 @@ def test_values_may_be_narrower_than_keys():
 def test_ties_of_another_model_are_refused():
     known = KnownTies.of([torch.tensor([[0, 0, 0, 4 * (15 + 1)]])])
     x = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(SparseRLError, match="says how number 15 of a key or value was rounded, but .* have 8 numbers"):
+    with pytest.raises(SparseRLError, match=r"says how number 15 of a key or value was rounded, but .* have 8 numbers"):
         known.of_layer(0, x, x)
     assert not len(known.of_layer(1, x, x)[0].away)
 
@@ -188,5 +188,7 @@ def test_damaged_ties_are_refused(tmp_path):
     with pytest.raises(SparseRLError, match="the checksum of its ties differs: it is damaged"):
         Trace.load(tmp_path / "a")
     (tmp_path / "a").write_bytes(trace.to_bytes().replace(b"sparse_rl.ties.1", b"sparse_rl.ties.9"))
-    with pytest.raises(SparseRLError, match="holds ties in the form 'sparse_rl.ties.9', which this version does not"):
+    with pytest.raises(
+        SparseRLError, match=r"holds ties in the form 'sparse_rl\.ties\.9', which this version does not"
+    ):
         Trace.load(tmp_path / "a")

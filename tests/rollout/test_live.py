@@ -328,11 +328,13 @@ def kept_and_recalled(model, compressor):
     "compressor, kind, layers",
     [("rkv", "fp8", []), ("h2o", "fp8", [1]), ("rkv", "int8", [0, -1]), ("dense", "fp8", [])],
 )
-def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers, dtype):
     """Codes and exponents of every tensor come back to the bit, also into another row; read again under the trace they
-    are the same codes, because in fp64 nothing lies between two. One trace replays all of it.
+    are the same codes, because it records ties in fp32, and in fp64 nothing lies between two codes. One trace replays
+    all of it.
     """
-    model = copy.deepcopy(tiny("llama")).double()
+    model = copy.deepcopy(tiny("llama")).to(dtype)
     plan = plan_of(1, 4, temperature=1.0)
 
     def run(stranger=False, **options):
@@ -374,6 +376,8 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
         torch.testing.assert_close(mine, close, atol=1e-5, rtol=0)  # attention received is fp32
     for trajectory in (kept, parked, recalled):
         assert trajectory.trace.slots == kept.trace.slots
+        assert (trajectory.trace.ties is not None) == (dtype == torch.float32)
+        assert dtype == torch.float64 or trajectory.trace.ties.equal(kept.trace.ties)
         assert_replayed(model, trajectory)
     with torch.no_grad():  # without rounding it is another distribution
         plain = token_logprobs(model, kept.tokens, type(kept.trace)(kept.trace.evicted_at))
