@@ -175,6 +175,8 @@ class SlotCache:
     def clear(self) -> None:
         for tensor in self.tensors + (self.states.tensors if self.states else []):
             tensor.zero_()
+        if self.ties is not None:
+            self.ties.begin(self.rows)
 
     def part(self, rows: slice) -> SlotCache:
         """Some rows as a cache of their own, on the same memory."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import SparseRLError
 from .formats import SlotFormat, Ties, common_format, ties_of
@@ -29,23 +30,40 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 COLUMNS = 4
+_MOST = 64  # tokens of a layer that wait, because finding the ties of many takes hardly longer than of one
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """Tokens that one layer stored in B rows, from `first` on."""
+
+    layer: int
+    kind: str
+    first: int
+    both: Tensor  # [2, B, H, T, D] keys and values
+    index: Tensor  # [B, T] feed indices
+    real: Tensor  # bool [B, T]: whether they were stored to stay
+
+    @property
+    def form(self) -> tuple:
+        return self.kind, self.both.shape
 
 
 class TieLog:
     """The ties of a cache's rows."""
 
-    def __init__(self, rows: list[list[Tensor]], fresh: list[Tensor] | None = None, first: int = 0):
+    def __init__(self, rows: list[list[Tensor]], fed: list[_Fed] | None = None, first: int = 0):
         self.rows = rows  # int64 [n, 4] each
-        self.fresh = [] if fresh is None else fresh  # int64 [n, 5], row first: what was noted since
+        self.fed: list[_Fed] = [] if fed is None else fed  # whose ties have not been looked for
         self.first = first  # this log's first row
 
     def part(self, rows: slice) -> TieLog:
         """The rows from the slice's first on, which stay those of this log."""
-        return TieLog(self.rows, self.fresh, self.first + (rows.start or 0))
+        return TieLog(self.rows, self.fed, self.first + (rows.start or 0))
 
     def begin(self, rows: int) -> None:
         """The first rows are empty again."""
-        self._sort()
+        self._find()
         for row in self.rows[self.first : self.first + rows]:
             row.clear()
 
@@ -54,44 +72,49 @@ class TieLog:
 
         key, value [B, H, T, D]; index [B, T]: feed indices; real bool [B, T]: which tokens are stored. None: all
         """
-        alike = key.shape == value.shape
-        for is_value, x in enumerate([torch.stack([key, value])] if alike else [key[None], value[None]]):
-            ties = ties_of(x, kind)
-            for (part, row, head, token, *channel), way in ((ties.numbers, ties.away), (ties.vectors, ties.larger)):
-                if not len(row):
-                    continue
-                number = 2 * (part + is_value) + way + (4 * (channel[0] + 1) if channel else 0)
-                noted = torch.stack(
-                    [self.first + row, index[row, token], part.new_full(part.shape, layer), head, number], 1
-                )
-                self.fresh.append(noted if real is None else noted[real[row, token]])
+        width = max(key.shape[-1], value.shape[-1])
+        both = torch.stack([F.pad(x, (0, width - x.shape[-1])) for x in (key, value)])  # zeros are no ties
+        real = torch.ones_like(index, dtype=torch.bool) if real is None else real.clone()
+        self.fed.append(_Fed(layer, kind, self.first, both, index.clone(), real))
+        if index.shape[1] > 1 or len(self.fed) >= _MOST:
+            self._find()
 
-    def _sort(self) -> None:
-        """Give the rows what was noted."""
-        if self.fresh:
-            fresh = torch.cat(self.fresh)
-            fresh = fresh[fresh[:, 0].argsort(stable=True)]
-            rows, counts = fresh[:, 0].unique_consecutive(return_counts=True)
-            for row, ties in zip(rows.tolist(), fresh[:, 1:].split(counts.tolist()), strict=True):
-                self.rows[row].append(ties)
-            self.fresh.clear()
+    def _find(self) -> None:
+        """Look for the ties of what was fed, and give them to the rows."""
+        for form in {fed.form: None for fed in self.fed}:
+            alike = [fed for fed in self.fed if fed.form == form]
+            ties = ties_of(torch.stack([fed.both for fed in alike]), form[0])
+            index, real = (torch.stack(parts) for parts in zip(*((fed.index, fed.real) for fed in alike), strict=True))
+            layer, first = torch.tensor([(fed.layer, fed.first) for fed in alike]).T
+            for (n, part, row, head, token, *channel), way in ((ties.numbers, ties.away), (ties.vectors, ties.larger)):
+                number = 2 * part + way + (4 * (channel[0] + 1) if channel else 0)
+                found = torch.stack([first[n] + row, index[n, row, token], layer[n], head, number], 1)
+                self._give(found[real[n, row, token]])
+        self.fed.clear()
+
+    def _give(self, found: Tensor) -> None:
+        """Give ties to their rows. int64 [N, 5], the row first"""
+        found = found[found[:, 0].argsort(stable=True)]
+        rows, counts = found[:, 0].unique_consecutive(return_counts=True)
+        for row, ties in zip(rows.tolist(), found[:, 1:].split(counts.tolist()), strict=True):
+            self.rows[row].append(ties)
 
     def fork(self, source: TieLog, rows: Tensor, to: Tensor) -> None:
         """Copy the notes of some rows of `source` to rows `to`. rows, to [N]"""
-        self._sort()
-        source._sort()
+        self._find()
+        source._find()
         for row, other in zip(rows.tolist(), to.tolist(), strict=True):
             self.rows[self.first + other][:] = source.rows[source.first + row]
 
     def of_row(self, row: int) -> Tensor:
         """The ties of a row, in the order of tokens, layers, heads and numbers. int64 [N, 4]"""
-        self._sort()
+        self._find()
         noted = torch.cat([torch.empty(0, COLUMNS, dtype=torch.int64), *self.rows[self.first + row]])
         return noted[np.lexsort(noted.numpy().T[::-1])]
 
     def put(self, row: int, ties: Tensor) -> None:
         """Replace a row's notes. [N, 4]"""
-        self._sort()
+        self._find()
         self.rows[self.first + row][:] = [ties.to(torch.int64)]
 
 
