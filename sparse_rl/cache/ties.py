@@ -9,7 +9,8 @@ way is 1 for the code further away from zero. Channel -1 stands for the exponent
 for the larger one.
 
 On a GPU nothing is noted: a list whose length depends on the data has no place in a captured graph. In bf16 and float16
-sampler and learner differ by more than the margin, so noting would not make them equal.
+sampler and learner differ by more than the margin, so noting would not make them equal. If they differ by more than the
+margin in fp32, too, such numbers may round differently, as without notes.
 """
 
 from __future__ import annotations
