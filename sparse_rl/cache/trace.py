@@ -248,8 +248,12 @@ def _wrong_ties(ties: Tensor, evicted_at: Tensor) -> str | None:
         return f"its ties have {ties.shape[1]} numbers each, not {COLUMNS}"
     if ties.dtype != evicted_at.dtype:
         return f"its ties are {ties.dtype}, but its moments are {evicted_at.dtype}"
+    if not len(ties):
+        return None
+    if (least := int(ties.to(torch.int64).min())) < 0:
+        return f"its ties have the number {least}"
     layers, heads, tokens = evicted_at.shape
-    highest = ties.to(torch.int64)[:, :3].amax(0).tolist() if len(ties) else [-1, -1, -1]
+    highest = ties.to(torch.int64)[:, :3].amax(0).tolist()
     for name, high, count in zip(("token", "layer", "KV head"), highest, (tokens, layers, heads), strict=True):
         if high >= count:
             return f"its ties name {name} {high}, but it has {count}"

@@ -181,6 +181,10 @@ def test_files_with_impossible_ties_are_refused(tmp_path, ties, why):
 
 
 def test_damaged_ties_are_refused(tmp_path):
+    long = Trace.dense(1, 1, 70_000)
+    dataclasses.replace(long, ties=torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32)).save(tmp_path / "a")
+    with pytest.raises(SparseRLError, match="its ties have the number -1"):
+        Trace.load(tmp_path / "a")
     trace = Trace.dense(3, 2, 5).with_slots(SlotFormat("int8"), TIES)
     content = bytearray(trace.to_bytes())
     content[content.index(trace.ties.numpy().tobytes())] ^= 1
