@@ -6,6 +6,7 @@ support (fp64, dropout, values of another width or dtype; soft-caps under FlexAt
 per layer. `kernels/ops.py` chooses.
 
 Where the sampler's slots had 8 bits, every query reads keys and values as they were stored, its own token's included.
+Ties that the trace records go the way that they went there.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def shadow_attention(
     layer, scale = layer_of(module), scaling or query.shape[-1] ** -0.5
     query, key, value = (as_autocast(x) for x in (query, key, value))
     if replay.slots is not None and (kind := replay.slots.of_layer(layer)) is not None:
-        key, value = as_stored(key, kind), as_stored(value, kind)
+        of_keys, of_values = (None, None) if replay.ties is None else replay.ties.of_layer(layer, key, value)
+        key, value = as_stored(key, kind, of_keys), as_stored(value, kind, of_values)
     bias = None
     if alibi is not None:
         bias = alibi.bias(positions[:, None, :, None], positions[:, None, None, :], query.dtype)

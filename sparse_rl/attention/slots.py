@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache import LayerSlots, SlotCache
+from ..cache.formats import Ties
 from ..cache.slots import place_in
 from ..cache.states import slot_layers
+from ..cache.ties import KnownTies
 from ..errors import SparseRLError
 from ..kernels import ops, twins
 from ..kernels.twins import attend, attend_with_probs, group_mask
@@ -37,6 +39,7 @@ class Feed:
     ends: Tensor | None = None  # [B] where each prompt ends; tokens from there on are padding. None: all are real
     position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
     live: Tensor | None = None  # [B] bool, while decoding: which rows are fed; others stay unchanged. None: all are fed
+    known: KnownTies | None = None  # of tokens that were fed before, on slots of 8 bits; None: they are noted
     layers_seen: set[int] = field(default_factory=set)
     # By the number of a layer: the latents and rotated keys of the tokens, of a model that keeps those (latent.py).
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -46,6 +49,8 @@ class Feed:
     def __post_init__(self):
         if self.live is None:
             self.cache.place(self.slot, self.index)
+        if self.first and self.cache.ties is not None:
+            self.cache.ties.begin(self.slot.shape[0])
 
     def slot_of(self, layer: int) -> Tensor:
         """Where each token goes in a layer. [B, T]"""
@@ -65,12 +70,21 @@ class Feed:
             self.places[extra] = slot, visible
         return self.places[extra]
 
+    def known_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Ties, Ties] | None:
+        """Known ties of a layer's keys and values. [B, H, T, D]"""
+        return None if self.known is None else self.known.of_layer(layer, key, value)
+
+    @cached_property
+    def real(self) -> Tensor | None:
+        """Which tokens are stored to stay. [B, T], or None for all"""
+        if self.live is not None:
+            return self.live[:, None]
+        return None if self.ends is None else self.index < self.ends[:, None]
+
     @cached_property
     def counted(self) -> Tensor | None:
         """Whose attention counts: that of real tokens of rows that are fed. [B, 1, T, 1], or None for all"""
-        if self.live is not None:
-            return self.live[:, None, None, None]
-        return None if self.ends is None else (self.index < self.ends[:, None])[:, None, :, None]
+        return None if self.real is None else self.real[:, None, :, None]
 
 
 def slots_attention(
@@ -137,10 +151,13 @@ def feed_and_attend(
         token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
         return out.view(query.shape[0], 1, query.shape[1], -1)
+    known = feed.known_of(layer, key, value)
+    if not stored and known is None:
+        cache.note_ties(layer, key, value[..., : cache.shape.value_dim], feed.index, feed.real)
     if stored:
-        key, value = (key, value) if feed.live is not None else cache.as_stored(layer, key, value)
+        key, value = (key, value) if feed.live is not None else cache.as_stored(layer, key, value, known)
     elif feed.live is None:
-        key, value = cache.append(layer, feed.slot_of(layer), key, value)
+        key, value = cache.append(layer, feed.slot_of(layer), key, value, known)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
         twins.store(*_one_token(cache, layer, query, key, value[..., : cache.shape.value_dim], feed, feed.live))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .formats import SlotFormat
+from .ties import KnownTies
 
 # Kept tokens listed per token: the lists of a head take 256 bytes a token, as much as keys and values of 64 numbers.
 _MOST_KEPT = 64
@@ -75,6 +76,7 @@ class Replay:
     lengths: Tensor  # int64 [B]: tokens without padding
     packing: Packing | None = None
     slots: SlotFormat | None = None  # how the sampler stored keys and values
+    ties: KnownTies | None = None  # which way its slots of 8 bits rounded ties
     layouts: dict[Any, Any] = field(default_factory=dict)  # caches of kernels, by what they depend on
     observe: Callable[[Observed], None] | None = None  # called with what each layer attends with
 

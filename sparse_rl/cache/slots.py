@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import CODES, as_stored, dequantize, quantize
+from .formats import CODES, Ties, as_stored, dequantize, quantize
 from .shape import CacheShape
 from .states import RowStates
+from .ties import TieLog
 
 # Layers are compressed and copied together as long as a copy of their keys and values fits in this.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
@@ -123,6 +124,8 @@ class SlotCache:
             ring = (shape.layers, rows, shape.query_heads, shape.num_queries, shape.key_dim)
             self.queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
         self.states = RowStates(shape.states, rows, shape.dtype, device) if shape.states else None
+        notes = shape.slots is not None and shape.dtype == torch.float32 and self.device.type == "cpu"
+        self.ties = TieLog([[] for _ in range(rows)]) if notes else None
         # What the attention notes about each layer while it runs, so that slots are scored as the model would.
         self.scaling: list[float | None] = [None] * shape.layers
         self.softcap: list[float | None] = [None] * shape.layers
@@ -172,6 +175,8 @@ class SlotCache:
     def clear(self) -> None:
         for tensor in self.tensors + (self.states.tensors if self.states else []):
             tensor.zero_()
+        if self.ties is not None:
+            self.ties.begin(self.rows)
 
     def part(self, rows: slice) -> SlotCache:
         """Some rows as a cache of their own, on the same memory."""
@@ -180,6 +185,7 @@ class SlotCache:
         part.stored = [stored.part(rows) for stored in self.stored]
         part.queries = None if self.queries is None else self.queries[:, rows]
         part.states = None if self.states is None else self.states.part(rows)
+        part.ties = None if self.ties is None else self.ties.part(rows)
         return part
 
     def stored_by(self, layers: slice) -> Stored:
@@ -225,14 +231,18 @@ class SlotCache:
             if stored.mass is not None:
                 stored.mass[:, rows, :, here] = 0.0
 
-    def append(self, layer: int, slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, slot: Tensor, key: Tensor, value: Tensor, ties: tuple[Ties, Ties] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the tokens being fed to the first B rows. -> key and value as they are read
 
-        slot [B, T], of this layer; key, value [B, H, T, D]
+        slot [B, T], of this layer; key, value [B, H, T, D]; ties: known ones of both
         """
         rows, slots = torch.arange(slot.shape[0], device=slot.device)[:, None], self.layer(layer)
         if slots.exponents is not None and (kind := self.shape.kind_of(layer)) is not None:
-            (keys, key_exponents), (values, value_exponents) = quantize(key, kind), quantize(value, kind)
+            of_keys, of_values = ties or (None, None)
+            keys, key_exponents = quantize(key, kind, of_keys)
+            values, value_exponents = quantize(value, kind, of_values)
             slots.exponents[rows, :, slot] = torch.stack([key_exponents, value_exponents], -1).transpose(1, 2)
             read = dequantize(keys, key_exponents, key.dtype), dequantize(values, value_exponents, value.dtype)
         else:
@@ -242,10 +252,17 @@ class SlotCache:
             slots.values[rows, :, slot] = values.transpose(1, 2)
         return read
 
-    def as_stored(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as they would be read from slots."""
-        kind = self.shape.kind_of(layer)
-        return (key, value) if kind is None else (as_stored(key, kind), as_stored(value, kind))
+    def as_stored(
+        self, layer: int, key: Tensor, value: Tensor, ties: tuple[Ties, Ties] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as they would be read from slots. ties: known ones of both"""
+        kind, (of_keys, of_values) = self.shape.kind_of(layer), ties or (None, None)
+        return (key, value) if kind is None else (as_stored(key, kind, of_keys), as_stored(value, kind, of_values))
+
+    def note_ties(self, layer: int, key: Tensor, value: Tensor, index: Tensor, real: Tensor | None) -> None:
+        """Note the ties of the tokens being fed, if this cache does. See `TieLog.note`."""
+        if self.ties is not None and (kind := self.shape.kind_of(layer)) is not None:
+            self.ties.note(layer, kind, key, value, index, real)
 
     def open_mass(self, layer: int, slot: Tensor, live: Tensor) -> None:
         """A token about to be fed to each live row has received no attention yet. slot, live [B]"""
@@ -307,6 +324,8 @@ class SlotCache:
                 self.queries[layers, to] = source.queries[layers][:, rows]
         if self.states is not None and source.states is not None:
             self.states.fork(source.states, rows, to)
+        if self.ties is not None and source.ties is not None:
+            self.ties.fork(source.ties, rows, to)
         self.scaling, self.softcap, self.sliding_window = source.scaling, source.softcap, source.sliding_window
 
     def take(self, row: int, used: int, fed: int) -> list[Tensor]:

@@ -8,11 +8,11 @@ is a complete record of what the sampler could see:
 Queries and tokens are counted by feed index, the order in which tokens entered the cache.
 
 A trace may also have `routes`, the experts that each token of a mixture of experts went through (models/routing.py),
-and `slots`, the format of keys and values if it is not the model's dtype (formats.py). With all three the sampler's
-pass can be repeated.
+and `slots`, the format of keys and values if it is not the model's dtype (formats.py), with `ties`, the numbers whose
+code rounding alone decided (ties.py). With all of these the sampler's pass can be repeated.
 
 A file holds `evicted_at` itself, or a byte per (layer, KV head, token) that points to one of the few moments of
-eviction. It also holds `routes` and `slots`, which older versions ignore.
+eviction. It also holds `routes`, `slots` and `ties`, which older versions ignore.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import os
 import tempfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +33,20 @@ from torch import Tensor
 from ..errors import SparseRLError
 from ..files import replace_file
 from .formats import SlotFormat
+from .ties import COLUMNS
 
 NEVER = 65535  # `evicted_at` of a token that stayed, in uint16
 _PLAIN, _EVENTS = "sparse_rl.trace.1", "sparse_rl.trace.2"  # a file's two forms
 _TENSORS = {_PLAIN: ("evicted_at",), _EVENTS: ("moments", "which")}
 _WIDTHS = (torch.uint16, torch.int32)
-_ROUTES = "sparse_rl.routes.1"  # a file that has routes names their form
+# A file that has routes or ties names their form.
+_FORMS = {"routes": "sparse_rl.routes.1", "ties": "sparse_rl.ties.1"}
 _KINDS = {  # (rank, dtypes)
     "evicted_at": (3, _WIDTHS),
     "moments": (1, _WIDTHS),
     "which": (3, (torch.uint8,)),
     "routes": (3, (torch.uint8, torch.uint16)),
+    "ties": (2, _WIDTHS),
 }
 
 
@@ -62,6 +65,7 @@ class Trace:
     evicted_at: Tensor  # [L, H, T] uint16 (int32 for 65,535 tokens and more), on the CPU
     routes: Tensor | None = None  # [T, M, k] uint8 (uint16 for more than 256 experts); M layers have experts
     slots: SlotFormat | None = None  # how keys and values were stored; None: in the model's dtype
+    ties: Tensor | None = None  # [N, 4] in the dtype of `evicted_at`: how slots of 8 bits rounded ties, if noted
 
     @classmethod
     def dense(cls, layers: int, heads: int, tokens: int) -> Trace:
@@ -75,7 +79,16 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        return self.evicted_at.nbytes + (0 if self.routes is None else self.routes.nbytes)
+        return self.evicted_at.nbytes + sum(tensor.nbytes for tensor in self._others.values())
+
+    @property
+    def _others(self) -> dict[str, Tensor]:
+        """Routes and ties, if it has them."""
+        return {name: found for name in _FORMS if (found := getattr(self, name)) is not None}
+
+    def with_slots(self, slots: SlotFormat | None, ties: Tensor | None) -> Trace:
+        """With the format of its slots, and their ties. [N, 4]"""
+        return replace(self, slots=slots, ties=None if ties is None else ties.to(self.evicted_at.dtype))
 
     def visible(self, layer: int | None = None) -> Tensor:
         """What each query saw: bool [L, H, T queries, T tokens], or [H, T, T] for one layer."""
@@ -95,7 +108,12 @@ class Trace:
         part = self.evicted_at[..., start:stop].to(torch.int64)
         dtype = trace_dtype(stop - start)
         evicted_at = torch.where(part >= stop, never(dtype), (part - start).clamp(min=0)).to(dtype)
-        return Trace(evicted_at, None if self.routes is None else self.routes[start:stop], self.slots)
+        routes, ties = None if self.routes is None else self.routes[start:stop], self.ties
+        if ties is not None:
+            ties = ties.to(torch.int64)
+            ties = ties[(ties[:, 0] >= start) & (ties[:, 0] < stop)] - torch.tensor([start, 0, 0, 0])
+            ties = ties.to(dtype)
+        return Trace(evicted_at, routes, self.slots, ties)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write it, atomically: the file is whole or absent."""
@@ -103,16 +121,16 @@ class Trace:
 
     def to_bytes(self) -> bytes:
         """The content of a file, in the smaller of the two forms."""
-        about, routes = {"crc32": str(_crc(self.evicted_at))}, {}
-        if self.routes is not None:
-            about |= {"routes": _ROUTES, "routes_crc32": str(_crc(self.routes))}
-            routes = {"routes": self.routes.contiguous()}
+        about, others = {"crc32": str(_crc(self.evicted_at))}, {}
+        for name, found in self._others.items():
+            about |= {name: _FORMS[name], f"{name}_crc32": str(_crc(found))}
+            others[name] = found.contiguous()
         if self.slots is not None:
             about["slots"] = json.dumps([self.slots.kind, list(self.slots.kept)])
         plain = {"evicted_at": self.evicted_at.contiguous()}
-        forms = [save(plain | routes, metadata={"format": _PLAIN, **about})]
+        forms = [save(plain | others, metadata={"format": _PLAIN, **about})]
         if (events := _events(self.evicted_at)) is not None:
-            forms.append(save(events | routes, metadata={"format": _EVENTS, **about}))
+            forms.append(save(events | others, metadata={"format": _EVENTS, **about}))
         return in_order(min(forms, key=len))
 
     @classmethod
@@ -125,32 +143,35 @@ class Trace:
                 about = file.metadata() or {}
                 form = about.get("format")
                 tensors = {name: file.get_tensor(name) for name in _TENSORS.get(form or "", ())}
-                routes = {"routes": file.get_tensor("routes")} if about.get("routes") == _ROUTES else {}
+                others = {name: file.get_tensor(name) for name in _FORMS if about.get(name) == _FORMS[name]}
         except (SafetensorError, OSError) as error:
             raise SparseRLError(f"{path} is not a trace file or is damaged ({error}); write it again.") from error
         if not tensors:
             raise SparseRLError(
                 f"{path} is a safetensors file but not a trace (its format is {form!r}); write it with Trace.save."
             )
-        if about.get("routes", _ROUTES) != _ROUTES:
-            raise SparseRLError(
-                f"{path} holds routes in the form {about['routes']!r}, which this version does not know; use a newer "
-                "version."
-            )
-        wrong, evicted_at = _wrong_in(tensors | routes), None
+        for name, known in _FORMS.items():
+            if about.get(name, known) != known:
+                raise SparseRLError(
+                    f"{path} holds {name} in the form {about[name]!r}, which this version does not know; use a newer "
+                    "version."
+                )
+        wrong, evicted_at = _wrong_in(tensors | others), None
         if wrong is None:
             evicted_at = tensors["evicted_at"] if form == _PLAIN else _from_events(**tensors)
             wrong = _impossible_in(evicted_at)
             if "crc32" in about and about["crc32"] != str(_crc(evicted_at)):  # files of older versions have no checksum
                 wrong = "its checksum differs: it is damaged"
-            for found in routes.values():
-                if len(found) != evicted_at.shape[-1]:
+            for name, found in others.items():
+                if name == "routes" and len(found) != evicted_at.shape[-1]:
                     wrong = f"it has routes of {len(found)} tokens, but {evicted_at.shape[-1]} tokens"
-                elif about.get("routes_crc32") != str(_crc(found)):
-                    wrong = "the checksum of its routes differs: it is damaged"
+                elif about.get(f"{name}_crc32") != str(_crc(found)):
+                    wrong = f"the checksum of its {name} differs: it is damaged"
+                elif name == "ties":
+                    wrong = wrong or _wrong_ties(found, evicted_at)
         if wrong is not None or evicted_at is None:
             raise SparseRLError(f"{path} is not a trace ({wrong}); write it again.")
-        return cls(evicted_at, **routes, slots=_slots_in(about.get("slots"), len(evicted_at), path))
+        return cls(evicted_at, **others, slots=_slots_in(about.get("slots"), len(evicted_at), path))
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Trace:
@@ -218,6 +239,24 @@ def _impossible_in(evicted_at: Tensor) -> str | None:
         return f"{tokens} tokens do not fit in uint16"
     if (evicted_at.numpy() <= np.arange(tokens)).any():
         return "a token is gone before it has been fed"
+    return None
+
+
+def _wrong_ties(ties: Tensor, evicted_at: Tensor) -> str | None:
+    """Why these are not ties of the trace, or None. ties [N, 4]; evicted_at [L, H, T]"""
+    if ties.shape[1] != COLUMNS:
+        return f"its ties have {ties.shape[1]} numbers each, not {COLUMNS}"
+    if ties.dtype != evicted_at.dtype:
+        return f"its ties are {ties.dtype}, but its moments are {evicted_at.dtype}"
+    if not len(ties):
+        return None
+    if (least := int(ties.to(torch.int64).min())) < 0:
+        return f"its ties have the number {least}"
+    layers, heads, tokens = evicted_at.shape
+    highest = ties.to(torch.int64)[:, :3].amax(0).tolist()
+    for name, high, count in zip(("token", "layer", "KV head"), highest, (tokens, layers, heads), strict=True):
+        if high >= count:
+            return f"its ties name {name} {high}, but it has {count}"
     return None
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ..attention import Replay
 from ..beacon import beacon_of
 from ..cache import Trace
-from ..cache.formats import common_format
 from ..cache.segments import Packing
+from ..cache.ties import slots_and_ties
 from ..errors import SparseRLError
 from ..kernels.ops import place_of
 from ..models import is_recurrent
@@ -140,8 +140,11 @@ def packed_replay(
     if traces is None and packing.size > WORTH_PACKING * evicted_at.numel():
         return None
     moved = Packing(packing.place.to(device), packing.first.to(device), packing.size)
-    slots = None if traces is None else common_format(trace.slots for trace in traces)
-    replay = Replay(evicted_at.to(device), lengths.to(device), moved, slots=slots)
+    slots, ties = slots_and_ties(traces or [], device)
+    if ties is not None:  # of shared tokens those of the trajectory that brings them
+        brought = ties.token >= moved.first[ties.row]
+        ties = ties.moved(torch.zeros_like(ties.row), moved.place[ties.row, ties.token], brought)
+    replay = Replay(evicted_at.to(device), lengths.to(device), moved, slots=slots, ties=ties)
     return replay if device.type == "cpu" or replay.segments.are_few else None
 
 

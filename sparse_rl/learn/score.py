@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import Given, Replay, giving, through_backward, use_attention
 from ..beacon import beacon_of, choice_entropies, choice_logprobs
 from ..cache import Support, Trace
-from ..cache.formats import common_format
 from ..cache.segments import Packing
+from ..cache.ties import slots_and_ties
 from ..errors import SparseRLError
 from ..models import (
     causal_lm_of,
@@ -348,8 +348,8 @@ def replay_of(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Replay
     """What the queries of several (tokens, trace) pairs could see, after a check that each trace fits its tokens."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(tokens) for tokens, _ in items])
-    slots = common_format(trace.slots for _, trace in items)
-    return Replay(pad_traces(model, items).to(device), lengths.to(device), slots=slots)
+    slots, ties = slots_and_ties([trace for _, trace in items], device)
+    return Replay(pad_traces(model, items).to(device), lengths.to(device), slots=slots, ties=ties)
 
 
 def pad_traces(model: nn.Module, items: Sequence[tuple[Tensor, Trace]]) -> Tensor:

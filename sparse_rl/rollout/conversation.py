@@ -28,6 +28,7 @@ class Parked:
 
     slots: list[Tensor]  # slots in use, recent queries, attention received, states
     trace: Tensor  # [L, H, T] in the form in which rows write it
+    ties: Tensor | None = None  # [N, 4], if slots of 8 bits note them
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attention import Feed, Given, giving
 from ..cache import SlotCache, SlotFormat, Trace
+from ..cache.ties import TieLog
 from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
@@ -51,6 +52,7 @@ class RowState:
     kept: Kept | None = None  # the tokens that could be drawn, if recorded
     settings: RowSettings | None = None  # how each row samples, if rows differ
     slots: SlotFormat | None = None  # the cache's, for the traces
+    ties: TieLog | None = None  # the cache's, likewise
 
     @classmethod
     def empty(
@@ -90,6 +92,7 @@ class RowState:
             step_routes=step_routes,
             kept=None if room is None else Kept.empty(rows, new, room, device),
             slots=cache.shape.slots,
+            ties=cache.ties,
         )
 
     @property
@@ -99,7 +102,7 @@ class RowState:
 
     @property
     def by_row(self) -> list[Tensor]:
-        others = ("capacity", "chunks", "kept", "settings", "slots", "step_routes")
+        others = ("capacity", "chunks", "kept", "settings", "slots", "step_routes", "ties")
         own = [getattr(self, name) for name in self.__dataclass_fields__ if name not in others]
         own += [tensor for part in (self.chunks, self.kept, self.settings) if part for tensor in part.tensors]
         return [tensor for tensor in own if tensor is not None]
@@ -175,7 +178,12 @@ class RowState:
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """The trace of each trajectory, copied to the CPU because rows are reused. tokens: the length of each"""
         copied = self.trace[rows, :, :, : max(tokens)].cpu()
-        return [as_trace(copied[i, :, :, :n], self.slots) for i, n in enumerate(tokens)]
+        ties = self.ties_of(rows)
+        return [as_trace(copied[i, :, :, :n], self.slots, ties[i]) for i, n in enumerate(tokens)]
+
+    def ties_of(self, rows: list[int]) -> list[Tensor | None]:
+        """The ties of each row, int64 [N, 4]; None if they are not noted."""
+        return [None if self.ties is None else self.ties.of_row(row) for row in rows]
 
     def routes_of(self, rows: list[int], prompts: list[Tensor | None], counts: list[int]) -> list[Tensor | None]:
         """The routes of each trajectory on the CPU, [T, M, k]; None if they are not recorded. prompts: their routes,
@@ -203,15 +211,15 @@ def never_in(trace: Tensor) -> int:
     return -1 if trace.dtype == torch.int16 else never(trace.dtype)
 
 
-def as_trace(evicted_at: Tensor, slots: SlotFormat | None) -> Trace:
-    """A trace with a copy of what a row has written: [L, H, T], uint16 as int16 bits, or int32"""
+def as_trace(evicted_at: Tensor, slots: SlotFormat | None, ties: Tensor | None) -> Trace:
+    """A trace with a copy of what a row has written: [L, H, T], uint16 as int16 bits, or int32; and of its ties"""
     dtype = trace_dtype(evicted_at.shape[-1])
     evicted_at = evicted_at.clone()
     if evicted_at.dtype == torch.int16:
         evicted_at = evicted_at.view(torch.uint16)
     elif dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has
         evicted_at = evicted_at.clamp(max=never(dtype)).to(dtype)
-    return Trace(evicted_at, slots=slots)
+    return Trace(evicted_at).with_slots(slots, ties)
 
 
 def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:

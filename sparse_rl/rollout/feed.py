@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attention import Feed
 from ..cache import SlotCache
+from ..cache.ties import KnownTies
 from ..models.routing import RouteRecorder
 from .decode import forward
 from .evict import evict_as
@@ -63,8 +64,10 @@ class Feeder:
         self.cache.fork(self.scratch, desk, rows, after)
         return logits, routes
 
-    def _feed(self, scratch: SlotCache, chunks: list[Chunk], first: bool) -> tuple[Tensor, list[Tensor] | None]:
-        """Feed chunks to the rows of `scratch`. first: whether these are empty"""
+    def _feed(
+        self, scratch: SlotCache, chunks: list[Chunk], first: bool, known: KnownTies | None = None
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Feed chunks to the rows of `scratch`. first: whether these are empty; known: ties, if they were fed before"""
         n, device = len(chunks), scratch.device
         lengths = [len(chunk.tokens) for chunk in chunks]
         longest, short = max(lengths), min(lengths)
@@ -78,8 +81,9 @@ class Feeder:
             slot = (used[:, None] + place).clamp(max=scratch.capacity - 1)  # padding: no row uses the last slot
             span = min(scratch.capacity, max(c.used for c in chunks) + stop)
             feed = Feed(
-                scratch, slot, index, span=span, first=first and start == 0, ends=ends if short < longest else None
-            )
+                scratch, slot, index, span=span, first=first and start == 0, ends=ends if short < longest else None,
+                known=None if known is None else known.between(start, stop),
+            )  # fmt: skip
             into = None if self.recorder is None else self.recorder.empty(index.numel(), device)  # [M, N * c, k]
             new = forward(self.model, tokens[:, start:stop], feed)
             if into is not None:
@@ -90,17 +94,19 @@ class Feeder:
             return logits, None
         return logits, [r[:length].clone() for r, length in zip(torch.cat(routes, 1), lengths, strict=True)]
 
-    def recall(self, row: int, tokens: list[int], evicted_at: Tensor) -> int:
-        """Read tokens into a row again, with the evictions that their trace records. -> slots in use
+    def recall(self, row: int, tokens: list[int], evicted_at: Tensor, ties: Tensor | None) -> int:
+        """Read tokens into a row again, with the evictions and ties that their trace records. -> slots in use
 
-        evicted_at int64 [L, H, T], T at least the number of tokens, on the device
+        evicted_at int64 [L, H, T], T at least the number of tokens, on the device; ties [N, 4]
         """
+        known = KnownTies.of([ties], evicted_at.device)
         scratch, n = self.scratch.part(slice(0, 1)), len(tokens)
         moments = {m for m in evicted_at.unique().tolist() if m <= n}
         used = fed = 0
         for moment in sorted(moments | {n}):
             if moment > fed:
-                self._feed(scratch, [Chunk(0, tokens[fed:moment], used, fed)], first=fed == 0)
+                ties_here = None if known is None else known.between(fed, moment)
+                self._feed(scratch, [Chunk(0, tokens[fed:moment], used, fed)], fed == 0, ties_here)
                 used, fed = used + moment - fed, moment
             if moment in moments:
                 used = evict_as(self.scratch, used, evicted_at, moment)

@@ -9,7 +9,7 @@ waits. If the policy chooses its folds (beacon/choice.py), it does so in `begin`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,11 +108,11 @@ class Folding:
             {
                 "tokens": row.tokens,
                 "positions": row.positions,
-                "trace": replace(row.trace, slots=shape.slots),
+                "trace": row.trace.with_slots(shape.slots, ties),
                 "beacon_id": row.beacon_id,
                 "sampler_logprobs": torch.zeros(len(row.tokens)).masked_scatter(row.sampled, logprob[:count]),
             }
-            for row, logprob, count in zip(fed, logprobs, counts, strict=True)
+            for row, logprob, count, ties in zip(fed, logprobs, counts, self.state.ties_of(rows), strict=True)
         ]
         if self.compressor.chooses:
             for line, row, more in zip(evidence, fed, self.chosen(rows, counts), strict=True):

@@ -308,8 +308,8 @@ class LiveLoop(Loop):
         length = len(conversation.tokens)
         if conversation.row is not None:
             trace = self.state.traces_of([conversation.row], [length])[0]
-        elif conversation.parked is not None:
-            trace = as_trace(conversation.parked.trace[..., :length], self.state.slots)
+        elif (parked := conversation.parked) is not None:
+            trace = as_trace(parked.trace[..., :length], self.state.slots, parked.ties)
         else:
             assert conversation.trace is not None
             trace = conversation.trace
@@ -326,7 +326,8 @@ class LiveLoop(Loop):
             conversation = self.of(sequence)
             slots = self.cache.take(row, sequence.used, sequence.fed)
             trace = self.state.trace[row, ..., : len(conversation.tokens)]
-            conversation.parked, conversation.row = Parked(slots, trace.to("cpu", copy=True)), None
+            parked = Parked(slots, trace.to("cpu", copy=True), self.state.ties_of([row])[0])
+            conversation.parked, conversation.row = parked, None
             self.parked[conversation.number] = conversation
         while len(self.parked) > self.park_at_most:
             conversation = self.parked.pop(next(iter(self.parked)))
@@ -341,15 +342,17 @@ class LiveLoop(Loop):
         if conversation.parked is not None:
             del self.parked[conversation.number]
             self.cache.put(row, conversation.parked.slots)
-            trace = conversation.parked.trace.to(self.device)
+            trace, ties = conversation.parked.trace.to(self.device), conversation.parked.ties
         else:
             assert conversation.trace is not None
             evicted_at = conversation.trace.evicted_at.to(torch.int64)
             trace = torch.where(evicted_at > fed, self.state.never, evicted_at).to(self.device, self.state.trace.dtype)
-            conversation.way = "restored"
+            ties, conversation.way = conversation.trace.ties, "restored"
             with self.phases("prefill"):
                 known = evicted_at.to(self.device)
-                sequence.used = self.feeder.recall(row, conversation.tokens[:fed], known)
+                sequence.used = self.feeder.recall(row, conversation.tokens[:fed], known, ties)
+        if self.state.ties is not None and ties is not None:
+            self.state.ties.put(row, ties)
         self.state.trace[row] = self.state.never
         self.state.trace[row, ..., : trace.shape[-1]] = trace
         fields = (self.state.stream, self.state.count, self.state.used, self.state.index, self.state.token)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sparse_rl import Engine, Sampling, SparseRLError, token_logprobs
-from sparse_rl.cache import SlotFormat
+from sparse_rl.cache import SlotCache, SlotFormat
+from sparse_rl.cache.formats import quantize
 from sparse_rl.compressors import make
 from sparse_rl.compressors.learned import fresh
 from sparse_rl.learn.calibrate import calibrate
@@ -328,11 +329,13 @@ def kept_and_recalled(model, compressor):
     "compressor, kind, layers",
     [("rkv", "fp8", []), ("h2o", "fp8", [1]), ("rkv", "int8", [0, -1]), ("dense", "fp8", [])],
 )
-def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers, dtype):
     """Codes and exponents of every tensor come back to the bit, also into another row; read again under the trace they
-    are the same codes, because in fp64 nothing lies between two. One trace replays all of it.
+    are the same codes, because it records ties in fp32, and in fp64 nothing lies between two codes. One trace replays
+    all of it.
     """
-    model = copy.deepcopy(tiny("llama")).double()
+    model = copy.deepcopy(tiny("llama")).to(dtype)
     plan = plan_of(1, 4, temperature=1.0)
 
     def run(stranger=False, **options):
@@ -374,10 +377,35 @@ def test_slots_of_8_bits_are_parked_and_read_again(compressor, kind, layers):
         torch.testing.assert_close(mine, close, atol=1e-5, rtol=0)  # attention received is fp32
     for trajectory in (kept, parked, recalled):
         assert trajectory.trace.slots == kept.trace.slots
+        assert (trajectory.trace.ties is not None) == (dtype == torch.float32)
+        assert dtype == torch.float64 or trajectory.trace.ties.equal(kept.trace.ties)
         assert_replayed(model, trajectory)
     with torch.no_grad():  # without rounding it is another distribution
         plain = token_logprobs(model, kept.tokens, type(kept.trace)(kept.trace.evicted_at))
     assert (plain - kept.sampler_logprobs)[kept.response_mask].abs().max() > 1e-3
+
+
+def test_tokens_that_are_read_again_get_the_codes_that_they_had(monkeypatch):
+    """Even where the keys and values that are read again differ by several times as much as fp32 makes them."""
+    append, moved = SlotCache.append, []
+
+    def other_numbers(self, layer, slot, key, value, ties=None):
+        if ties is not None:  # of a conversation that is read again
+            noise = [torch.rand(x.shape, generator=generator) * 2 - 1 for x in (key, value)]
+            key, value = (x + 7e-6 * n * x.abs().amax(-1, keepdim=True) for x, n in zip((key, value), noise))
+            moved.append(
+                sum((quantize(x, "int8", t)[0] != quantize(x, "int8")[0]).sum() for x, t in zip((key, value), ties))
+            )
+        return append(self, layer, slot, key, value, ties)
+
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(SlotCache, "append", other_numbers)
+    kept, slots, recalled, again = kept_and_recalled(tiny("llama"), make("rkv", slots="int8"))
+    assert sum(moved) > 0  # some of them would have got another code
+    assert recalled.trace.evicted_at.equal(kept.trace.evicted_at)
+    codes = [(mine, theirs) for mine, theirs in zip(slots, again, strict=True) if mine.dtype == torch.int8]
+    assert len(codes) == 3 and all(mine.equal(theirs) for mine, theirs in codes)
+    assert_replayed(tiny("llama"), recalled)
 
 
 def test_ten_thousand_operations_leave_every_row_free():
