@@ -102,12 +102,9 @@ def slots_attention(
     _check_shared(module, key, feed)
     if feed.cache.shape.latent:
         query, key, value = absorbed(module, query, feed)
-    width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
-    if narrower > 0 and feed.cache.shape.mixed_widths:  # zeros change neither logits nor what is read of the values
-        query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
     fed = query[:rows], key[:rows], value[:rows]
     out = feed_and_attend(module, *fed, feed, scale, sliding_window, softcap, s_aux, alibi)
-    out = expanded(module, out) if feed.cache.shape.latent else out[..., :width]
+    out = expanded(module, out) if feed.cache.shape.latent else out
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
 
@@ -132,7 +129,8 @@ def feed_and_attend(
     stored = layer in feed.layers_seen
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    whole = not cache.shape.mass and not cache.shape.latent and alibi is None  # what the kernel can compute
+    # What the kernel can compute.
+    whole = not cache.shape.mass and key.shape[-1] == value.shape[-1] and not cache.shape.latent and alibi is None
     if feed.live is not None and whole and ops.rules(query.device).attends_while_storing:
         token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
@@ -143,7 +141,8 @@ def feed_and_attend(
         key, value = cache.append(layer, feed.slot_of(layer), key, value)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
-        twins.store(*_one_token(cache, layer, query, key, value[..., : cache.shape.value_dim], feed, feed.live))
+        width = cache.shape.of_layer(layer).value_dim  # latents are stored as keys alone
+        twins.store(*_one_token(cache, layer, query, key, value[..., :width], feed, feed.live))
         if cache.shape.mass:
             cache.open_mass(layer, feed.slot_of(layer)[:, 0], feed.live)
     plain = sliding_window is None and softcap is None and sinks is None and alibi is None
@@ -188,7 +187,7 @@ def _attend_to_slots(
         return attend(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     counted = feed.counted
-    received = probs if counted is None else probs * group_mask(counted, query.shape[1] // cache.shape.heads)
+    received = probs if counted is None else probs * group_mask(counted, query.shape[1] // keys.shape[1])
     cache.layer_mass(layer)[:rows, :, :span] += received.sum(2)
     return out
 
@@ -213,11 +212,13 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
     """Which slots the layer reads, after refusing layers that are not what the config says, or that attend twice."""
     layer, shape = layer_of(module), feed.cache.shape
     given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.latent or shape.value_dim)
-    if given != planned or not 0 <= layer < shape.layers:
+    known = 0 <= layer < shape.layers
+    own = shape.of_layer(layer if known else 0)
+    planned = (shape.query_heads, own.heads, own.key_dim, shape.latent or own.value_dim)
+    if given != planned or not known:
         raise SparseRLError(
-            f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} "
-            f"for each of {shape.layers} layers: {type(module).__name__} is not supported."
+            f"layer {layer} of {shape.layers} has (query heads, KV heads, key dim, value dim) {given} where the config "
+            f"says {planned}: {type(module).__name__} is not supported."
         )
     if layer in feed.layers_seen and not getattr(module, "is_kv_shared_layer", False):
         raise SparseRLError(

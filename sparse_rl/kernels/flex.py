@@ -47,7 +47,7 @@ def trace_attention(
     """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]. Without soft-cap and dropout. sinks [H * G]"""
     assert softcap is None and dropout == 0
     group = query.shape[1] // key.shape[1]
-    mask = trace_block_mask(replay.of_layer(layer).expand(-1, key.shape[1], -1), group, sliding_window)
+    mask = trace_block_mask(replay.of_layer(layer, key.shape[1]).expand(-1, key.shape[1], -1), group, sliding_window)
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
         attend = functools.partial(_compiled(), query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
         if sinks is None:

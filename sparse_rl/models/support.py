@@ -60,10 +60,6 @@ def check_supported(config) -> None:
         if value is None:
             raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
         require_int(**{f"{key} of the model's config": value})
-    if (value := _of_all_layers(config, "num_key_value_heads")) is not None:
-        require_int(**{"num_key_value_heads of the model's config": value})
-    for value in head_dims(config):
-        require_int(**{"head_dim of the model's config": value})
     if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
     if (shared := getattr(config, "num_kv_shared_layers", None) or 0) and name not in _SHARING:
@@ -97,15 +93,6 @@ def hard_limits(config) -> list[int]:
     if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
         limits.append(int(config.floor_scale) - 1)
     return limits
-
-
-def head_dims(config) -> list[int]:
-    """The different widths that a model's heads have; empty where the config names none."""
-    layers = getattr(config, "per_layer_config", None)  # where layers differ, transformers answers for each alone
-    found = [getattr(layer, "head_dim", None) for layer in layers] if layers else [getattr(config, "head_dim", None)]
-    if not layers and config.model_type in _SHARING:  # in older versions it is a setting of its own
-        found.append(getattr(config, "global_head_dim", None))
-    return sorted({value for value in found if value is not None})
 
 
 def _of_all_layers(config, key: str):

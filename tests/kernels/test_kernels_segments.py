@@ -334,7 +334,7 @@ def test_layers_and_heads_may_share_their_lists(chunk):
         found.append([out.detach(), *(x.grad for x in mine)])
     replay = Replay(shared, fed)
     theirs = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    attend(*theirs, layer_mask(replay.of_layer(3), None), 0.3, None).backward(upstream.double())
+    attend(*theirs, layer_mask(replay.of_layer(3, heads), None), 0.3, None).backward(upstream.double())
     for ours, expected in zip(found[0], found[1], strict=True):
         assert error(ours, expected) < 1e-6
     for ours, expected in zip(found[0][1:], theirs, strict=True):
