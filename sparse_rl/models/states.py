@@ -109,15 +109,12 @@ def recurrent_kernels(config: Any) -> str | None:
 
 
 def check_recurrent(config: Any) -> None:
-    """Refuse recurrent layers whose states are not known, and a model that has no other layers."""
+    """Refuse a model of recurrent layers alone, and recurrent layers that do not compute the same in one way as in
+    another. Only the families above come here.
+    """
     name = config.model_type
     if not is_recurrent(config):
         return
-    if name not in FAMILIES:
-        raise SparseRLError(
-            f"{name} has recurrent layers of a kind whose states are not known here: this architecture is not "
-            "supported."
-        )
     if not num_slot_layers(config):
         raise SparseRLError(f"{name} has recurrent layers alone here: it has no KV cache that could be compressed.")
     low, high = _time_steps(config)
