@@ -222,8 +222,8 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
         )
     if layer in feed.layers_seen and not getattr(module, "is_kv_shared_layer", False):
         raise SparseRLError(
-            f"{type(module).__name__} attends twice in layer {layer}, each time with other keys or values: a slot holds "
-            "one of each per layer, so this architecture is not supported."
+            f"{type(module).__name__} attends twice in layer {layer}, each time with other keys or values: a slot "
+            "holds one of each per layer, so this architecture is not supported."
         )
     return layer
 
@@ -256,7 +256,8 @@ def check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[st
     kind = type(module).__name__
     if attention_mask is not None:
         raise SparseRLError(
-            f"{kind} brings an attention mask of its own, which a trace does not hold: this architecture is not supported."
+            f"{kind} brings an attention mask of its own, which a trace does not hold: this architecture is not "
+            "supported."
         )
     if getattr(module, "is_causal", True) is False:
         raise SparseRLError(

@@ -44,7 +44,7 @@ def trace_attention(
     dropout: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]. Without soft-cap and dropout. sinks [H * G]"""
+    """query [B, H * G, T, D]; key, value [B, H, T, D]; sinks [H * G] -> [B, T, H * G, D]. No soft-cap, no dropout."""
     assert softcap is None and dropout == 0
     group = query.shape[1] // key.shape[1]
     mask = trace_block_mask(replay.of_layer(layer, key.shape[1]).expand(-1, key.shape[1], -1), group, sliding_window)

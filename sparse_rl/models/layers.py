@@ -75,10 +75,10 @@ def _heads(config: Any, layer: int) -> int:
         return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
     if name == "jetmoe":  # every expert of a token has queries of its own, for keys that all of them share
         return config.num_attention_heads
+    heads = None
     if _is_global(config, layer) and getattr(config, "attention_k_eq_v", False):
-        if (heads := getattr(config, "num_global_key_value_heads", None)) is not None:
-            return heads
-    heads = _setting(config, layer, "num_key_value_heads")
+        heads = getattr(config, "num_global_key_value_heads", None)
+    heads = _setting(config, layer, "num_key_value_heads") if heads is None else heads
     if name == _MIMO and config.layer_types[layer] == "sliding_attention":
         return 2 * heads
     return config.num_attention_heads if heads is None else heads
@@ -105,7 +105,7 @@ def _setting(config: Any, layer: int, key: str) -> Any:
         return value
     if len(value) != config.num_hidden_layers:
         raise SparseRLError(
-            f"{config.model_type} has a {key} for {len(value)} layers but {config.num_hidden_layers} layers: repair its "
-            "config.json."
+            f"{config.model_type} has a {key} for {len(value)} layers but {config.num_hidden_layers} layers: repair "
+            "its config.json."
         )
     return value[layer]

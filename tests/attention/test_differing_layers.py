@@ -100,7 +100,7 @@ def test_a_layer_with_fewer_heads_repeats_them(compressor, case):
 
 @pytest.mark.parametrize("options", [dict(slots="fp8"), dict(slots="int8", slots_kept=[-1]), dict(prompt_chunk=8)])
 def test_other_ways_to_store_and_to_read(options, case):
-    model, shapes = case
+    model, _ = case
     engine, trajectories = rollouts(model, "rkv", **options)
     with torch.no_grad():
         gaps = [(token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs).abs() for t in trajectories]
