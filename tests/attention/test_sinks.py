@@ -3,6 +3,7 @@ the trace, with the sink as one more column of the softmax.
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -37,6 +38,9 @@ def uncompiled(monkeypatch):
     """FlexAttention as plain torch: it compiles for GPUs only, and elsewhere refuses a gradient that it can compute."""
     monkeypatch.setattr(flex, "_compiled", lambda: of_torch.flex_attention)
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    yield
+    torch._dynamo.reset()  # it traces all the same, and would leave tensors of unknown sizes behind
+    gc.collect()
 
 
 def window(module):
