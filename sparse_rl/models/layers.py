@@ -39,26 +39,23 @@ def num_slot_heads(config: Any) -> int:
     return max((shape.heads for shape in layer_shapes(config)), default=1)
 
 
-def layers_that_store(kinds: tuple[str, ...], shared: int) -> list[int]:
-    """The first reader of every set of slots, which stores what others read (`slot_layers`)."""
-    first: dict[int, int] = {}
-    for layer, number in slot_layers(kinds, shared).items():
-        first.setdefault(number, layer)
-    return [first[number] for number in sorted(first)]
-
-
 def _storing(config: Any) -> list[int]:
+    """The layer that stores, of every set of slots: the first of those that read it."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         return list(range(config.num_hidden_layers))
     shared = getattr(config, "num_kv_shared_layers", None) or 0
-    return layers_that_store(tuple(kinds[: config.num_hidden_layers]), shared)
+    first: dict[int, int] = {}
+    for layer, number in slot_layers(tuple(kinds[: config.num_hidden_layers]), shared).items():
+        first.setdefault(number, layer)
+    return [first[number] for number in sorted(first)]
 
 
 def _shape_of(config: Any, layer: int) -> LayerShape:
     heads, width = _heads(config, layer), _width(config, layer)
-    require_int(**{"num_key_value_heads of the model's config": heads, "head_dim of the model's config": width})
     values = config.v_head_dim if config.model_type == _MIMO else width
+    sizes = {"num_key_value_heads": heads, "head_dim": width, "v_head_dim": values}
+    require_int(**{f"{key} of the model's config": value for key, value in sizes.items()})
     return LayerShape(heads, width, values)
 
 
@@ -79,9 +76,9 @@ def _heads(config: Any, layer: int) -> int:
     if _is_global(config, layer) and getattr(config, "attention_k_eq_v", False):
         heads = getattr(config, "num_global_key_value_heads", None)
     heads = _setting(config, layer, "num_key_value_heads") if heads is None else heads
-    if name == _MIMO and config.layer_types[layer] == "sliding_attention":
-        return 2 * heads
-    return config.num_attention_heads if heads is None else heads
+    heads = config.num_attention_heads if heads is None else heads
+    doubled = name == _MIMO and config.layer_types[layer] == "sliding_attention"
+    return 2 * heads if doubled else heads
 
 
 def _width(config: Any, layer: int) -> int:

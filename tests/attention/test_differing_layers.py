@@ -21,6 +21,7 @@ from tests import survey
 from tests.helpers.compressors import EVICTING, STANDALONE
 from tests.helpers.explicit import compare_gradients, explicit_logprobs
 from tests.helpers.models import prompts_of
+from tests.rollout.test_live import assert_replayed, kept_and_recalled
 
 GEMMA = dict(
     num_attention_heads=8, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=2,
@@ -155,6 +156,16 @@ def test_a_row_is_moved_to_host_memory_and_back(case):
     for stored in cache.stored:
         assert all(torch.equal(t[:, 1, :, :16], t[:, 0, :, :16]) for t in stored.tensors)
         assert torch.equal(stored.queries[:, 1], stored.queries[:, 0])
+
+
+@pytest.mark.parametrize("compressor", ["rkv", "h2o"])
+def test_a_conversation_read_again_under_its_trace_goes_on(compressor, case):
+    model, _ = case
+    kept, slots, recalled, again = kept_and_recalled(model, compressor)
+    assert recalled.tokens.equal(kept.tokens) and recalled.trace.evicted_at.equal(kept.trace.evicted_at)
+    assert_replayed(model, recalled)
+    for mine, theirs in zip(slots, again, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_heads_that_a_trace_cannot_record_are_refused():
