@@ -90,8 +90,14 @@ OWN: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "gemma4_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_unified_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{
+        key: {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            **{"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        }
+        for key in ("gemma4_text", "gemma4_unified_text")
+    },
+    "mimo_v2_flash": {"v_head_dim": 6},
     "nemotron": {"num_key_value_heads": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},

@@ -12,7 +12,8 @@ from tests import survey
         ("roberta", "exact", ""),  # whose own positions begin elsewhere
         ("gpt_oss", "exact", ""),  # attention sinks, mixture of experts
         ("lfm2", "exact", ""),  # recurrent layers
-        ("gemma4_text", "exact", ""),  # layers that read another's slots, heads of two widths
+        ("gemma4_text", "exact", ""),  # layers that read another's slots, KV heads of two numbers and widths
+        ("mimo_v2_flash", "exact", ""),  # layers with other numbers of KV heads, values narrower than keys, sinks
         ("stablelm", "exact", ""),  # which drops arguments that it does not know
         ("mamba", "refused", "has no num_attention_heads"),
     ],

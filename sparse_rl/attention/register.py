@@ -33,9 +33,11 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
             _set_attention(model, name)
             stuck = [type(config).__name__ for config in configs if config._attn_implementation != name]
             if stuck:
+                decoder = _outermost(model).config.get_text_config(decoder=True)
+                where = "its decoder" if decoder._attn_implementation != name else "a part beside its decoder"
                 raise SparseRLError(
-                    f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): it does not "
-                    "use transformers' attention interface, so this architecture is not supported."
+                    f"{type(model).__name__} does not let its attention be replaced ({', '.join(stuck)}): {where} "
+                    "writes it out in code of its own and does not call transformers' attention interface."
                 )
         check_positions(model)
         with replaced_methods(model, ATTENTIONS[name]):
@@ -110,9 +112,13 @@ def _attention_configs(model: nn.Module) -> list:
 
 
 def _set_attention(model: nn.Module, name: str) -> None:
+    _outermost(model).set_attn_implementation(name)
+
+
+def _outermost(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
     outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if outermost is None:
         raise SparseRLError(f"{type(model).__name__} holds no transformers model; pass a Hugging Face causal LM.")
-    outermost.set_attn_implementation(name)
+    return outermost

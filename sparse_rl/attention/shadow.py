@@ -57,7 +57,7 @@ def shadow_attention(
     if replay.observe is not None:
         replay.observe(Observed(layer, query, key, value, scale, sliding_window, softcap, s_aux, bias))
     if bias is not None:  # which no kernel knows
-        mask = twins.trace_mask(replay, layer, sliding_window)
+        mask = twins.trace_mask(replay, layer, key.shape[1], sliding_window)
         return twins.attend(query, key, value, mask, scale, softcap, dropout, s_aux, bias), None
     return ops.trace_attention(query, key, value, replay, layer, scale, sliding_window, softcap, dropout, s_aux), None
 

@@ -116,12 +116,9 @@ def slots_attention(
     _check_shared(module, key, feed)
     if feed.cache.shape.latent:
         query, key, value = absorbed(module, query, feed)
-    width, narrower = value.shape[-1], feed.cache.shape.key_dim - key.shape[-1]
-    if narrower > 0 and feed.cache.shape.mixed_widths:  # zeros change neither logits nor what is read of the values
-        query, key, value = (F.pad(x, (0, narrower)) for x in (query, key, value))
     fed = query[:rows], key[:rows], value[:rows]
     out = feed_and_attend(module, *fed, feed, scale, sliding_window, softcap, s_aux, alibi)
-    out = expanded(module, out) if feed.cache.shape.latent else out[..., :width]
+    out = expanded(module, out) if feed.cache.shape.latent else out
     return (F.pad(out, (0, 0) * 3 + (0, padding)) if padding else out), None
 
 
@@ -146,7 +143,8 @@ def feed_and_attend(
     stored = layer in feed.layers_seen
     feed.layers_seen.add(layer)
     cache.scaling[layer], cache.softcap[layer], cache.sliding_window[layer] = scaling, softcap, sliding_window
-    whole = not cache.shape.mass and not cache.shape.latent and alibi is None  # what the kernel can compute
+    # What the kernel can compute.
+    whole = not cache.shape.mass and key.shape[-1] == value.shape[-1] and not cache.shape.latent and alibi is None
     if feed.live is not None and whole and ops.rules(query.device).attends_while_storing:
         token = _one_token(cache, layer, query, key, value, feed, feed.live, with_ring=not stored)
         out = ops.store_and_attend(*token, scaling, softcap=softcap, sliding_window=sliding_window, sinks=sinks)
@@ -160,7 +158,8 @@ def feed_and_attend(
         key, value = cache.append(layer, feed.slot_of(layer), key, value, known)
         cache.record_queries(layer, feed.index, query, feed.ends)
     else:
-        twins.store(*_one_token(cache, layer, query, key, value[..., : cache.shape.value_dim], feed, feed.live))
+        width = cache.shape.of_layer(layer).value_dim  # latents are stored as keys alone
+        twins.store(*_one_token(cache, layer, query, key, value[..., :width], feed, feed.live))
         if cache.shape.mass:
             cache.open_mass(layer, feed.slot_of(layer)[:, 0], feed.live)
     plain = sliding_window is None and softcap is None and sinks is None and alibi is None
@@ -205,7 +204,7 @@ def _attend_to_slots(
         return attend(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     counted = feed.counted
-    received = probs if counted is None else probs * group_mask(counted, query.shape[1] // cache.shape.heads)
+    received = probs if counted is None else probs * group_mask(counted, query.shape[1] // keys.shape[1])
     cache.layer_mass(layer)[:rows, :, :span] += received.sum(2)
     return out
 
@@ -230,15 +229,18 @@ def _check_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, f
     """Which slots the layer reads, after refusing layers that are not what the config says, or that attend twice."""
     layer, shape = layer_of(module), feed.cache.shape
     given = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    planned = (shape.query_heads, shape.heads, shape.key_dim, shape.latent or shape.value_dim)
-    if given != planned or not 0 <= layer < shape.layers:
+    known = 0 <= layer < shape.layers
+    own = shape.of_layer(layer if known else 0)
+    planned = (shape.query_heads, own.heads, own.key_dim, shape.latent or own.value_dim)
+    if given != planned or not known:
         raise SparseRLError(
-            f"layer {layer} has (query heads, KV heads, key dim, value dim) {given} where the config says {planned} "
-            f"for each of {shape.layers} layers: {type(module).__name__} is not supported."
+            f"layer {layer} of {shape.layers} has (query heads, KV heads, key dim, value dim) {given} where the config "
+            f"says {planned}: {type(module).__name__} is not supported."
         )
     if layer in feed.layers_seen and not getattr(module, "is_kv_shared_layer", False):
         raise SparseRLError(
-            f"{type(module).__name__} attends twice in layer {layer}: this architecture is not supported."
+            f"{type(module).__name__} attends twice in layer {layer}, each time with other keys or values: a slot "
+            "holds one of each per layer, so this architecture is not supported."
         )
     return layer
 
@@ -270,8 +272,13 @@ def check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[st
     """Refuse architectures that change attention in ways we would silently ignore."""
     kind = type(module).__name__
     if attention_mask is not None:
-        raise SparseRLError(f"{kind} brings an attention mask of its own: this architecture is not supported.")
+        raise SparseRLError(
+            f"{kind} brings an attention mask of its own, which a trace does not hold: this architecture is not "
+            "supported."
+        )
     if getattr(module, "is_causal", True) is False:
-        raise SparseRLError(f"{kind} is not causal: only causal decoders are supported.")
+        raise SparseRLError(
+            f"{kind} is not causal (is_causal is false), so queries might see later tokens: it is not supported."
+        )
     if kwargs.get("position_bias") is not None:
         raise SparseRLError(f"{kind} adds position_bias to its attention logits: this architecture is not supported.")

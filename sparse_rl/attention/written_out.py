@@ -82,7 +82,10 @@ def check_positions(model: nn.Module) -> None:
     if "position_ids" in inspect.signature(outermost.forward).parameters or position_tables(model):
         return
     if not any(_is(module, _ALIBI) for module in _written_out(model)):
-        raise SparseRLError(f"{type(outermost).__name__} takes no position_ids: this architecture is not supported.")
+        raise SparseRLError(
+            f"{type(outermost).__name__} takes no position_ids, so it cannot be told where a token stands once others "
+            "are evicted: this architecture is not supported."
+        )
 
 
 def _counts_itself(kind: type) -> bool:

@@ -1,5 +1,5 @@
 from .formats import SlotFormat
-from .shape import CacheShape
+from .shape import CacheShape, LayerShape
 from .slots import LayerSlots, SlotCache
 from .states import LayerState, RowStates
 from .support import Support
@@ -8,6 +8,7 @@ from .trace import NEVER, Trace
 __all__ = [
     "NEVER",
     "CacheShape",
+    "LayerShape",
     "LayerSlots",
     "LayerState",
     "RowStates",

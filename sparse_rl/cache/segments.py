@@ -84,9 +84,16 @@ class Replay:
     def segments(self) -> Segments:
         return find_segments(self.evicted_at, self.lengths, None if self.packing is None else self.packing.first)
 
-    def of_layer(self, layer: int) -> Tensor:
-        """`evicted_at` of a layer. int32 [B, H, T]; H = 1 if all heads share it"""
-        return self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0]
+    def of_layer(self, layer: int, heads: int) -> Tensor:
+        """`evicted_at` of a layer with so many KV heads. int32 [B, H, T]; H = 1 if all heads share it"""
+        return of_heads(self.evicted_at[:, layer if self.evicted_at.shape[1] > 1 else 0], heads)
+
+
+def of_heads(found: Tensor, heads: int) -> Tensor:
+    """What a trace says of the KV heads of a layer, which may have fewer than the trace: then each of its heads is
+    repeated there. found [B, H, ...] -> [B, heads, ...], or [B, 1, ...] if all heads share it
+    """
+    return found[:, :: max(1, found.shape[1] // heads)]
 
 
 def find_segments(evicted_at: Tensor, lengths: Tensor, cuts: Tensor | None = None) -> Segments:

@@ -11,11 +11,24 @@ from .states import LayerState
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores of a token."""
+
+    heads: int  # KV heads
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
 class CacheShape:
     """The layout of a slot and a row. The compressor decides whether `num_queries` and `mass` are recorded."""
 
     layers: int  # those that have slots
-    heads: int  # KV heads
+    heads: int  # KV heads; where layers differ, of the layer that has most, as are the dims
     query_heads: int
     key_dim: int
     value_dim: int
@@ -23,10 +36,13 @@ class CacheShape:
     num_queries: int = 0  # the last queries kept for scoring
     mass: bool = False  # accumulated attention per slot (fp32)
     states: tuple[LayerState, ...] = ()  # of recurrent layers
-    mixed_widths: bool = False  # some layers have smaller dims than these, and fill them up with zeros
+    by_layer: tuple[LayerShape, ...] = ()  # where layers differ; (): all are alike
     latent: int = 0  # so many numbers of a key are the value, too, which then takes no room of its own (value_dim 0)
     slots: SlotFormat | None = None  # None: in the model's dtype
     extra: tuple[int, ...] = ()  # by layer: slots that it has beyond the smallest; (): all have as many
+
+    def of_layer(self, layer: int) -> LayerShape:
+        return self.by_layer[layer] if self.by_layer else LayerShape(self.heads, self.key_dim, self.value_dim)
 
     @property
     def slot_bytes(self) -> int:
@@ -40,16 +56,21 @@ class CacheShape:
 
     def layer_slot_bytes(self, layer: int) -> int:
         """Likewise `slot_bytes` of one layer."""
-        return self._layer_stored_bytes(layer) + self.heads * (4 + (4 if self.mass else 0))
+        return self._layer_stored_bytes(layer) + self.of_layer(layer).heads * (4 + (4 if self.mass else 0))
 
     def _layer_stored_bytes(self, layer: int) -> int:
-        numbers = self.key_dim + self.value_dim
-        return self.heads * (numbers * self.dtype.itemsize if self.kind_of(layer) is None else numbers + 2)  # exponents
+        own = self.of_layer(layer)
+        codes = own.numbers + 2 * own.heads  # a byte for each number, and two exponents
+        return own.numbers * self.dtype.itemsize if self.kind_of(layer) is None else codes
 
     @property
     def kv_bytes_per_token(self) -> int:
         """What a token's keys and values alone take, in any cache of the model's dtype."""
-        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return sum(map(self.layer_kv_bytes, range(self.layers)))
+
+    def layer_kv_bytes(self, layer: int) -> int:
+        """Likewise, of one layer."""
+        return self.of_layer(layer).numbers * self.dtype.itemsize
 
     def kind_of(self, layer: int) -> str | None:
         """The kind of codes in which a layer stores; None: the model's dtype."""
@@ -69,6 +90,7 @@ class CacheShape:
         return found if most is None else [min(most, slots) for slots in found]
 
     def row_bytes(self, capacity: int, most: int | None = None) -> int:
-        queries = self.layers * self.query_heads * self.num_queries * self.key_dim * self.dtype.itemsize
+        widths = sum(self.of_layer(layer).key_dim for layer in range(self.layers))
+        queries = widths * self.query_heads * self.num_queries * self.dtype.itemsize
         slots = sum(n * self.layer_slot_bytes(layer) for layer, n in enumerate(self.capacities(capacity, most)))
         return slots + queries + self.state_bytes

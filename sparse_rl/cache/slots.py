@@ -11,6 +11,8 @@ the slots in use in the smallest layer and the tokens fed, the host knows how ma
 
     used of layer l  =  min(tokens fed, used + extra[l])
 
+Layers may also differ in KV heads and head dims (Gemma 4). Neighbours that are alike share tensors (`Stored`).
+
 Paging, block tables and reference counts are omitted on purpose: a budget makes all rows equal, so any free row will
 do.
 """
@@ -51,7 +53,7 @@ class LayerSlots(NamedTuple):
 
 @dataclass
 class Stored:
-    """Slots of l neighbouring layers that have the same format and the same number of slots."""
+    """Slots of l neighbouring layers that are alike: shape, format and number of slots."""
 
     layers: slice
     extra: int  # slots beyond those of the smallest layer
@@ -60,31 +62,41 @@ class Stored:
     exponents: Tensor | None  # int8 [l, R, H, C, 2], if keys and values are codes
     feed: Tensor  # int32 [l, R, H, C] feed index of each slot
     mass: Tensor | None  # fp32 [l, R, H, C]
+    queries: Tensor | None  # [l, R, Hq, W, D]; the query of feed index i lies at i % W
 
     @classmethod
     def empty(cls, shape: CacheShape, layers: slice, rows: int, capacity: int, device) -> Stored:
-        kind = shape.kind_of(layers.start)
-        lead = (layers.stop - layers.start, rows, shape.heads, capacity)
+        kind, own = shape.kind_of(layers.start), shape.of_layer(layers.start)
+        lead = (layers.stop - layers.start, rows, own.heads, capacity)
         dtype = CODES[kind].dtype if kind else shape.dtype
-        keys, values = (torch.zeros(*lead, d, dtype=dtype, device=device) for d in (shape.key_dim, shape.value_dim))
+        keys, values = (torch.zeros(*lead, d, dtype=dtype, device=device) for d in (own.key_dim, own.value_dim))
         exponents = torch.zeros(*lead, 2, dtype=torch.int8, device=device) if kind else None
         feed = torch.zeros(*lead, dtype=torch.int32, device=device)
         mass = torch.zeros(*lead, dtype=torch.float32, device=device) if shape.mass else None
-        return cls(layers, shape.extra_of(layers.start), keys, values, exponents, feed, mass)
+        queries = None
+        if shape.num_queries:
+            ring = (*lead[:2], shape.query_heads, shape.num_queries, own.key_dim)
+            queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
+        return cls(layers, shape.extra_of(layers.start), keys, values, exponents, feed, mass, queries)
 
     @property
     def capacity(self) -> int:
         return self.feed.shape[-1]
 
     @property
+    def heads(self) -> int:
+        return self.feed.shape[2]
+
+    @property
     def tensors(self) -> list[Tensor]:
+        """Those of slots."""
         every = (self.keys, self.values, self.exponents, self.feed, self.mass)
         return [t for t in every if t is not None]
 
     def _each(self, layers: slice, take: Callable[[Tensor], Tensor]) -> Stored:
         keys, values, feed = take(self.keys), take(self.values), take(self.feed)
-        exponents, mass = (None if t is None else take(t) for t in (self.exponents, self.mass))
-        return Stored(layers, self.extra, keys, values, exponents, feed, mass)
+        exponents, mass, queries = (None if t is None else take(t) for t in (self.exponents, self.mass, self.queries))
+        return Stored(layers, self.extra, keys, values, exponents, feed, mass, queries)
 
     def of_layers(self, layers: slice) -> Stored:
         """Some of the layers, by their numbers in the cache."""
@@ -119,10 +131,6 @@ class SlotCache:
         self.shape, self.rows, self.capacity = shape, rows, capacity
         slots = shape.capacities(capacity, most)
         self.stored = [Stored.empty(shape, part, rows, slots[part.start], device) for part in _alike(shape)]
-        self.queries: Tensor | None = None  # [L, R, Hq, W, D]; the query of feed index i lies at i % W
-        if shape.num_queries:
-            ring = (shape.layers, rows, shape.query_heads, shape.num_queries, shape.key_dim)
-            self.queries = torch.zeros(*ring, dtype=shape.dtype, device=device)
         self.states = RowStates(shape.states, rows, shape.dtype, device) if shape.states else None
         notes = shape.slots is not None and shape.dtype == torch.float32 and self.device.type == "cpu"
         self.ties = TieLog([[] for _ in range(rows)]) if notes else None
@@ -154,6 +162,11 @@ class SlotCache:
         return stored.mass
 
     @property
+    def queries(self) -> Tensor | None:
+        (stored,) = self.stored
+        return stored.queries
+
+    @property
     def device(self) -> torch.device:
         return self.stored[0].feed.device
 
@@ -161,7 +174,7 @@ class SlotCache:
     def tensors(self) -> list[Tensor]:
         """Those of slots and queries."""
         slots = [tensor for stored in self.stored for tensor in stored.tensors]
-        return slots if self.queries is None else [*slots, self.queries]
+        return slots + [stored.queries for stored in self.stored if stored.queries is not None]
 
     @property
     def capacities(self) -> list[int]:
@@ -183,7 +196,6 @@ class SlotCache:
         part = copy.copy(self)
         part.rows = len(range(self.rows)[rows])
         part.stored = [stored.part(rows) for stored in self.stored]
-        part.queries = None if self.queries is None else self.queries[:, rows]
         part.states = None if self.states is None else self.states.part(rows)
         part.ties = None if self.ties is None else self.ties.part(rows)
         return part
@@ -212,8 +224,8 @@ class SlotCache:
         return keys, values
 
     def layer(self, layer: int) -> LayerSlots:
-        ring, stored = None if self.queries is None else self.queries[layer], self.stored_by(slice(layer, layer + 1))
-        exponents = None if stored.exponents is None else stored.exponents[0]
+        stored = self.stored_by(slice(layer, layer + 1))
+        ring, exponents = (None if t is None else t[0] for t in (stored.queries, stored.exponents))
         return LayerSlots(stored.keys[0], stored.values[0], stored.feed[0], ring, exponents)
 
     def layer_mass(self, layer: int) -> Tensor:
@@ -274,41 +286,41 @@ class SlotCache:
 
         index [B, T], consecutive; query [B, Hq, T, D]; ends [B]: where each prompt ends, None where nothing is padding
         """
-        if self.queries is None:
+        if (ring := self.layer(layer).ring) is None:
             return
         last = min(self.shape.num_queries, index.shape[1])
         rows = torch.arange(index.shape[0], device=index.device)[:, None]
         if ends is None:
             place = index[:, -last:] % self.shape.num_queries
-            self.queries[layer][rows, :, place] = query[:, :, -last:].transpose(1, 2)
+            ring[rows, :, place] = query[:, :, -last:].transpose(1, 2)
             return
         first, stop = index[:, :1], torch.minimum(index[:, -1] + 1, ends)[:, None]
         here = stop - last + torch.arange(last, device=index.device)  # [B, W'] feed indices
         real = here >= first  # a row whose prompt ended in an earlier chunk has no queries here
         new = query.transpose(1, 2)[rows, (here - first).clamp(min=0)]  # [B, W', Hq, D]
         place = here % self.shape.num_queries
-        old = self.queries[layer][rows, :, place]
-        self.queries[layer][rows, :, place] = torch.where(real[:, :, None, None], new, old)
+        old = ring[rows, :, place]
+        ring[rows, :, place] = torch.where(real[:, :, None, None], new, old)
 
     def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor, count: int) -> Tensor | None:
-        """The last `count` queries of some rows, oldest first. -> [l, N, Hq, count, D]
+        """The last `count` queries of some rows and layers, which are alike, oldest first. -> [l, N, Hq, count, D]
 
         rows [N]; fed [N]: tokens fed so far
         """
-        if self.queries is None:
+        if (queries := self.stored_by(layers).queries) is None:
             return None
         index = fed[:, None] - count + torch.arange(count, device=fed.device)  # [N, W'] feed indices
-        ring = self.queries[layers][:, rows]  # [l, N, Hq, W, D]
+        ring = queries[:, rows]  # [l, N, Hq, W, D]
         place = (index % self.shape.num_queries)[None, :, None, :, None]
         return ring.gather(3, place.expand(*ring.shape[:3], count, ring.shape[4]))
 
     def layer_chunks(self, num_rows: int, used: int) -> list[slice]:
         """Groups of equally stored layers to compress together, so that working copies stay small for any model."""
-        most = used + max(self.shape.extra, default=0)
-        per_layer = num_rows * most * self.shape.kv_bytes_per_token // self.shape.layers
-        step = max(1, min(self.shape.layers, chunk_bytes(self.device) // max(per_layer, 1)))
-        parts = [(stored.layers.start, stored.layers.stop) for stored in self.stored]
-        return [slice(i, min(i + step, stop)) for start, stop in parts for i in range(start, stop, step)]
+        most, chunks = used + max(self.shape.extra, default=0), []
+        for start, stop in [(stored.layers.start, stored.layers.stop) for stored in self.stored]:
+            step = max(1, chunk_bytes(self.device) // max(num_rows * most * self.shape.layer_kv_bytes(start), 1))
+            chunks += [slice(i, min(i + step, stop)) for i in range(start, stop, step)]
+        return chunks
 
     def fork(self, source: SlotCache, rows: Tensor, to: Tensor, used: int) -> None:
         """Copy the first `used` slots and the states of some rows of `source` (this cache or another) to rows `to`.
@@ -320,8 +332,8 @@ class SlotCache:
             most = min(used + mine.extra, mine.capacity, theirs.capacity)
             for to_tensor, from_tensor in zip(mine.tensors, theirs.tensors, strict=True):
                 to_tensor[:, to, :, :most] = from_tensor[:, rows, :, :most]
-            if self.queries is not None and source.queries is not None:
-                self.queries[layers, to] = source.queries[layers][:, rows]
+            if mine.queries is not None and theirs.queries is not None:
+                mine.queries[:, to] = theirs.queries[:, rows]
         if self.states is not None and source.states is not None:
             self.states.fork(source.states, rows, to)
         if self.ties is not None and source.ties is not None:
@@ -343,15 +355,15 @@ class SlotCache:
 
     def _whole(self, row: int) -> list[Tensor]:
         """The recent queries and states of a row."""
-        queries = [] if self.queries is None else [self.queries[:, row]]
+        queries = [stored.queries[:, row] for stored in self.stored if stored.queries is not None]
         return [*queries, *(t[row] for t in (self.states.tensors if self.states else []))]
 
 
 def _alike(shape: CacheShape) -> list[slice]:
-    """Runs of neighbouring layers with the same format and the same number of slots."""
+    """Runs of neighbouring layers with the same shape, format and number of slots."""
 
     def way(layer: int) -> tuple:
-        return shape.kind_of(layer), shape.extra_of(layer)
+        return shape.of_layer(layer), shape.kind_of(layer), shape.extra_of(layer)
 
     runs = [list(run) for _, run in itertools.groupby(range(shape.layers), key=way)]
     return [slice(run[0], run[-1] + 1) for run in runs]

@@ -110,8 +110,8 @@ def score_with(network: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def shapes_for(model: nn.Module, kind: str) -> dict[str, tuple[int, ...]]:
     shape = ModelShape.of(model.config, next(model.parameters()).dtype)
-    if shape.latent or shape.mixed_widths:
-        what = "latents in place of keys" if shape.latent else "keys of different widths"
+    if shape.latent or shape.by_layer:
+        what = "latents in place of keys" if shape.latent else "other keys in some layers than in others"
         raise SparseRLError(f"{shape.architecture} keeps {what}, which `learned` cannot score; use another compressor.")
     place = shape.slot_layers, shape.heads
     count = 3 if kind == "position" else 2 * shape.head_dim + 7

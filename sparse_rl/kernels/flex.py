@@ -2,6 +2,12 @@
 
 Which blocks of [queries, tokens] contain anything visible follows from the least and the greatest `evicted_at` of a
 block of tokens, so the block mask has (T / 128)^2 entries and no [T, T] exists. Wholly visible blocks are not masked.
+
+A sink s takes its share of a query's attention afterwards: with lse, the log-sum-exp of the query's logits,
+
+    out with the sink  =  out * exp(lse) / (exp(lse) + exp(s))  =  out * sigmoid(lse - s)
+
+and torch differentiates this, through out, lse and s.
 """
 
 from __future__ import annotations
@@ -12,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..cache.segments import Replay
 
 _BLOCK = 128
-_VARIANTS = 64  # of the compiled kernel: with and without a window, a gradient, one row, one block of tokens
+_VARIANTS = 64  # of the compiled kernel: with and without a window, a gradient, sinks, one row, one block of tokens
 
 
 @functools.cache
@@ -38,12 +44,18 @@ def trace_attention(
     dropout: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [B, H * G, T, D]; key, value [B, H, T, D] -> [B, T, H * G, D]. Without soft-cap, dropout and sinks."""
-    assert softcap is None and dropout == 0 and sinks is None
+    """query [B, H * G, T, D]; key, value [B, H, T, D]; sinks [H * G] -> [B, T, H * G, D]. No soft-cap, no dropout."""
+    assert softcap is None and dropout == 0
     group = query.shape[1] // key.shape[1]
-    mask = trace_block_mask(replay.of_layer(layer).expand(-1, key.shape[1], -1), group, sliding_window)
+    mask = trace_block_mask(replay.of_layer(layer, key.shape[1]).expand(-1, key.shape[1], -1), group, sliding_window)
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
-        out = _compiled()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
+        attend = functools.partial(_compiled(), query, key, value, block_mask=mask, scale=scaling, enable_gqa=group > 1)
+        if sinks is None:
+            out = attend()
+        else:
+            out, found = attend(return_aux=AuxRequest(lse=True))
+            left = torch.sigmoid(found.lse - sinks[:, None])  # [B, H * G, T]: what the sinks leave to the tokens
+            out = out * left[..., None].to(out.dtype)
     return out.transpose(1, 2).contiguous()
 
 

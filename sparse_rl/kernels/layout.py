@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache.segments import Packing, Replay, Segments, key_tiles, pack_segments, query_tiles, typical_length
+from ..cache.segments import Packing, Replay, Segments, key_tiles, of_heads, pack_segments, query_tiles, typical_length
 from .jit import jit
 
 
@@ -54,7 +54,8 @@ class Layout:
     def lists(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
         """What one layer keeps, and how many. -> [B, H, S, K], [B, H, S]"""
         mine = layer if self.kept.shape[1] > 1 else 0
-        return self.kept[:, mine].expand(-1, heads, -1, -1), self.counts[:, mine].expand(-1, heads, -1)
+        kept, counts = (of_heads(x[:, mine], heads) for x in (self.kept, self.counts))
+        return kept.expand(-1, heads, -1, -1), counts.expand(-1, heads, -1)
 
 
 def tiles_for(queries: int, dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles, Tiles]:

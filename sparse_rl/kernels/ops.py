@@ -83,10 +83,10 @@ def fits_flex(
     dropout: float,
     sinks: Tensor | None,
 ) -> bool:
-    """Whether FlexAttention can be used. It cannot differentiate a soft-cap with dynamic shapes; for sinks and packed
-    rows we do not use it.
+    """Whether FlexAttention can be used. It cannot differentiate a soft-cap with dynamic shapes; for packed rows we do
+    not use it.
     """
-    return fits_tiles(query, key, value, dropout) and softcap is None and sinks is None and replay.packing is None
+    return fits_tiles(query, key, value, dropout) and softcap is None and replay.packing is None
 
 
 def fits_vectors(*tensors: Tensor) -> bool:

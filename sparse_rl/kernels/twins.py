@@ -249,13 +249,13 @@ def trace_attention(
     query [B, H * G, T, D]; key, value [B, H, T, D]. The mask is built per layer, so [L, H, T, T] never exists; where
     all heads share a trace (latents), it is one mask.
     """
-    mask = trace_mask(replay, layer, sliding_window)
+    mask = trace_mask(replay, layer, key.shape[1], sliding_window)
     return attend(query, key, value, mask, scaling, softcap, dropout, sinks)
 
 
-def trace_mask(replay: Replay, layer: int, sliding_window: int | None) -> Tensor:
+def trace_mask(replay: Replay, layer: int, heads: int, sliding_window: int | None) -> Tensor:
     """The mask of one layer: what its queries see. -> bool [B, H, T, T]; for a packed row [1, H, S, S]"""
-    mask = layer_mask(replay.of_layer(layer), sliding_window)
+    mask = layer_mask(replay.of_layer(layer, heads), sliding_window)
     return mask if replay.packing is None else packed_mask(mask, replay.lengths, replay.packing)
 
 

@@ -32,8 +32,8 @@ def calibrate(model: nn.Module, sequences: Iterable[Sequence[int]], tokens: int 
     """Measure a model on the first `tokens` tokens of some text, and let it carry what `triattention` reads."""
     config = model.config
     shape = ModelShape.of(config, next(model.parameters()).dtype)
-    if shape.latent or shape.mixed_widths:
-        kind = "latents in place of keys" if shape.latent else "keys of different widths"
+    if shape.latent or shape.by_layer:
+        kind = "latents in place of keys" if shape.latent else "other keys in some layers than in others"
         raise SparseRLError(f"{shape.architecture} keeps {kind}, which triattention cannot score; use another one.")
     with evaluating(model):
         frequency, partner = find_rotation(model, shape)

@@ -128,11 +128,15 @@ class Watch:
 
 
 def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
-    """A of one layer, without a [T, T] matrix. -> fp32 [H, T, S]; heads: those of the trace; begins: on the CPU"""
+    """A of one layer, without a [T, T] matrix. -> fp32 [H, T, S]; heads: those of the trace; begins: on the CPU
+
+    A layer with fewer KV heads than the trace repeats each of them.
+    """
     tokens = seen.queries.shape[2]
     keys = seen.keys[0].float()  # [Hk, T, D]
     queries = seen.queries[0].float().unflatten(0, (len(keys), -1))  # [Hk, G, T, D]
-    found = keys.new_zeros(heads, tokens, len(begins))
+    own = min(heads, len(keys))  # there are more keys than heads where the learner expands latents
+    found = keys.new_zeros(own, tokens, len(begins))
     segments = torch.searchsorted(begins, torch.arange(tokens), right=True) - 1  # of each query
     numbers, of_query = torch.arange(len(begins), device=keys.device), segments.to(keys.device)
     block = BLOCK if keys.device.type == "cpu" else max(BLOCK, LOGITS // tokens)
@@ -141,9 +145,9 @@ def received(seen: Observed, begins: Tensor, heads: int) -> Tensor:
         probs = _attention(seen, queries[:, :, start:stop], keys[:, :stop], start)  # [Hk, G, b, stop]
         first, last = int(segments[start]), int(segments[stop - 1])
         belongs = of_query[start:stop, None] == numbers[first : last + 1]  # [b, s]
-        of_heads = probs.flatten(0, 1).unflatten(0, (heads, -1)).mean(1)  # [H, b, stop]
+        of_heads = probs.flatten(0, 1).unflatten(0, (own, -1)).mean(1)  # [H, b, stop]
         found[:, :stop, first : last + 1] += of_heads.transpose(-1, -2) @ belongs.to(of_heads)
-    return found
+    return found.repeat_interleave(heads // own, 0)
 
 
 def _attention(seen: Observed, queries: Tensor, keys: Tensor, start: int) -> Tensor:

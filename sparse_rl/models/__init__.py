@@ -11,6 +11,7 @@ from .companion import (
 )
 from .decoder import causal_lm_of, decoder_of, decoder_place, last_logits_only, taken_by
 from .folder import no_progress_bar, reading
+from .layers import num_slot_heads, num_slot_layers
 from .load import (
     encode,
     evaluating,
@@ -25,7 +26,7 @@ from .quantize import check_quantize, dequantise, quantised_bytes
 from .record import Record, find_model, read_record, record_of, set_record
 from .reward import RewardModel, load_reward_model, reward_config
 from .shape import MLP_CHUNK, ModelShape, dtype_of, head_chunk, shape_config, weight_bytes
-from .states import is_recurrent, num_slot_heads, num_slot_layers, recurrent_kernels
+from .states import is_recurrent, recurrent_kernels
 from .stops import end_token, ends_of, own_stop_ids, stop_ids
 from .support import check_model, check_sliding_windows
 from .tiny import tiny_tokenizer, unknown_to_tiny

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache import CacheShape, LayerState
+from ..cache import CacheShape, LayerShape, LayerState
 from ..cache.segments import WIDEST_HEAD
 from ..errors import SparseRLError, nearest
-from .states import layer_states, num_slot_heads, num_slot_layers
-from .support import check_supported, context_of, hard_limits, head_dims
+from .layers import layer_shapes
+from .states import layer_states
+from .support import check_supported, context_of, hard_limits
 
 # Public architectures: enough to plan memory, or to measure speed with random weights, without a download.
 # (model type, hidden, feed-forward, layers, query heads, KV heads, head dim, vocabulary, tied embeddings, context)
@@ -39,9 +40,9 @@ class ModelShape:
     architecture: str
     layers: int  # all of them
     slot_layers: int  # those that have slots
-    heads: int  # KV heads
+    heads: int  # KV heads; where layers differ, of the layer that has most
     query_heads: int
-    head_dim: int  # the largest
+    head_dim: int  # of keys, the largest
     vocabulary: int
     hidden: int
     intermediate: int
@@ -49,9 +50,9 @@ class ModelShape:
     hard_context: int | None  # positions that must not be exceeded: rescaling RoPE, a table of positions, `hard_limits`
     dtype: torch.dtype
     states: tuple[LayerState, ...] = ()  # of recurrent layers
-    mixed_widths: bool = False  # some layers have smaller heads, whose slots are filled up with zeros
+    by_layer: tuple[LayerShape, ...] = ()  # where layers with slots differ in KV heads or head dims; (): all are alike
     latent: tuple[int, int] | None = None  # numbers of the latent and of the rotated key that a slot holds (MLA)
-    value_dim: int | None = None  # of a head in the learner, where it is not head_dim (MLA)
+    value_dim: int | None = None  # of a head in the learner, where it is not head_dim
 
     @classmethod
     def of(cls, config, dtype: torch.dtype | None = None) -> ModelShape:
@@ -60,11 +61,11 @@ class ModelShape:
         context = context_of(config)
         assert context is not None
         query_heads = config.num_attention_heads
-        dims = head_dims(config) or [config.hidden_size // query_heads]
-        latent = value_dim = None
+        shapes, latent = layer_shapes(config), None
+        head_dim, value_dim = (max(dims) for dims in zip(*((shape.key_dim, shape.value_dim) for shape in shapes)))
         if getattr(config, "kv_lora_rank", None):
             latent = (config.kv_lora_rank, config.qk_rope_head_dim)
-            dims, value_dim = [config.qk_nope_head_dim + config.qk_rope_head_dim], config.v_head_dim
+            head_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         ropes = _rope_parameters(config)
         limits = [
             r.get("original_max_position_embeddings") or config.max_position_embeddings for r in ropes if _rescales(r)
@@ -75,10 +76,10 @@ class ModelShape:
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
-            slot_layers=num_slot_layers(config),
-            heads=num_slot_heads(config),
+            slot_layers=len(shapes),
+            heads=max(shape.heads for shape in shapes),
             query_heads=query_heads,
-            head_dim=max(dims),
+            head_dim=head_dim,
             vocabulary=config.vocab_size,
             hidden=config.hidden_size,
             intermediate=_intermediate(config),
@@ -86,10 +87,18 @@ class ModelShape:
             hard_context=min(limits, default=None),
             dtype=dtype or config.dtype or torch.float32,
             states=layer_states(config),
-            mixed_widths=len(dims) > 1,
+            by_layer=shapes if len(set(shapes)) > 1 else (),
             latent=latent,
-            value_dim=value_dim,
+            value_dim=None if value_dim == head_dim else value_dim,
         )
+
+    @property
+    def key_numbers(self) -> int:
+        """Numbers of a token's keys, in the learner's largest layer."""
+        if self.by_layer:
+            return max(shape.heads * shape.key_dim for shape in self.by_layer)
+        heads = self.query_heads if self.latent else self.heads  # the learner expands latents for all heads
+        return heads * self.head_dim
 
     @property
     def learner_masks(self) -> int:
@@ -99,10 +108,10 @@ class ModelShape:
         return 1 if self.latent else self.query_heads
 
     def cache_shape(self) -> CacheShape:
-        key, value = (sum(self.latent), 0) if self.latent else (self.head_dim, self.head_dim)
+        key, value = (sum(self.latent), 0) if self.latent else (self.head_dim, self.value_dim or self.head_dim)
         return CacheShape(
             self.slot_layers, self.heads, self.query_heads, key, value, self.dtype,
-            states=self.states, mixed_widths=self.mixed_widths, latent=self.latent[0] if self.latent else 0,
+            states=self.states, by_layer=self.by_layer, latent=self.latent[0] if self.latent else 0,
         )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cache import LayerState
-from ..cache.states import RECURRENT_LAYERS, slot_layers
+from ..cache.states import RECURRENT_LAYERS
 from ..errors import SparseRLError
+from .layers import num_slot_layers
 
 
 def _gated_delta_net(config: Any) -> LayerState:
@@ -94,26 +95,6 @@ def is_recurrent(config: Any) -> bool:
     return any(kind in RECURRENT_LAYERS for kind in getattr(config, "layer_types", None) or [])
 
 
-def num_slot_layers(config: Any) -> int:
-    """Layers that have slots: all, but for those that only keep a state, mix no tokens, or read another's slots."""
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        return config.num_hidden_layers
-    shared = getattr(config, "num_kv_shared_layers", None) or 0
-    return len(set(slot_layers(tuple(kinds[: config.num_hidden_layers]), shared).values()))
-
-
-def num_slot_heads(config: Any) -> int:
-    """KV heads of a layer's slots: one where they hold latents, or where all queries read one head (GPT BigCode)."""
-    if getattr(config, "kv_lora_rank", None) or (config.model_type == "gpt_bigcode" and config.multi_query):
-        return 1
-    if config.model_type == "falcon":
-        return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
-    if config.model_type == "jetmoe":  # every expert of a token has queries of its own, for keys that all of them share
-        return config.num_attention_heads
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def recurrent_kernels(config: Any) -> str | None:
     """Which kernels compute a model's recurrent layers, in words; None: it has none."""
     config = config.get_text_config(decoder=True)
@@ -128,15 +109,12 @@ def recurrent_kernels(config: Any) -> str | None:
 
 
 def check_recurrent(config: Any) -> None:
-    """Refuse recurrent layers whose states are not known, and a model that has no other layers."""
+    """Refuse a model of recurrent layers alone, and recurrent layers that do not compute the same in one way as in
+    another. Only the families above come here.
+    """
     name = config.model_type
     if not is_recurrent(config):
         return
-    if name not in FAMILIES:
-        raise SparseRLError(
-            f"{name} has recurrent layers of a kind whose states are not known here: this architecture is not "
-            "supported."
-        )
     if not num_slot_layers(config):
         raise SparseRLError(f"{name} has recurrent layers alone here: it has no KV cache that could be compressed.")
     low, high = _time_steps(config)

@@ -37,12 +37,24 @@ def check_sliding_windows(config, windows: list[int | None]) -> None:
         lost = list(range(len(windows))) if slides and not any(windows) else []
     if lost:
         raise SparseRLError(
-            f"{config.model_type} has sliding windows in layers {lost} but does not pass them to its attention: "
-            "this architecture is not supported."
+            f"{config.model_type} has sliding windows in layers {lost} but does not pass them to its attention, "
+            "which would see beyond them here: this architecture is not supported."
         )
 
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+_OTHER_LAYERS = {  # by type: what layers of it do
+    "compressed_sparse_attention": "attend to summaries of several tokens, which an indexer chooses",
+    "heavily_compressed_attention": "attend to summaries of many tokens",
+    "indexed_attention": "attend to what an indexer chooses for each query",
+    "hybrid": "keep a state of a kind not known here beside their keys and values",
+    "hybrid_sliding": "keep a state of a kind not known here beside their keys and values",
+    **dict.fromkeys(RECURRENT_LAYERS - {"hybrid"}, "are recurrent and keep states of a kind not known here"),
+}
+_OTHER_MODELS = {  # whose config alone does not say it
+    "cpmant": "adds a learned bias to its attention logits, and its prompts see all of themselves",
+    "whisper": "is the decoder of a speech model and attends to audio",
+}
 _CHUNKED = "chunked_attention"  # served as far as the first chunk goes, where it is full attention (`hard_limits`)
 # Models whose last layers attend with the keys and values of the last layer of their type before them.
 _SHARING = {"gemma3n_text", "gemma4_text", "gemma4_unified_text"}
@@ -55,15 +67,13 @@ def check_supported(config) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise SparseRLError(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
-    for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
-        value = context_of(config) if key == "max_position_embeddings" else _of_all_layers(config, key)
-        if value is None:
-            raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
-        require_int(**{f"{key} of the model's config": value})
-    if (value := _of_all_layers(config, "num_key_value_heads")) is not None:
-        require_int(**{"num_key_value_heads of the model's config": value})
-    for value in head_dims(config):
-        require_int(**{"head_dim of the model's config": value})
+    if name in _OTHER_MODELS:
+        raise SparseRLError(f"{name} {_OTHER_MODELS[name]}: this architecture is not supported.")
+    if _of_all_layers(config, "num_attention_heads") is None:
+        raise SparseRLError(
+            f"{name} has no num_attention_heads in its config: without attention there are no keys and values that "
+            "could be evicted."
+        )
     if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         raise SparseRLError(f"{name} is set to bidirectional attention; a cache can only serve causal attention.")
     if (shared := getattr(config, "num_kv_shared_layers", None) or 0) and name not in _SHARING:
@@ -71,14 +81,23 @@ def check_supported(config) -> None:
             f"{name} shares keys and values between its last {shared} layers in a way that is not known here: "
             "this architecture is not supported."
         )
-    if getattr(config, "kv_lora_rank", None) and name not in _LATENT:
-        raise SparseRLError(f"{name} has latent keys and values of a kind not known here: it is not supported.")
     others = sorted(set(getattr(config, "layer_types", None) or []) - _SUPPORTED_LAYERS - {_CHUNKED})
     if name in FAMILIES:
         others = [kind for kind in others if kind not in RECURRENT_LAYERS | LAYERS_WITHOUT_SLOTS]
     if others:
-        supported = " and ".join(sorted(_SUPPORTED_LAYERS))
-        raise SparseRLError(f"{name} has layers of type {', '.join(others)}; only {supported} layers have slots.")
+        reasons = [f"{kind} layers {_OTHER_LAYERS.get(kind, 'are of a type not known here')}" for kind in others]
+        raise SparseRLError(f"{name} cannot be replayed: its {'; its '.join(reasons)}.")
+    if (chosen := getattr(config, "index_topk", None)) is not None:
+        raise SparseRLError(
+            f"{name} cannot be replayed: an indexer with keys of its own chooses the {chosen} tokens that a query sees."
+        )
+    if getattr(config, "kv_lora_rank", None) and name not in _LATENT:
+        raise SparseRLError(f"{name} has latent keys and values of a kind not known here: it is not supported.")
+    for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size", "hidden_size"):
+        value = context_of(config) if key == "max_position_embeddings" else _of_all_layers(config, key)
+        if value is None:
+            raise SparseRLError(f"{name} has no {key} in its config: this architecture is not supported.")
+        require_int(**{f"{key} of the model's config": value})
     check_recurrent(config)
 
 
@@ -99,27 +118,20 @@ def hard_limits(config) -> list[int]:
     return limits
 
 
-def head_dims(config) -> list[int]:
-    """The different widths that a model's heads have; empty where the config names none."""
-    layers = getattr(config, "per_layer_config", None)  # where layers differ, transformers answers for each alone
-    found = [getattr(layer, "head_dim", None) for layer in layers] if layers else [getattr(config, "head_dim", None)]
-    if not layers and config.model_type in _SHARING:  # in older versions it is a setting of its own
-        found.append(getattr(config, "global_head_dim", None))
-    return sorted({value for value in found if value is not None})
-
-
 def _of_all_layers(config, key: str):
     """A size from a config, which must be one for all layers; None where the config has none."""
     try:
         value = getattr(config, key, None)
     except RuntimeError as error:
         raise SparseRLError(
-            f"{config.model_type} has another {key} in some layers than in others: this architecture is not supported."
+            f"{config.model_type} has another {key} in some layers than in others, where only KV heads and head dims "
+            "may differ: this architecture is not supported."
         ) from error
     if isinstance(value, (list, tuple)):
         if len(set(value)) != 1:
             raise SparseRLError(
-                f"{config.model_type} has a {key} per layer, {list(value)[:8]}: this architecture is not supported."
+                f"{config.model_type} has a {key} per layer, {list(value)[:8]}, where only KV heads and head dims may "
+                "differ: this architecture is not supported."
             )
         return value[0]
     return value

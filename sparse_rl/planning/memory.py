@@ -234,7 +234,7 @@ def make_plan(
     sampled = shape.vocabulary * (4 + 4 + 8 + 8)  # fp32 logits, softmax and cumulative sum of a row
     activations = 6 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_heads * shape.head_dim
     evicts, folds = compressor.has_budget, compressor.folds
-    layer_slot = cache.kv_bytes_per_token // cache.layers  # in the model's dtype
+    layer_slot = max(map(cache.layer_kv_bytes, range(cache.layers)))  # of the largest layer, in the model's dtype
     read = 0 if cache.slots is None else layer_slot  # codes of a layer are read into a copy
     beside = compressor.interval if compressor.evicts_response or folds else new_tokens
     return Plan(

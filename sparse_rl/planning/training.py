@@ -218,8 +218,7 @@ def layer_bytes(shape: ModelShape, adapters: bool = False) -> int:
     """
     item = shape.dtype.itemsize
     hidden, intermediate = shape.hidden, shape.intermediate
-    key_heads = shape.query_heads if shape.latent else shape.heads  # the learner expands latents for all heads
-    queries, keys = shape.query_heads * shape.head_dim, key_heads * shape.head_dim
+    queries, keys = shape.query_heads * shape.head_dim, shape.key_numbers
     attention = 2 * (queries + keys) * item  # queries, keys, values and the output
     if not adapters:
         norms = (2 * hidden + queries + keys) * (4 + item)
@@ -234,8 +233,7 @@ def products_bytes(shape: ModelShape) -> int:
     """Bytes that selective checkpointing keeps per token of a layer of the Llama family: its input, and the outputs of
     matrix products and attention, with a log-sum-exp for every query head. Adapters keep no more, but for their rank.
     """
-    key_heads = shape.query_heads if shape.latent else shape.heads
-    attention = 2 * (shape.query_heads + key_heads) * shape.head_dim  # queries, keys, values and the output
+    attention = 2 * (shape.query_heads * shape.head_dim + shape.key_numbers)  # queries, keys, values and the output
     return (3 * shape.hidden + attention + 2 * shape.intermediate) * shape.dtype.itemsize + 4 * shape.query_heads
 
 

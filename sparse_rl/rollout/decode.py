@@ -19,7 +19,7 @@ from ..cache.trace import never, trace_dtype
 from ..errors import SparseRLError
 from ..kernels import ops
 from ..kernels.twins_sample import Kept, RowSettings
-from ..models import decoder_of, last_logits_only, taken_by
+from ..models import causal_lm_of, decoder_of, last_logits_only, taken_by
 from ..models.routing import Routing, on_device
 from .fold import Chunks
 
@@ -247,8 +247,10 @@ def forward(model: nn.Module, tokens: Tensor, feed: Feed) -> Tensor:
     for fed in states.values():
         missed |= set(fed.end())
     if missed:
+        images = set(getattr(causal_lm_of(model).config.get_text_config(), "cross_attention_layers", None) or ())
+        why = "they attend to images" if missed <= images else "their code does not call it, or they are missing"
         raise SparseRLError(
-            f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: not supported."
+            f"{type(model).__name__}: layers {sorted(missed)} did not use the replaced attention: {why}."
         )
     return logits[:rows, -1]
 

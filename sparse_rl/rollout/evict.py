@@ -29,7 +29,8 @@ def evict(
 ) -> Tensor:
     """Compress rows, all with `used` slots in use, down to the budget; rows that are not live stay as they are.
 
-    rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T]
+    rows, fed (tokens fed so far), streams, num_prompt_tokens, live (bool) [N]; trace [R, L, H, T], in which a
+    layer with fewer KV heads than others repeats each of them
     tokens: if layers have different budgets, tokens fed to each row; `used` then counts the smallest layer (`alike`)
     replies int64 [N, T]: the number of the reply that a token was given in, from 1; 0 if it was not given
     -> bool: whether the compressor returned valid slots
@@ -55,7 +56,7 @@ def evict(
             feed=feed.flatten(0, 1),
             queries=None if queries is None else queries.flatten(0, 1),
             mass=None if stored.mass is None else stored.mass[:, rows, :, :held].flatten(0, 1),
-            streams=streams[layers].flatten(0, 1),
+            streams=streams[layers, :, : stored.heads].flatten(0, 1),
             num_prompt_tokens=num_prompt_tokens.repeat(feed.shape[0]),
             scaling=scaling,
             softcap=_common(cache.softcap, "soft-cap"),
@@ -64,15 +65,18 @@ def evict(
             layer=torch.arange(shape.layers, device=rows.device)[layers].repeat_interleave(n),
         )
         kept = choose(own, view, budget)
-        fine &= _check_kept(kept, (view.keys.shape[0], shape.heads, budget), held, own)
+        fine &= _check_kept(kept, (view.keys.shape[0], stored.heads, budget), held, own)
         if ops.rules(rows.device).defers_checks:
             kept = kept.clamp(0, held - 1)  # until the host checks it, a wrong number must not reach another row
         else:
             check_fine(bool(fine), held, own)
+        repeats = shape.heads // stored.heads
         ops.compact(
-            stored.keys, stored.values, stored.feed, stored.mass, trace[:, layers], slice(None), rows, held,
+            stored.keys, stored.values, stored.feed, stored.mass, trace[:, layers, ::repeats], slice(None), rows, held,
             kept.unflatten(0, (-1, n)), fed, live, never_in(trace), stored.exponents,
         )  # fmt: skip
+        if repeats > 1:
+            trace[rows, layers] = trace[rows, layers, ::repeats].repeat_interleave(repeats, 2)
     return fine
 
 
@@ -127,13 +131,13 @@ def evict_as(cache: SlotCache, used: int, evicted_at: Tensor, fed: int) -> int:
     trace = torch.empty(1, *evicted_at.shape, dtype=torch.int32, device=cache.device)  # it is known
     left = []
     for stored in cache.stored:
-        layers, held = stored.layers, stored.used(used, fed)
+        layers, held, repeats = stored.layers, stored.used(used, fed), cache.shape.heads // stored.heads
         feed = stored.feed[:, 0, :, :held].long()  # [l, H, S]
-        stays = evicted_at[layers].gather(2, feed) > fed
+        stays = evicted_at[layers, ::repeats].gather(2, feed) > fed
         left.append(int(stays[0, 0].sum()))
         kept = stays.nonzero()[:, 2].view(*stays.shape[:2], left[-1])  # as many in every layer and head
         ops.compact(
-            stored.keys, stored.values, stored.feed, stored.mass, trace[:, layers], slice(None), row, held,
+            stored.keys, stored.values, stored.feed, stored.mass, trace[:, layers, ::repeats], slice(None), row, held,
             kept[:, None], row + fed, live, never_in(trace), stored.exponents,
         )  # fmt: skip
     return min(left)

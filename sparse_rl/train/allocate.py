@@ -105,12 +105,15 @@ class Choices:
         layer, heads = seen.layer, self.received.shape[1]
         found = received(seen, self.begins, heads).cpu()
         if not self.passes[layer]:  # of layers that share slots, the first one chooses
-            group = seen.queries.shape[1] // heads
-            so_far = (found.cumsum(-1) - found) * group  # what each token received before a segment
+            own = min(heads, seen.keys.shape[1])  # of a layer with fewer KV heads than the trace, which repeats them
+            first = found[:: heads // own]
+            so_far = (first.cumsum(-1) - first) * (seen.queries.shape[1] // own)  # of each token before a segment
             for number, compressor in enumerate(self.bound):
                 for begin in self.moments[number]:
                     segment = int(torch.searchsorted(self.begins, begin))
-                    self._evict(seen, compressor, self.evicted_at[number, layer], begin, so_far[..., segment])
+                    gone = self.evicted_at[number, layer, :: heads // own]
+                    self._evict(seen, compressor, gone, begin, so_far[..., segment])
+                    self.evicted_at[number, layer] = gone.repeat_interleave(heads // own, 0)
         self.received[layer] += found
         self.passes[layer] += 1
 
@@ -130,7 +133,7 @@ class Choices:
             return None
         device = view.keys.device
         of_slots = mass.gather(1, view.feed[0].cpu())[None].to(device) if compressor.uses_mass else None
-        return replace(view, streams=self.streams[seen.layer].to(device), mass=of_slots)
+        return replace(view, streams=self.streams[seen.layer, :, : len(gone)].to(device), mass=of_slots)
 
     @property
     def mass(self) -> Tensor:

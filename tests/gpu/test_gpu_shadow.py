@@ -79,7 +79,7 @@ def test_segments_equal_the_mask_through_a_model(name, wrap, monkeypatch):
 
 
 @pytest.mark.parametrize("how", [False, "selective"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt-oss"])
 def test_flex_equals_the_mask_through_a_model(name, how, monkeypatch):
     model = on_gpu(name, head_dim=16)
     done = rollouts(model, lengths=(5, 200), new=100)

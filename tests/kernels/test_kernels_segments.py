@@ -124,6 +124,22 @@ def test_equals_the_boolean_mask(kind, dtype, group, dim, window, softcap):
         assert error(a.grad, b.grad) < 2 * TOLERANCE[dtype], name
 
 
+def test_a_layer_with_fewer_heads_than_the_trace_reads_every_other():
+    """A trace repeats the heads of such a layer: one made of every other row gives the same."""
+    evicted_at, lengths = micro_batch("even")
+    rows, _, heads, tokens = evicted_at.shape
+    query, key, value = (draw(rows, h, tokens, 16, seed=seed) for seed, h in enumerate((2 * heads, heads, heads)))
+    found = []
+    for of_trace in (evicted_at, evicted_at.repeat_interleave(2, 2)):
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        layout = make_layout(find_segments(of_trace, lengths), of_trace, 16, torch.float32)
+        out = segment_attention(*inputs, layout, 1, 0.3, None, None)
+        out.square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in inputs)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("window, softcap", [(None, None), (25, None), (None, 3.0)])
 def test_sinks_take_their_share_and_get_their_gradient(window, softcap):
     evicted_at, lengths = micro_batch("even")
@@ -334,7 +350,7 @@ def test_layers_and_heads_may_share_their_lists(chunk):
         found.append([out.detach(), *(x.grad for x in mine)])
     replay = Replay(shared, fed)
     theirs = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    attend(*theirs, layer_mask(replay.of_layer(3), None), 0.3, None).backward(upstream.double())
+    attend(*theirs, layer_mask(replay.of_layer(3, heads), None), 0.3, None).backward(upstream.double())
     for ours, expected in zip(found[0], found[1], strict=True):
         assert error(ours, expected) < 1e-6
     for ours, expected in zip(found[0][1:], theirs, strict=True):

@@ -72,6 +72,8 @@ def replay_of(few: bool) -> Replay:
         (dict(dim=256), "segments"),
         (dict(softcap=30.0), "segments"),
         (dict(few=False), "flex"),
+        (dict(sinks=True), "segments"),
+        (dict(few=False, sinks=True), "flex"),
         (dict(few=False, softcap=30.0), "twins"),
         (dict(dtype=torch.float64), "twins"),
         (dict(dim=257), "twins"),
@@ -88,7 +90,8 @@ def test_attention_under_a_trace(changes, module):
     key = query[:, :1]
     value = torch.zeros(1, 1, 4, given.get("value_dim", given["dim"]), device="meta")
     value = value.to(given.get("value_dtype", given["dtype"]))
-    arguments = (query, key, value, replay_of(given["few"]), given["softcap"], given["dropout"], None)
+    sinks = torch.zeros(2, device="meta") if given.get("sinks") else None
+    arguments = (query, key, value, replay_of(given["few"]), given["softcap"], given["dropout"], sinks)
     assert ops.module_for("trace_attention", given["place"], *arguments) == module
 
 

@@ -27,9 +27,13 @@ def small(name: str, **own):
     "config, message",
     [
         (dict(model_type="t5"), "encoder-decoder"),
-        (dict(model_type="mamba"), "not supported"),
-        (dict(model_type="zaya"), "layers of type hybrid"),
-        (dict(model_type="deepseek_v32"), "latent keys and values of a kind not known here"),
+        (dict(model_type="mamba"), "without attention there are no keys and values"),
+        (dict(model_type="zaya"), "its hybrid layers keep a state of a kind not known here beside"),
+        (dict(model_type="zamba2"), "its hybrid layers keep .*; its linear_attention layers are recurrent and keep"),
+        (dict(model_type="deepseek_v32"), "its indexed_attention layers attend to what an indexer chooses"),
+        (dict(model_type="deepseek_v32", layer_types=["full_attention"] * 61), "an indexer with .* chooses the 2048"),
+        (dict(model_type="deepseek_v4"), "compressed_sparse_attention layers attend to summaries of several tokens"),
+        (dict(model_type="whisper"), "encoder-decoder"),
     ],
 )
 def test_unsupported_architectures_are_refused_by_their_config(config, message):
@@ -41,8 +45,8 @@ def test_unsupported_architectures_are_refused_by_their_config(config, message):
     "name, own, message",
     [
         ("roformer", dict(is_decoder=True), "attention be replaced"),
-        ("diffllama", {}, "attends twice in layer 0"),
-        ("doge", {}, "attention mask of its own"),
+        ("diffllama", {}, "attends twice in layer 0, each time with other keys or values"),
+        ("doge", {}, "attention mask of its own, which a trace does not hold"),
         ("bert", dict(is_decoder=False), "is not causal"),
         (
             "phimoe",
@@ -59,7 +63,7 @@ def test_unsupported_architectures_are_refused_when_they_run(name, own, message)
 def test_a_model_with_fewer_layers_than_its_config_is_refused():
     model = small("llama")
     model.model.layers = model.model.layers[:1]
-    with pytest.raises(SparseRLError, match=r"layers \[1\] did not use the replaced attention"):
+    with pytest.raises(SparseRLError, match=r"layers \[1\] did not use the replaced attention: .* missing"):
         Engine(model, compressor="knorm", budget=8, interval=4).generate([[1, 2, 3]])
 
 
