@@ -103,10 +103,10 @@ def test_a_layer_with_fewer_heads_repeats_them(compressor, case):
 def test_other_ways_to_store_and_to_read(options, case):
     model, _ = case
     engine, trajectories = rollouts(model, "rkv", **options)
-    with torch.no_grad():
-        gaps = [(token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs).abs() for t in trajectories]
-    worst = sorted(gap[t.num_prompt_tokens :].max().item() for gap, t in zip(gaps, trajectories, strict=True))
-    assert worst[-2] < 1e-4 and worst[-1] < (0.05 if "slots" in options else 1e-4)  # a code may round the other way
+    for t in trajectories:
+        with torch.no_grad():
+            gap = (token_logprobs(model, t.tokens, t.trace) - t.sampler_logprobs)[t.num_prompt_tokens :]
+        assert gap.abs().max() < 1e-4
     assert engine.plan(40, 30).cache_bytes == engine.cache.nbytes
 
 
