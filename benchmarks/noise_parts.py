@@ -95,8 +95,10 @@ def parts_rounded(model: nn.Module, parts: set[str], seed: int) -> Iterator[None
     AttentionInterface.register(
         name, partial(attention, rotated=special.get("rotated", exact), weights=special.get("weights", exact))
     )
-    model.set_attn_implementation(name)
+    before = model.config._attn_implementation
     with ExitStack() as hooks, torch.no_grad():
+        model.set_attn_implementation(name)
+        hooks.callback(model.set_attn_implementation, before)
         for number, part in enumerate(sorted(parts)):
             kind, ends = MODULES[part]
             rounded = rounding(seed + 100 * number)
