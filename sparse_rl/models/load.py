@@ -141,7 +141,8 @@ def _load_adapters(folder: str, tokenizer, dtype: str | None, device: str, logit
     name, seed = base_of(folder)
     record = read_record(folder) or Record()
     base, _ = load_model(name, dtype, device, seed, logits or record.logits, quantize or record.quantize)
-    check_tensors(folder, vars(cast("PreTrainedModel", base).load_adapter(folder)))
+    with _fitting(folder, device):
+        check_tensors(folder, vars(cast("PreTrainedModel", base).load_adapter(folder)))
     set_record(base, record)
     load_companions(folder, base)
     repair(base, tokenizer)

@@ -29,21 +29,21 @@ LINES = {  # panel -> its curves and their styles
     "held-out accuracy (dashed: small cache)": {"eval/dense/accuracy": "-", "eval/sparse/accuracy": "--"},
     "rejected trajectories": {"reject/trajectories/frac": "-"},
     "xi (shaded: 5th to 95th percentile)": {"gap/xi/p50": "-"},
-    "alpha_5 (dotted: 0.86)": {"gap/alpha/p05": "-"},
+    "alpha p05 (dotted: 0.86)": {"gap/alpha/p05": "-"},
     "entropy, nats": {"old/entropy/mean": "-"},
     "response length, tokens": {"rollout/length/mean": "-"},
     "KV bytes (dashed: dense)": {"cache/bytes/allocated": "-", DENSE: "--"},
     "tokens per second": {"rollout/tokens_per_s": "-"},
 }
 HELD_OUT_REWARD = {"held-out reward (dashed: small cache)": {"eval/dense/reward": "-", "eval/sparse/reward": "--"}}
-XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha_5 (dotted: 0.86)"
+XI, ALPHA = "xi (shaded: 5th to 95th percentile)", "alpha p05 (dotted: 0.86)"
 STAGES = ("rollout", "grade", "score", "diagnose", "students", "update", "scorer")
 COLUMNS = {  # heading -> its curve, and the format of its numbers
     "reward": ("reward/mean", "{:.3f}"),
     "dense accuracy": ("eval/dense/accuracy", "{:.3f}"),
     "sparse accuracy": ("eval/sparse/accuracy", "{:.3f}"),
     "rejected": ("reject/trajectories/frac", "{:.1%}"),
-    "alpha_5": ("gap/alpha/p05", "{:.3f}"),
+    "alpha p05": ("gap/alpha/p05", "{:.3f}"),
     "KV bytes saved": ("cache/bytes_saved/frac", "{:.1%}"),
     "tokens/s": ("rollout/tokens_per_s", "{:,.0f}"),
 }

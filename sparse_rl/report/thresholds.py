@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = ("fail", "warn", "good")  # the worst first
 THRESHOLDS = {  # rule -> (warn, fail); if fail < warn, lower is worse. "Now" and "start" are defined in trend.py
     "reject": (0.30, 0.60),  # share of trajectories rejected now
     "rewarded": (1.5, math.inf),  # share rejected of rewarded / of unrewarded trajectories now, from FEW_REWARDED on
-    "alpha": (0.86, 0.40),  # alpha_5 now; it says nothing if entropy is below BLIND
+    "alpha": (0.86, 0.40),  # alpha p05 now; it says nothing if entropy is below BLIND
     "xi_low": (0.80, 0.50),  # 5th percentile of xi now
     "xi_high": (1.25, 2.0),  # 95th percentile of xi now
     "ess": (0.50, 0.20),  # effective sample size of the weights now, as a share of the tokens
@@ -35,7 +35,7 @@ THRESHOLDS = {  # rule -> (warn, fail); if fail < warn, lower is worse. "Now" an
     "ungraded": (0.0, 0.05),  # share of completions on which the grader failed
     "student": (1.0, 1.2),  # a student's KL now / at the start
 }
-BLIND = 0.02  # nats of entropy below which alpha_5 is near 1 whatever the cache does
+BLIND = 0.02  # nats of entropy below which alpha p05 is near 1 whatever the cache does
 FEW_REWARDED = 0.05  # a rejected share of rewarded trajectories below this is not worth a sentence
 NATS = 0.5  # entropy must grow by this to explode
 

@@ -97,7 +97,7 @@ def alpha(curves: Curves, aim: Aim) -> list[Sentence]:
     value, entropy = now(curves, figure), now(curves, "old/entropy/mean")
     if value is None:
         return []
-    said = f"alpha_5, the overlap of the dense and the sampler's distribution, is {value:.2f}"
+    said = f"alpha p05, the overlap of the dense and the sampler's distribution, is {value:.2f}"
     if entropy is not None and entropy < BLIND and level("alpha", value) == "good":
         why = f"entropy is {entropy:.3f} nats, so both distributions are nearly certain; read rejection and xi"
         return [Sentence("warn", f"{said}, but it says nothing here: {why}.", figure, value)]
