@@ -2,7 +2,7 @@
 
 On a GPU our own kernel computes it by segments, and its memory follows the tokens. Where a trace has so many segments
 that listing what each keeps would take more, FlexAttention computes it. On a CPU, and for what those kernels do not
-support (fp64, dropout, values of another width or dtype; soft-caps under FlexAttention), it is computed under a mask
+support (fp64, dropout, more than 256 numbers of a head; soft-caps under FlexAttention), it is computed under a mask
 per layer. `kernels/ops.py` chooses.
 
 Where the sampler's slots had 8 bits, every query reads keys and values as they were stored, its own token's included.

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..cache import LayerSlots
 from ..cache.segments import WIDEST_HEAD, Replay
+from . import twins
 from .twins_sample import Rows
 
 # ------------------------------------------------------------------------------------------------- what computes what
@@ -57,7 +59,7 @@ def few_queries_see_all_slots(queries: Tensor, unreachable: Tensor | None) -> bo
 
 def fits_tiles(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether attention under a trace can be computed tile by tile."""
-    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD
+    alike = query.dtype == key.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= WIDEST_HEAD
     return alike and query.dtype in (torch.bfloat16, torch.float16, torch.float32) and dropout == 0
 
 
@@ -242,8 +244,15 @@ def trace_attention(
     dropout: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """Kernels take keys and values of one width, so the narrower get zeros, which add nothing to a product."""
     attend = _function("trace_attention", query, query, key, value, replay, softcap, dropout, sinks)
-    return attend(query, key, value, replay, layer, scaling, sliding_window, softcap, dropout, sinks)
+    short = query.shape[-1] - value.shape[-1]
+    if short == 0 or attend is twins.trace_attention:
+        return attend(query, key, value, replay, layer, scaling, sliding_window, softcap, dropout, sinks)
+    query, key = (F.pad(x, (0, max(0, -short))) for x in (query, key))
+    wide = F.pad(value, (0, max(0, short)))
+    out = attend(query, key, wide, replay, layer, scaling, sliding_window, softcap, dropout, sinks)
+    return out[..., : value.shape[-1]]
 
 
 def add_and_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ class ModelShape:
     @property
     def learner_masks(self) -> int:
         """Masks of tokens x tokens that a layer of the learner needs under a trace, on a GPU. 0: it goes by segments"""
-        if self.head_dim == (self.value_dim or self.head_dim) <= WIDEST_HEAD:
+        if max(self.head_dim, self.value_dim or 0) <= WIDEST_HEAD:
             return 0
         return 1 if self.latent else self.query_heads
 

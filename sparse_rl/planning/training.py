@@ -305,4 +305,4 @@ def _replay_bytes(rollout: Plan, shape: ModelShape, tokens: int, kept: bool = Fa
     lists = 4 * (2 + rollout.budget // rollout.beside_budget) + 3 * 8  # bytes per token, layer and KV head
     masks = tokens * (rollout.prompt_tokens + rollout.new_tokens) * shape.learner_masks
     masks *= (shape.slot_layers if kept else 1) * (1 + shape.dtype.itemsize) + 2  # and what they are made of
-    return tokens * shape.heads * (shape.slot_layers * lists + 2 * 4 * shape.head_dim) + masks
+    return tokens * (shape.heads * shape.slot_layers * lists + 2 * 4 * shape.key_numbers) + masks

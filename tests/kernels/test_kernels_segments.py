@@ -7,6 +7,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 pytest.importorskip("triton")
 
@@ -23,6 +25,7 @@ from sparse_rl.kernels.segments import segment_attention
 from sparse_rl.kernels.twins import attend, layer_mask
 from sparse_rl.learn.batch import collate
 from sparse_rl.learn.score import batch_logprobs, replay_of
+from tests import survey
 from tests.helpers.models import prompts_of, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -220,10 +223,15 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_gpu_shadow.py does it on the device")
-@pytest.mark.parametrize("name", ["gemma2"])  # windows and soft-caps; the others on a GPU
+@pytest.mark.parametrize("name", ["gemma2", "minicpm3", "mimo_v2_flash"])  # the others on a GPU
 def test_through_a_model(name, monkeypatch):
-    """Log-probs and gradients of a model by segments equal those under the mask, windows and soft-caps included."""
-    model = copy.deepcopy(tiny(name))
+    """Log-probs and gradients of a model by segments equal those under the mask: with windows and soft-caps, with
+    latents, and with values narrower than keys, in layers that differ.
+    """
+    if name != "gemma2" and Version(transformers.__version__) < Version("5.22"):
+        pytest.skip("older versions name its settings otherwise")
+    monkeypatch.setitem(survey.OWN, "mimo_v2_flash", {"v_head_dim": 6})
+    model = copy.deepcopy(tiny(name) if name == "gemma2" else survey.tiny_model(name))
     done = Engine(model, budget=10, interval=6, rows=2).generate(prompts_of(4, 20), sampling=Sampling(16))
     tokens = collate(done)
     found = []

@@ -147,12 +147,12 @@ def test_a_training_plan_counts_what_segments_keep():
 
 
 def test_a_training_plan_counts_masks_where_there_are_no_segments():
-    """Heads whose keys and values differ in width, or are wider than kernels take, attend under tokens x tokens."""
-    latent = DeepseekV3Config()
-    alike = Glm4MoeLiteConfig()  # 192 + 64 numbers of a key, 256 of a value
+    """Heads that are wider than kernels take attend under tokens x tokens: one mask for all heads of latents."""
+    latent = DeepseekV3Config()  # 128 + 64 numbers of a key, 128 of a value
+    rotated = DeepseekV3Config(qk_rope_head_dim=256)
     wide = LlamaConfig(head_dim=512, num_attention_heads=8, num_key_value_heads=2)
     settings = dict(trained=10, micro_batch_tokens=4096, reference=False, evaluates=False, shadow=True) | STEP
-    for config, masks in ((latent, 1), (alike, 0), (wide, 8)):
+    for config, masks in ((latent, 0), (rotated, 1), (wide, 8)):
         shape = ModelShape.of(config, torch.bfloat16)
         assert shape.learner_masks == masks
         rollout = make_plan(shape, make("rkv"), rows=4, prompt_tokens=64, new_tokens=4032, weight_bytes=2**20)
