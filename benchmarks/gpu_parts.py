@@ -184,10 +184,10 @@ LEARNER = (
 
 ROLLOUT, TINY_ROLLOUT = "rollout_gpu.py --only ", "rollout_gpu.py --tiny --only "
 SPEED = (
-    Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 4,
+    Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 5,
          "25: conversations beside single turns"),
     Part("serve", "serve_gpu.py --out {out} --columns rollout,serve", "serve_gpu.py --out {out} --tiny "
-         "--columns rollout,serve", 4, "26: 256 streams beside bench rollout"),
+         "--columns rollout,serve", 5, "26: 256 streams beside bench rollout"),
     Part("serve-vllm", "serve_gpu.py --out {out} --columns rollout,serve,vllm {peers}", "serve_gpu.py --out {out} "
          "--tiny --columns serve,vllm", 9, "26: beside vLLM's server", peers=("vllm",)),
     Part("slots-kernel", f"{ROLLOUT}slots-kernel,noise --out {{out}}", "", 3, "27.5: noise and kernel of 8-bit slots"),
@@ -206,8 +206,8 @@ SPEED = (
     Part("new-models-vllm", "new_models_gpu.py gemma-3-4b --vllm --minutes 5 --lines {out}/lines.jsonl {peers}",
          "new_models_gpu.py gemma-3-4b --vllm --tiny --lines {out}/lines.jsonl", 10, "24: Gemma 3 4B beside vLLM",
          peers=("vllm",)),
-    Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 170 --out {out}", "ahead.py --tiny --arms ahead "
-         "pool --out {out}", 7, "28: learner and sampler on one device", modules=("ray",)),
+    Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 210 --out {out}", "ahead.py --tiny --arms ahead "
+         "pool --out {out}", 8, "28: learner and sampler on one device", modules=("ray",)),
     Part("steps-learned", f"{STEPS}shadow --set rollout.compressor learned --set scorer.every 1",
          f"{TINY_STEPS}shadow --set rollout.compressor learned --set scorer.every 1", 5,
          "27.3: what training `learned` costs a step"),

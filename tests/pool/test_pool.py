@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -451,6 +452,15 @@ def test_an_object_store_that_is_too_large_is_a_sentence(ray_that):
     ray_that(init)
     with pytest.raises(SparseRLError, match=r"cannot have 60.0 GiB, .* greater than .*; lower rollout.ahead"):
         connect("ray", 60 * 2**30)
+
+
+@pytest.mark.parametrize("on_gpu, gets", [(True, {"num_gpus": 3}), (False, {})])
+def test_a_cluster_of_ones_own_has_the_gpus_that_torch_sees(ray_that, monkeypatch, on_gpu, gets):
+    asked = []
+    ray_that(lambda **options: asked.append({k: v for k, v in options.items() if k == "num_gpus"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    connect("ray", 0, on_gpu)
+    assert asked == [gets]
 
 
 def fake_ray(put):
