@@ -131,8 +131,8 @@ SMOLLM2_NOISE = tuple(
 
 # ------------------------------------------------------------------------------------------ steps, issue 22
 
-STEPS = "step_peers.py --out {out} --columns "
-TINY_STEPS = "step_peers.py --tiny --out {out} --columns "
+STEPS = "step_peers.py --out {out} --models {queue}/models --columns "
+TINY_STEPS = "step_peers.py --tiny --out {out} --models {queue}/models --columns "
 BOTH = "sparse-rl,shadow"
 LARGE = "--set learn.micro_batch_tokens 65536 --set learn.packing"
 QLORA = "training_step.py --recipe qwen2.5-7b-gsm8k-24gb --data {data}/train/gsm8k.jsonl --steps 1 --out {out}"
@@ -141,9 +141,9 @@ TINY_LONG = (
     "long_learner.py --out {out} --model tiny:2x64 --device cpu --prompt 16 --budget 24 --interval 8 --sampled 16 "
 )
 WHOLE_STEPS = (
-    Part("steps", STEPS + BOTH, TINY_STEPS + BOTH, 5, "22: whole steps, both presets"),
+    Part("steps", STEPS + BOTH, TINY_STEPS + BOTH, 6, "22: whole steps, both presets"),
     Part(
-        "steps-65536", f"{STEPS}{BOTH} {LARGE} always", f"{TINY_STEPS}shadow {LARGE} always", 5,
+        "steps-65536", f"{STEPS}{BOTH} {LARGE} always", f"{TINY_STEPS}shadow {LARGE} always", 6,
         "22: the same with 65,536 tokens in packed micro-batches",
     ),
     Part(
@@ -160,11 +160,12 @@ WHOLE_STEPS = (
     ),
 )  # fmt: skip
 LEARNER = (
-    Part("learner", "learner_gpu.py --out {out} --quick", "learner_gpu.py --out {out} --quick --model tiny "
-         "--device cpu", 3, "22.2: fused layers, idle share"),
+    Part("learner", "learner_gpu.py --out {out} --quick --ways modules,fused", "learner_gpu.py --out {out} --quick "
+         "--ways modules,fused --model tiny --device cpu", 3, "22.2: fused layers, idle share"),
     Part("learner-65536", "learner_gpu.py --out {out} --tokens 65536 --ways modules,fused", "learner_gpu.py "
          "--out {out} --model tiny --device cpu --ways modules,fused", 6, "22: share of 800 TFLOP/s at 65,536 tokens"),
-    Part("first-step", "first_step.py --out {out}", "first_step.py --out {out} --tiny", 3, "22.6: first steps"),
+    Part("first-step", "first_step.py --out {out} --models {queue}/models", "first_step.py --out {out} --models "
+         "{queue}/models --tiny", 4, "22.6: first steps"),
     Part("half", "half_precision.py random:qwen2.5-1.5b --out {out}/half.json", "half_precision.py tiny:2x64 "
          f"--out {{out}}/half.json {SMALL}", 3, "22.7: float16 beside bfloat16"),
     Part("long", f"{LONG} --lengths 65536 --views shadow", f"{TINY_LONG} --lengths 96 --views shadow", 6,
