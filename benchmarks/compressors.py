@@ -28,7 +28,10 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+
+from stay import provenance
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 RULES = ("random", "window", "snapkv", "snapkv-original", "rkv", "vase", "triattention", "position", "learned")
@@ -241,20 +244,29 @@ def work(args) -> None:
     done = {key(json.loads(line)) for line in file.open()} if file.exists() else set()
     todo = [point for point in points_of(args) if key(point) not in done]
     end = time.monotonic() + 60 * args.minutes
+    took: dict[tuple, float] = {}  # seconds of the longest point of a kind so far
+    failed = 0
     for point in todo[args.part :: args.processes]:
-        if time.monotonic() > end:
+        kind, start = (point["rule"] in TRAINED, point.get("offline", False)), time.monotonic()
+        if start + took.get(kind, 0.0) > end:
             print("time is over; give the same command again.", flush=True)
             break
         try:
             found = bench.offline(point) if point.get("offline") else bench.online(point)
             row = point | found
         except Exception as error:
-            if type(error).__name__ != "SparseRLError":
-                raise
+            if type(error).__name__ != "SparseRLError":  # the other points go on, and this one is tried again
+                traceback.print_exc()
+                failed += 1
+                continue
             row = point | {"refused": str(error)}  # a budget that the prompt leaves nothing of
+        took[kind] = max(took.get(kind, 0.0), time.monotonic() - start)
+        row |= {"seconds": round(time.monotonic() - start, 1), **provenance()}
         with file.open("a") as lines:  # one write of a line: processes append to the same file
             lines.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
+    if failed:
+        sys.exit(f"compressors: {failed} points failed; give the same command again for them.")
 
 
 def table(rows: list[dict]) -> str:

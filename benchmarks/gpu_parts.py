@@ -167,7 +167,7 @@ LEARNER = (
     Part("first-step", "first_step.py --out {out} --models {queue}/models", "first_step.py --out {out} --models "
          "{queue}/models --tiny", 4, "22.6: first steps"),
     Part("half", "half_precision.py random:qwen2.5-1.5b --out {out}/half.json", "half_precision.py tiny:2x64 "
-         f"--out {{out}}/half.json {SMALL}", 3, "22.7: float16 beside bfloat16"),
+         f"--out {{out}}/half.json {SMALL}", 5, "22.7: float16 beside bfloat16"),
     Part("long", f"{LONG} --lengths 65536 --views shadow", f"{TINY_LONG} --lengths 96 --views shadow", 6,
          "22.5: 7B LoRA, 64k tokens of a response, 80 GB"),
     Part("long-others", f"{LONG} --lengths 16384,32768,131072 --views shadow", f"{TINY_LONG} --lengths 96,160 "
@@ -191,8 +191,8 @@ SPEED = (
          "--columns rollout,serve", 5, "26: 256 streams beside bench rollout"),
     Part("serve-vllm", "serve_gpu.py --out {out} --columns rollout,serve,vllm {peers}", "serve_gpu.py --out {out} "
          "--tiny --columns serve,vllm", 9, "26: beside vLLM's server", peers=("vllm",)),
-    Part("slots-kernel", f"{ROLLOUT}slots-kernel,noise --out {{out}}", "", 3, "27.5: noise and kernel of 8-bit slots"),
-    Part("slots", f"{ROLLOUT}slots --out {{queue}}/slots", f"{TINY_ROLLOUT}slots --out {{queue}}/slots", 8,
+    Part("slots-kernel", f"{ROLLOUT}slots-kernel,noise --out {{out}}", "", 5, "27.5: noise and kernel of 8-bit slots"),
+    Part("slots", f"{ROLLOUT}slots --out {{queue}}/slots", f"{TINY_ROLLOUT}slots --out {{queue}}/slots", 11,
          "27.5: fp8 and int8 slots, 1.5B and 7B"),
     Part("slots-vllm", f"{ROLLOUT}slots-vllm --out {{queue}}/slots {{peers}}",
          f"{TINY_ROLLOUT}slots-vllm --out {{queue}}/slots", 20, "27: vLLM with an fp8 cache", peers=("vllm",)),
@@ -253,7 +253,7 @@ LEARNING = (
     *grid("checks", "rescored,dense-reference", "22.1, 23.1: no scoring under replay; a dense reference"),
     Part(
         "noise-search", f"gradient_noise.py countdown-search --model {WARM} --batches 24 --budgets 192,96 "
-        "--out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 --budgets 40 "
+        "--minutes {minutes} --out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 --budgets 40 "
         "--methods sparse-rl,shadow --out {out} --set model.dtype float32 --set rollout.max_new_tokens 24 "
         "--set rollout.prompts 2 --set rollout.group_size 2 --set rollout.rows 4", 12,
         "19.5: noise of the gradient at 4.5 M", after="search-warm",

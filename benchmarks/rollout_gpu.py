@@ -15,11 +15,13 @@ results.jsonl at once, and is not repeated.
 import argparse
 import json
 import sys
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import peers
 import torch
+from stay import provenance
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.bench import Setting, bench_rollout, bench_step
@@ -157,11 +159,15 @@ def kernel(heads: int, group: int, rows: int, capacity: int = 640, dim: int = 12
         shape = CacheShape(1, heads, heads * group, dim, dim, torch.bfloat16, slots=slot_format(slots))
         cache = SlotCache(shape, rows, capacity, device)
         for block, warps, stages in TILES:
-            microseconds = 1000 * do_bench(
-                lambda c=cache, b=block, w=warps, s=stages: store_and_attend(
-                    query, key, key, c.layer(0), used, used, live, 0.1, block=b, num_warps=w, num_stages=s
+            try:
+                microseconds = 1000 * do_bench(
+                    lambda c=cache, b=block, w=warps, s=stages: store_and_attend(
+                        query, key, key, c.layer(0), used, used, live, 0.1, block=b, num_warps=w, num_stages=s
+                    )
                 )
-            )
+            except Exception as error:  # such as too little shared memory: the other ways go on
+                print(f"{slots}, tiles {block} {warps} {stages}: {type(error).__name__}: {error}", flush=True)
+                continue
             found[f"{slots} {block} {warps} {stages} us"] = microseconds
             found[f"{slots} {block} {warps} {stages} TB/s"] = rows * capacity * shape.stored_bytes / microseconds / 1e6
     return found
@@ -175,7 +181,13 @@ def run(out: Path, only: list[str], args: argparse.Namespace) -> list[str]:
 
     def record(key: str, make) -> None:
         if key not in known:
-            result = {"key": key, **make()}
+            try:
+                result = {"key": key, **make(), **provenance()}
+            except Exception:  # the other measurements go on
+                traceback.print_exc()
+                torch.cuda.empty_cache()
+                failed.append(key)
+                return
             if "error" in result:  # and is tried again
                 print(f"{key}: {result['error']}", flush=True)
                 if "left out" not in result["error"]:
