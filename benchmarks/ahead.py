@@ -140,8 +140,8 @@ def run(args, name: str, seed: int) -> dict:
     timing = steps_of(folder)
     if len(timing) < LEAST:
         raise SystemExit(
-            f"{folder} has {len(timing)} steps; at least {LEAST} are needed, of which the first and the last do not count:\n"
-            f"{said.read_text()[-3000:]}"
+            f"{folder} has {len(timing)} steps; at least {LEAST} are needed, of which the first and the last do not "
+            f"count:\n{said.read_text()[-3000:]}"
         )
     counted = [steps for steps in moments if 0 < steps < len(timing)]
     beside = timing[1:-1]  # the first step compiles and captures; nothing is sampled during the last
@@ -194,12 +194,13 @@ def table(results: list[dict]) -> str:
     heads += ["steps", "clipped", "accuracy dense", "sparse"]
     lines = ["|" + "|".join(f" {head} " if head else " " for head in heads) + "|", "|" + "---|" * len(heads)]
     for r in results:
+        arm = f"{r['arm']} (MPS)" if r.get("mps") else r["arm"]
         idle = "" if r["idle"] is None else f"{r['idle']:.0%}"
         used = "" if r["used"] is None else f"{r['used'] / 2**30:.2f}"
         (_, *start), (_, *end) = (r["curve"][0], r["curve"][-1]) if r["curve"] else ((0, None, None),) * 2
         dense, sparse = (f"{a:.3f} to {b:.3f}" if b is not None else "" for a, b in zip(start, end))
         lines.append(
-            f"| {r['arm']}{' (MPS)' if r.get('mps') else ''} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | "
+            f"| {arm} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | "
             f"{r['wait']:.2f} | {idle} | {r['peak'] / 2**30:.2f} | {used} | {r['steps']} | "
             f"{statistics.mean(r['clip'] or [0.0]):.2%} | {dense} | {sparse} |"
         )

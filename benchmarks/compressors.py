@@ -208,23 +208,23 @@ def chosen_trace(model, trajectory, compressor, oracle: bool):
         begins = torch.tensor([0, *moments])
         worth = received(seen, begins, heads).flip(-1).cumsum(-1).flip(-1) if oracle else None  # [H, T, S]
         for number, begin in enumerate(moments, 1):
-            view = slots_at(seen, gone, [begin], compressor, prompt)
+            view = slots_at(seen, gone, [begin], compressor, prompt, streams[seen.layer])
             assert view is not None, "a full row has more slots than its window"
-            view = type(view)(**{**vars(view), "streams": streams[seen.layer]})
             if worth is None:
                 kept = compressor.keep(view, budget)[0]
             else:
                 score = worth[..., number].gather(1, view.feed[0])
                 forced = compressor.forced(view, budget).expand(view.feed.shape)[0]
                 kept = best(score.masked_fill(forced, torch.inf)[None], budget)[0]
-            stays = torch.zeros_like(view.feed[0], dtype=torch.bool).scatter(1, kept, True)
+            stays = torch.zeros_like(view.feed[0], dtype=torch.bool).scatter(1, kept, True).cpu()
+            feed = view.feed[0].cpu()  # traces are on the host
             for head in range(heads):
-                gone[head, view.feed[0, head][~stays[head]]] = begin
+                gone[head, feed[head][~stays[head]]] = begin
 
     replay = replay_of(model, [(trajectory.tokens, dense)])
     replay.observe = observe
     with torch.no_grad():
-        hidden_states(model, trajectory.tokens[None], replay)
+        hidden_states(model, trajectory.tokens[None].to(next(model.parameters()).device), replay)
     return Trace(evicted_at.to(torch.uint16))
 
 

@@ -120,9 +120,10 @@ SMOLLM2_NOISE = tuple(
     Part(
         f"noise-smollm2-{budget}", "gradient_noise.py smollm2-countdown "
         "--model {queue}/smollm2-warm-countdown/countdown-0/warm "
-        f"--batches 24 --budgets {budget} --methods none,sparse-rl,sparse-rl-released,shadow --out {{out}}",
+        f"--batches 24 --budgets {budget} --methods none,sparse-rl,sparse-rl-released,shadow --out {{out}} "
+        "--minutes {minutes}",
         "gradient_noise.py smollm2-countdown --model {queue}/smollm2-warm-countdown/countdown-0/warm --batches 2 "
-        "--budgets 64 --methods sparse-rl,shadow --out {out} --set model.dtype float32 --set rollout.max_new_tokens 40 "
+        "--budgets 64 --methods sparse-rl,shadow --out {out} --set rollout.max_new_tokens 40 "
         "--set rollout.prompts 2 --set rollout.group_size 2 --set rollout.rows 4", 14,
         f"19.5: noise of the gradient on SmolLM2, {budget} slots", after="smollm2-warm-countdown",
     )
@@ -253,8 +254,8 @@ LEARNING = (
     *grid("checks", "rescored,dense-reference", "22.1, 23.1: no scoring under replay; a dense reference"),
     Part(
         "noise-search", f"gradient_noise.py countdown-search --model {WARM} --batches 24 --budgets 192,96 "
-        "--minutes {minutes} --out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 --budgets 40 "
-        "--methods sparse-rl,shadow --out {out} --set model.dtype float32 --set rollout.max_new_tokens 24 "
+        "--minutes {minutes} --out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 "
+        "--budgets 40 --methods sparse-rl,shadow --out {out} --set rollout.max_new_tokens 24 "
         "--set rollout.prompts 2 --set rollout.group_size 2 --set rollout.rows 4", 12,
         "19.5: noise of the gradient at 4.5 M", after="search-warm",
     ),
@@ -352,7 +353,7 @@ COMPRESSORS = (
     *(
         Part(
             f"compressors-search-{seed}", f"{POINTS} --seeds {seed + 1} --out {{queue}}/compressors-search "
-            f"--model {WARM} {COUNTDOWN_OPTIONS} --budgets 48 64 96 128 --new 640",
+            f"--model {WARM} {COUNTDOWN_OPTIONS} --budgets 48 64 96 128 --new 640 --rows 256",
             f"{TINY_POINTS} --model {WARM} {COUNTDOWN_OPTIONS} --out {{queue}}/compressors-search", STAY,
             f"27: accuracy against entries, countdown at 4.5 M, seed {seed}", after="search-warm", least=8, shares=True,
         )

@@ -12,8 +12,8 @@ layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weig
 its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`. With --vllm a
 line also holds vLLM's rollout of the same config, rows and lengths on its dense cache, or why there is none. Weights
 are made in bf16 on the device, and no checkpoint is written: one of 4B takes 55 GB. Rewards are planted: every second
-completion is right. The first step also captures and compiles; `steady` is the last one that ended in time. With --lines
-FILE a model that the file has is not measured again.
+completion is right. The first step also captures and compiles; `steady` is the last one that ended in time. With
+--lines FILE a model that the file has is not measured again.
 """
 
 import argparse

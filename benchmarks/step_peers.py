@@ -11,12 +11,13 @@
     trl-sparse    TRL's GRPOTrainer with our rollouts (`use_sparse_rollouts`), KL to a reference
     trl-replay    the same under replay; only if asked for
 
-A step: completions of `--prompts` x `--group`, all of exactly `--new` tokens (nothing stops them), then
-`--minibatches` optimizer steps; every second completion is rewarded. Every column is a process of its own, so that it
-gives its memory back, and leaves COLUMN.json in the folder; columns that are there are not measured again. The weights
-are made once per folder, or once for all folders with --models. The first step (compiling, capturing) is a column of the table, and not in the means. `rest` is what is neither rollout, score
-nor update: grading and diagnostics with us; rewards are part of TRL's score. Peaks: of torch's allocator, and of the
-device as the driver counts it, all processes and graphs included, when a step or one of TRL's stages ends.
+A step: completions of `--prompts` x `--group`, all of exactly `--new` tokens (nothing stops them), then `--minibatches`
+optimizer steps; every second completion is rewarded. Every column is a process of its own, so that it gives its memory
+back, and leaves COLUMN.json in the folder; columns that are there are not measured again. The weights are made once per
+folder, or once for all folders with --models. The first step (compiling, capturing) is a column of the table, and not
+in the means. `rest` is what is neither rollout, score nor update: grading and diagnostics with us; rewards are part of
+TRL's score. Peaks: of torch's allocator, and of the device as the driver counts it, all processes and graphs included,
+when a step or one of TRL's stages ends.
 """
 
 from __future__ import annotations
@@ -367,7 +368,8 @@ def column_main(column: str, folder: Path, keys: list[tuple[str, str]]) -> None:
     ours = column in OURS
     found = measure_ours(column, settings, folder, keys) if ours else measure_trl(column, settings, folder)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    found |= {**provenance(), "column": column, "device": where, "torch": torch.__version__, "seconds": time.perf_counter() - start}
+    found |= {**provenance(), "column": column, "device": where, "torch": torch.__version__}
+    found |= {"seconds": time.perf_counter() - start}
     found |= {"keys": keys, "steps": [asdict(step) for step in found["steps"]]}
     write_text(folder / f"{column}.json", json.dumps(found, indent=1) + "\n")
 

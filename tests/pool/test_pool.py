@@ -514,7 +514,7 @@ def test_a_stop_that_comes_while_weights_are_fetched_is_heard():
 
 def test_members_are_polled_before_patience_ends(monkeypatch):
     """Else one that works would look silent."""
-    monkeypatch.setattr(cluster, "connect", lambda address, store: (FakeCluster([2.0]), False))
+    monkeypatch.setattr(cluster, "connect", lambda address, store, on_gpu: (FakeCluster([2.0]), False))
     for patience, seconds in ((600.0, POLL), (math.inf, POLL), (2.0, 0.5)):
         assert RayTransport("ray", Echo, 1, False, 0, patience=patience).poll == seconds
 
@@ -538,7 +538,7 @@ class FakeCluster:
 def test_all_samplers_find_a_place(monkeypatch):
     """Two CPUs here and one there: five of 0.6 do not fit, though they are three together."""
     fake = FakeCluster([2.0, 1.0])
-    monkeypatch.setattr(cluster, "connect", lambda address, store: (fake, False))
+    monkeypatch.setattr(cluster, "connect", lambda address, store, on_gpu: (fake, False))
     transport = RayTransport("ray", Echo, 5, False, 0)
     assert transport.each == 0.5 and transport.room() == 6
     fake.found.pop()
