@@ -296,8 +296,8 @@ TINY_FRONTIER = (
 )
 TEACHERS = {"countdown": WARM, "linsys": "{queue}/linsys-warm/warm", "stargraph": "{queue}/stargraph-warm/warm"}
 TINY_TEACHER = (
-    "-m sparse_rl warmup {task}-warmup --out {{out}}/warm --model.name tiny:1x64 --model.dtype float32 "
-    "--warmup.steps 1 --warmup.batch 2 --warmup.workers 0 --eval.prompts 2 --rollout.rows 2"
+    "warm.py {task}-warmup --out {{out}}/warm --set model.name tiny:1x64 --set model.dtype float32 "
+    "--set warmup.steps 1 --set warmup.batch 2 --set warmup.workers 0 --set eval.prompts 2 --set rollout.rows 2"
 )
 
 
@@ -325,9 +325,9 @@ BREADCRUMBS = (
         part
         for study, minutes in (("linsys", 12), ("stargraph", 15))
         for part in (
-            Part(f"{study}-warm", f"-m sparse_rl warmup {study}-warmup --out {{out}}/warm",
+            Part(f"{study}-warm", f"warm.py {study}-warmup --out {{out}}/warm --minutes {{minutes}}",
                  TINY_TEACHER.format(task=study), minutes, f"23.6: the warm start of {study}",
-                 makes="warm/config.json"),
+                 makes="warm/config.json", least=5),
             *(frontier(study, stage) for stage in ("joint", "late", "rl")),
         )
     ),
