@@ -392,7 +392,10 @@ def main() -> None:
     if any(line["key"].startswith("step") for line in lines) and any(
         line["key"].startswith("rollout") for line in lines
     ):
-        plot(lines, arguments.out / "rollout.png")
+        try:
+            plot(lines, arguments.out / "rollout.png")
+        except Exception as error:  # such as no matplotlib: the numbers are there
+            print(f"no picture: {type(error).__name__}: {error}", flush=True)
     if failed:
         sys.exit(f"rollout_gpu: failed: {', '.join(failed)}")
 

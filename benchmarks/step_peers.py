@@ -209,7 +209,7 @@ def measure_ours(column: str, settings: Settings, folder: Path, keys: list[tuple
         timing = json.loads((run / "timing.jsonl").read_text().splitlines()[-1])
         seconds = {stage: timing[f"time/{stage}"] for stage in ("rollout", "score", "update", "step")}
         steps.append(Step(with_rest(seconds), (min(counts), max(counts)), mean, prompts))
-        print(json.dumps({"column": column, "step": len(steps), **steps[-1].seconds}), flush=True)
+        print(json.dumps({"column": column, "number": len(steps), **steps[-1].seconds}), file=sys.stderr, flush=True)
     trainer.source.close()
     return {"steps": steps, "gib": watch.peaks(), "chosen": settings_of_auto(trainer.recipe)}
 
