@@ -289,6 +289,8 @@ def capacity(line: dict) -> int:
 def best(line: dict, kind: str) -> str:
     """The fastest way to walk slots of a kind."""
     times = {key: value for key, value in line.items() if key.startswith(f"{kind} ") and key.endswith(" us")}
+    if not times:
+        return "could not be measured"
     fastest = min(times, key=times.__getitem__)
     way = fastest.removeprefix(f"{kind} ").removesuffix(" us")
     return f"{times[fastest]:.1f} us, {line[f'{kind} {way} TB/s']:.2f} TB/s (block, warps, stages {way})"
