@@ -172,8 +172,8 @@ LEARNER = (
     Part("long", f"{LONG} --lengths 65536 --views shadow", f"{TINY_LONG} --lengths 96 --views shadow", 6,
          "22.5: 7B LoRA, 64k tokens of a response, 80 GB"),
     Part("long-others", f"{LONG} --lengths 16384,32768,131072 --views shadow", f"{TINY_LONG} --lengths 96,160 "
-         "--views shadow", 15, "22.5: 16k, 32k and 128k tokens"),
-    Part("long-dense", f"{LONG} --lengths 65536 --views dense", f"{TINY_LONG} --lengths 96 --views dense", 8,
+         "--views shadow", 10, "22.5: 16k, 32k and 128k tokens"),
+    Part("long-dense", f"{LONG} --lengths 65536 --views dense", f"{TINY_LONG} --lengths 96 --views dense", 6,
          "22.5: 64k tokens in the dense view"),
     Part("qlora-24gb", f"{QLORA} --gpu-memory 24 --characters 320", f"{QLORA} --characters 40 --model tiny:2x64 "
          "--set model.quantize null --set model.dtype float32 --set model.gradient_checkpointing true "

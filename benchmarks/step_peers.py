@@ -339,11 +339,13 @@ class Rounds:
 
 def share_model(settings: Settings, folder: Path, models: Path | None) -> None:
     """Make the folder's model a link to one that other folders use, too."""
-    if models is None or (folder / MODEL).exists():
+    link = folder / MODEL
+    if models is None or (link.exists() and not link.is_symlink()):
         return
     place = models.resolve() / re.sub(r"[^\w.-]+", "-", f"{settings.model}-{settings.dtype}")
     place.mkdir(parents=True, exist_ok=True)
-    (folder / MODEL).symlink_to(place)
+    link.unlink(missing_ok=True)  # it may lead to a place that is gone
+    link.symlink_to(place)
 
 
 def is_made(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """What scripts for a GPU do when something fails or time is over: what was measured before stays."""
 
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -97,7 +98,8 @@ def test_a_point_that_fails_keeps_no_other_from_being_made(tmp_path, monkeypatch
 def test_folders_share_the_weights_that_one_of_them_made(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        step_peers.share_model(step_peers.TINY, tmp_path / name, tmp_path / "models")
+        step_peers.share_model(step_peers.TINY, tmp_path / name, tmp_path / "gone")
+        shutil.rmtree(tmp_path / "gone")
         step_peers.share_model(step_peers.TINY, tmp_path / name, tmp_path / "models")
     assert not step_peers.is_made(tmp_path / "b")
     step_peers.make_model(step_peers.TINY, tmp_path / "a")
