@@ -15,7 +15,9 @@ that size take (planted_math.py):
         --set eval.every 0 --set run.steps 5
 
 A pool's sampler that shares the GPU, against the thread: the same shape on problems that this script writes; an arm
-ends after its last step or 300 s. --tiny rehearses it on a CPU. table.md in the output folder grows by every arm.
+ends after its last step or 300 s, and counts from three steps on. Where there is CUDA's multi-process service, the arm
+`pool` runs under it: without it, two processes take turns. --tiny rehearses it on a CPU. table.md in the output folder
+grows by every arm.
 
     python benchmarks/ahead.py --preset 1.5b --arms ahead pool --out runs/pool-gpu
     python benchmarks/ahead.py --tiny --arms ahead pool --out runs/pool-tiny
@@ -35,6 +37,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from stay import provenance, sentence, shared_device
 
 from sparse_rl.files import read_lines
 
@@ -48,10 +51,11 @@ PRESETS = {
     "1.5b": ("qwen2.5-1.5b-simplerl", "random:qwen2.5-1.5b", {"rollout.prompts": 32, "rollout.max_new_tokens": 1024}),
     "tiny": ("tiny-sums", None, {"rollout.prompts": 4}),
 }
-QUICK = {"eval.every": 0, "run.samples": 0, "run.steps": 6}  # of presets
+QUICK = {"eval.every": 0, "run.samples": 0, "run.steps": 5}  # of presets
 PLANTED = {"task.name": f"{HERE / 'planted_math.py'}:PlantedMath", "task.holdout": 0, "rollout.stop": "[]"}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}  # where /dev/shm is small: /tmp
 LIMIT = 300.0  # seconds of an arm of a preset
+LEAST = 3  # steps of an arm, of which the first and the last do not count
 
 
 class Watch:
@@ -72,7 +76,7 @@ class Watch:
         if self.process:
             self.process.terminate()
             lines = [line.split(", ") for line in self.process.communicate()[0].splitlines()]
-            found = [(int(share), int(used)) for share, used in lines if share.isdigit() and used.isdigit()]
+            found = [(int(line[0]), int(line[1])) for line in lines if len(line) == 2 and "".join(line).isdigit()]
             self.values = [share for share, _ in found]
             self.most = max((used * 2**20 for _, used in found), default=None)
         self.end = time.time()
@@ -119,7 +123,9 @@ def run(args, name: str, seed: int) -> dict:
     said = folder.with_suffix(".log")
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     began, ended = time.time(), False
-    with Watch() as watch, said.open("w") as file:
+    alone = contextlib.nullcontext() if "rollout.pool" not in ARMS[name] else shared_device()
+    with alone, Watch() as watch, said.open("w") as file:
+        mps = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
         process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, **ENVIRONMENT})
         while process.poll() is None and not ended:
             time.sleep(0.1)
@@ -132,10 +138,10 @@ def run(args, name: str, seed: int) -> dict:
             f"{' '.join(command)} failed with exit status {process.returncode}:\n{said.read_text()[-3000:]}"
         )
     timing = steps_of(folder)
-    if len(timing) < 4:
+    if len(timing) < LEAST:
         raise SystemExit(
-            f"{folder} has {len(timing)} steps; at least 4 are needed, of which the first and the last do not count:\n"
-            f"{said.read_text()[-3000:]}"
+            f"{folder} has {len(timing)} steps; at least {LEAST} are needed, of which the first and the last do not "
+            f"count:\n{said.read_text()[-3000:]}"
         )
     counted = [steps for steps in moments if 0 < steps < len(timing)]
     beside = timing[1:-1]  # the first step compiles and captures; nothing is sampled during the last
@@ -145,6 +151,10 @@ def run(args, name: str, seed: int) -> dict:
     result = {
         "arm": name,
         "seed": seed,
+        "mps": mps,
+        **provenance(),
+        "command": " ".join(command),
+        "seconds": [line["time/step"] for line in timing],
         "step": statistics.median(line["time/step"] for line in beside),
         "wait": statistics.median(line.get("time/wait", 0.0) for line in sampled),
         "rollout": statistics.median(
@@ -184,14 +194,15 @@ def table(results: list[dict]) -> str:
     heads += ["steps", "clipped", "accuracy dense", "sparse"]
     lines = ["|" + "|".join(f" {head} " if head else " " for head in heads) + "|", "|" + "---|" * len(heads)]
     for r in results:
+        arm = f"{r['arm']} (MPS)" if r.get("mps") else r["arm"]
         idle = "" if r["idle"] is None else f"{r['idle']:.0%}"
         used = "" if r["used"] is None else f"{r['used'] / 2**30:.2f}"
         (_, *start), (_, *end) = (r["curve"][0], r["curve"][-1]) if r["curve"] else ((0, None, None),) * 2
         dense, sparse = (f"{a:.3f} to {b:.3f}" if b is not None else "" for a, b in zip(start, end))
         lines.append(
-            f"| {r['arm']} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | "
+            f"| {arm} | {r['seed']} | {r['step']:.2f} | {r['rollout']:.2f} | {r['update']:.2f} | "
             f"{r['wait']:.2f} | {idle} | {r['peak'] / 2**30:.2f} | {used} | {r['steps']} | "
-            f"{statistics.mean(r['clip']):.2%} | {dense} | {sparse} |"
+            f"{statistics.mean(r['clip'] or [0.0]):.2%} | {dense} | {sparse} |"
         )
     return "\n".join(lines)
 
@@ -263,7 +274,7 @@ def main() -> None:
                 failed.append(str(error))
                 print(error, file=sys.stderr)
                 continue
-            (args.out / "table.md").write_text(table(results) + "\n")
+            (args.out / "table.md").write_text(f"{table(results)}\n\n{sentence(provenance())}\n")
     if args.plot and results:
         plot(results, args.plot)
     print(table(results))

@@ -28,7 +28,10 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+
+from stay import provenance
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 RULES = ("random", "window", "snapkv", "snapkv-original", "rkv", "vase", "triattention", "position", "learned")
@@ -205,23 +208,23 @@ def chosen_trace(model, trajectory, compressor, oracle: bool):
         begins = torch.tensor([0, *moments])
         worth = received(seen, begins, heads).flip(-1).cumsum(-1).flip(-1) if oracle else None  # [H, T, S]
         for number, begin in enumerate(moments, 1):
-            view = slots_at(seen, gone, [begin], compressor, prompt)
+            view = slots_at(seen, gone, [begin], compressor, prompt, streams[seen.layer])
             assert view is not None, "a full row has more slots than its window"
-            view = type(view)(**{**vars(view), "streams": streams[seen.layer]})
             if worth is None:
                 kept = compressor.keep(view, budget)[0]
             else:
                 score = worth[..., number].gather(1, view.feed[0])
                 forced = compressor.forced(view, budget).expand(view.feed.shape)[0]
                 kept = best(score.masked_fill(forced, torch.inf)[None], budget)[0]
-            stays = torch.zeros_like(view.feed[0], dtype=torch.bool).scatter(1, kept, True)
+            stays = torch.zeros_like(view.feed[0], dtype=torch.bool).scatter(1, kept, True).cpu()
+            feed = view.feed[0].cpu()  # traces are on the host
             for head in range(heads):
-                gone[head, view.feed[0, head][~stays[head]]] = begin
+                gone[head, feed[head][~stays[head]]] = begin
 
     replay = replay_of(model, [(trajectory.tokens, dense)])
     replay.observe = observe
     with torch.no_grad():
-        hidden_states(model, trajectory.tokens[None], replay)
+        hidden_states(model, trajectory.tokens[None].to(next(model.parameters()).device), replay)
     return Trace(evicted_at.to(torch.uint16))
 
 
@@ -241,20 +244,29 @@ def work(args) -> None:
     done = {key(json.loads(line)) for line in file.open()} if file.exists() else set()
     todo = [point for point in points_of(args) if key(point) not in done]
     end = time.monotonic() + 60 * args.minutes
+    took: dict[tuple, float] = {}  # seconds of the longest point of a kind so far
+    failed = 0
     for point in todo[args.part :: args.processes]:
-        if time.monotonic() > end:
+        kind, start = (point["rule"] in TRAINED, point.get("offline", False)), time.monotonic()
+        if start + took.get(kind, 0.0) > end:
             print("time is over; give the same command again.", flush=True)
             break
         try:
             found = bench.offline(point) if point.get("offline") else bench.online(point)
             row = point | found
         except Exception as error:
-            if type(error).__name__ != "SparseRLError":
-                raise
+            if type(error).__name__ != "SparseRLError":  # the other points go on, and this one is tried again
+                traceback.print_exc()
+                failed += 1
+                continue
             row = point | {"refused": str(error)}  # a budget that the prompt leaves nothing of
+        took[kind] = max(took.get(kind, 0.0), time.monotonic() - start)
+        row |= {"seconds": round(time.monotonic() - start, 1), **provenance()}
         with file.open("a") as lines:  # one write of a line: processes append to the same file
             lines.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
+    if failed:
+        sys.exit(f"compressors: {failed} points failed; give the same command again for them.")
 
 
 def table(rows: list[dict]) -> str:

@@ -11,7 +11,8 @@
     kept            a row is kept for its conversation as long as that costs less than moving it (what training does)
     given away      a row goes to another conversation as soon as one waits, and is moved to host memory and back
 
-Goal: `kept` at least 0.8 times as fast as `one turn`. Every arm is a line of results.jsonl at once, and not repeated.
+Goal: `kept` at least 0.8 times as fast as `one turn`. Every arm is a line of results.jsonl at once, and not repeated;
+one that fails does not keep the others.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import argparse
 import heapq
 import json
 import random
-import subprocess
+import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from stay import provenance
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.models import load_model
@@ -170,14 +173,19 @@ def main() -> None:
     model = load_model(shape.model, device=None if args.tiny else "cuda")[0]
     engine = Engine(model, "rkv", budget=shape.budget, interval=shape.interval, rows=shape.rows)
     engine.reserve(shape.prompt + (shape.turns - 1) * shape.given, shape.tokens)  # no arm moves what is captured
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    failed = []
     for name in args.arms.split(","):
         if any(line["arm"] == name for line in lines):
             continue
-        warm_up(engine, shape)
-        found = arms(shape)[name](engine, shape)
+        try:
+            warm_up(engine, shape)
+            found = arms(shape)[name](engine, shape)
+        except Exception:
+            failed.append(name)
+            traceback.print_exc()
+            continue
         speed = {"tokens_per_s": shape.sampled / found["seconds"]}
-        line = {"arm": name, **found, **speed, **same, "commit": commit}
+        line = {"arm": name, **found, **speed, **same, **provenance()}
         lines.append(line)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -185,6 +193,8 @@ def main() -> None:
     text = table(lines)
     (args.out / "table.md").write_text(text + "\n")
     print(text)
+    if failed:
+        sys.exit(f"conversations_gpu: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from step_peers import MODEL, OURS, PROMPTS, STAGES, Settings, made_prompts, measure_ours, run_column, settings_of
+from stay import provenance, sentence
+from step_peers import (
+    MODEL,
+    OURS,
+    PROMPTS,
+    STAGES,
+    Settings,
+    is_made,
+    made_prompts,
+    measure_ours,
+    run_column,
+    settings_of,
+    share_model,
+)
 
 from sparse_rl.files import write_text
 from sparse_rl.kernels.ops import has_triton
@@ -280,6 +293,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="Triton's files; default: none from before")
     parser.add_argument("--compile", type=int, metavar="CAPABILITY", help="such as 90; compile, and run nothing")
     parser.add_argument("--kernels", default=",".join(LAUNCHES), help="with --compile: some of the default")
+    parser.add_argument("--models", type=Path, help="a folder for weights that several --out share")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, for a CPU")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="of the recipe")
     for setting in fields(Settings):
@@ -305,15 +319,15 @@ def run_steps(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "settings.json", json.dumps(asdict(settings), indent=1) + "\n")
     write_text(folder / PROMPTS, json.dumps(made_prompts(settings)))
-    if not (folder / MODEL / "config.json").exists() and (problem := run_column(MODEL, folder, args)):
+    share_model(settings, folder, args.models)
+    if not is_made(folder) and (problem := run_column(MODEL, folder, args)):
         raise SystemExit(problem)
     record = Record()
     watch(record)
     found = measure_ours(args.method, settings, folder, [tuple(pair) for pair in args.set])
     seconds = [step.seconds for step in found["steps"]]
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     text = [table(seconds, record), "", kernel_table(record.kernels), ""]
-    text += [f"{settings.model}, {args.method}, {where}, torch {torch.__version__}; {found['chosen']}"]
+    text += [f"{settings.model}, {args.method}, {sentence(provenance())}; {found['chosen']}"]
     if torch.cuda.is_available():
         stats = torch.cuda.memory_stats()
         text += [f"the allocator asked the driver {stats['num_device_alloc']} times for memory"]

@@ -120,9 +120,10 @@ SMOLLM2_NOISE = tuple(
     Part(
         f"noise-smollm2-{budget}", "gradient_noise.py smollm2-countdown "
         "--model {queue}/smollm2-warm-countdown/countdown-0/warm "
-        f"--batches 24 --budgets {budget} --methods none,sparse-rl,sparse-rl-released,shadow --out {{out}}",
+        f"--batches 24 --budgets {budget} --methods none,sparse-rl,sparse-rl-released,shadow --out {{out}} "
+        "--minutes {minutes}",
         "gradient_noise.py smollm2-countdown --model {queue}/smollm2-warm-countdown/countdown-0/warm --batches 2 "
-        "--budgets 64 --methods sparse-rl,shadow --out {out} --set model.dtype float32 --set rollout.max_new_tokens 40 "
+        "--budgets 64 --methods sparse-rl,shadow --out {out} --set rollout.max_new_tokens 40 "
         "--set rollout.prompts 2 --set rollout.group_size 2 --set rollout.rows 4", 14,
         f"19.5: noise of the gradient on SmolLM2, {budget} slots", after="smollm2-warm-countdown",
     )
@@ -131,8 +132,8 @@ SMOLLM2_NOISE = tuple(
 
 # ------------------------------------------------------------------------------------------ steps, issue 22
 
-STEPS = "step_peers.py --out {out} --columns "
-TINY_STEPS = "step_peers.py --tiny --out {out} --columns "
+STEPS = "step_peers.py --out {out} --models {queue}/models --columns "
+TINY_STEPS = "step_peers.py --tiny --out {out} --models {queue}/models --columns "
 BOTH = "sparse-rl,shadow"
 LARGE = "--set learn.micro_batch_tokens 65536 --set learn.packing"
 QLORA = "training_step.py --recipe qwen2.5-7b-gsm8k-24gb --data {data}/train/gsm8k.jsonl --steps 1 --out {out}"
@@ -141,9 +142,9 @@ TINY_LONG = (
     "long_learner.py --out {out} --model tiny:2x64 --device cpu --prompt 16 --budget 24 --interval 8 --sampled 16 "
 )
 WHOLE_STEPS = (
-    Part("steps", STEPS + BOTH, TINY_STEPS + BOTH, 5, "22: whole steps, both presets"),
+    Part("steps", STEPS + BOTH, TINY_STEPS + BOTH, 6, "22: whole steps, both presets"),
     Part(
-        "steps-65536", f"{STEPS}{BOTH} {LARGE} always", f"{TINY_STEPS}shadow {LARGE} always", 5,
+        "steps-65536", f"{STEPS}{BOTH} {LARGE} always", f"{TINY_STEPS}shadow {LARGE} always", 6,
         "22: the same with 65,536 tokens in packed micro-batches",
     ),
     Part(
@@ -160,18 +161,19 @@ WHOLE_STEPS = (
     ),
 )  # fmt: skip
 LEARNER = (
-    Part("learner", "learner_gpu.py --out {out} --quick", "learner_gpu.py --out {out} --quick --model tiny "
-         "--device cpu", 3, "22.2: fused layers, idle share"),
+    Part("learner", "learner_gpu.py --out {out} --quick --ways modules,fused", "learner_gpu.py --out {out} --quick "
+         "--ways modules,fused --model tiny --device cpu", 3, "22.2: fused layers, idle share"),
     Part("learner-65536", "learner_gpu.py --out {out} --tokens 65536 --ways modules,fused", "learner_gpu.py "
          "--out {out} --model tiny --device cpu --ways modules,fused", 6, "22: share of 800 TFLOP/s at 65,536 tokens"),
-    Part("first-step", "first_step.py --out {out}", "first_step.py --out {out} --tiny", 3, "22.6: first steps"),
+    Part("first-step", "first_step.py --out {out} --models {queue}/models", "first_step.py --out {out} --models "
+         "{queue}/models --tiny", 4, "22.6: first steps"),
     Part("half", "half_precision.py random:qwen2.5-1.5b --out {out}/half.json", "half_precision.py tiny:2x64 "
-         f"--out {{out}}/half.json {SMALL}", 3, "22.7: float16 beside bfloat16"),
+         f"--out {{out}}/half.json {SMALL}", 5, "22.7: float16 beside bfloat16"),
     Part("long", f"{LONG} --lengths 65536 --views shadow", f"{TINY_LONG} --lengths 96 --views shadow", 6,
          "22.5: 7B LoRA, 64k tokens of a response, 80 GB"),
     Part("long-others", f"{LONG} --lengths 16384,32768,131072 --views shadow", f"{TINY_LONG} --lengths 96,160 "
-         "--views shadow", 15, "22.5: 16k, 32k and 128k tokens"),
-    Part("long-dense", f"{LONG} --lengths 65536 --views dense", f"{TINY_LONG} --lengths 96 --views dense", 8,
+         "--views shadow", 10, "22.5: 16k, 32k and 128k tokens"),
+    Part("long-dense", f"{LONG} --lengths 65536 --views dense", f"{TINY_LONG} --lengths 96 --views dense", 6,
          "22.5: 64k tokens in the dense view"),
     Part("qlora-24gb", f"{QLORA} --gpu-memory 24 --characters 320", f"{QLORA} --characters 40 --model tiny:2x64 "
          "--set model.quantize null --set model.dtype float32 --set model.gradient_checkpointing true "
@@ -184,14 +186,14 @@ LEARNER = (
 
 ROLLOUT, TINY_ROLLOUT = "rollout_gpu.py --only ", "rollout_gpu.py --tiny --only "
 SPEED = (
-    Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 4,
+    Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 5,
          "25: conversations beside single turns"),
     Part("serve", "serve_gpu.py --out {out} --columns rollout,serve", "serve_gpu.py --out {out} --tiny "
-         "--columns rollout,serve", 4, "26: 256 streams beside bench rollout"),
+         "--columns rollout,serve", 5, "26: 256 streams beside bench rollout"),
     Part("serve-vllm", "serve_gpu.py --out {out} --columns rollout,serve,vllm {peers}", "serve_gpu.py --out {out} "
          "--tiny --columns serve,vllm", 9, "26: beside vLLM's server", peers=("vllm",)),
-    Part("slots-kernel", f"{ROLLOUT}slots-kernel,noise --out {{out}}", "", 3, "27.5: noise and kernel of 8-bit slots"),
-    Part("slots", f"{ROLLOUT}slots --out {{queue}}/slots", f"{TINY_ROLLOUT}slots --out {{queue}}/slots", 8,
+    Part("slots-kernel", f"{ROLLOUT}slots-kernel,noise --out {{out}}", "", 5, "27.5: noise and kernel of 8-bit slots"),
+    Part("slots", f"{ROLLOUT}slots --out {{queue}}/slots", f"{TINY_ROLLOUT}slots --out {{queue}}/slots", 11,
          "27.5: fp8 and int8 slots, 1.5B and 7B"),
     Part("slots-vllm", f"{ROLLOUT}slots-vllm --out {{queue}}/slots {{peers}}",
          f"{TINY_ROLLOUT}slots-vllm --out {{queue}}/slots", 20, "27: vLLM with an fp8 cache", peers=("vllm",)),
@@ -206,8 +208,8 @@ SPEED = (
     Part("new-models-vllm", "new_models_gpu.py gemma-3-4b --vllm --minutes 5 --lines {out}/lines.jsonl {peers}",
          "new_models_gpu.py gemma-3-4b --vllm --tiny --lines {out}/lines.jsonl", 10, "24: Gemma 3 4B beside vLLM",
          peers=("vllm",)),
-    Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 170 --out {out}", "ahead.py --tiny --arms ahead "
-         "pool --out {out}", 7, "28: learner and sampler on one device", modules=("ray",)),
+    Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 210 --out {out}", "ahead.py --tiny --arms ahead "
+         "pool --out {out}", 8, "28: learner and sampler on one device", modules=("ray",)),
     Part("steps-learned", f"{STEPS}shadow --set rollout.compressor learned --set scorer.every 1",
          f"{TINY_STEPS}shadow --set rollout.compressor learned --set scorer.every 1", 5,
          "27.3: what training `learned` costs a step"),
@@ -252,8 +254,8 @@ LEARNING = (
     *grid("checks", "rescored,dense-reference", "22.1, 23.1: no scoring under replay; a dense reference"),
     Part(
         "noise-search", f"gradient_noise.py countdown-search --model {WARM} --batches 24 --budgets 192,96 "
-        "--out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 --budgets 40 "
-        "--methods sparse-rl,shadow --out {out} --set model.dtype float32 --set rollout.max_new_tokens 24 "
+        "--minutes {minutes} --out {out}", f"gradient_noise.py countdown-search --model {WARM} --batches 2 "
+        "--budgets 40 --methods sparse-rl,shadow --out {out} --set rollout.max_new_tokens 24 "
         "--set rollout.prompts 2 --set rollout.group_size 2 --set rollout.rows 4", 12,
         "19.5: noise of the gradient at 4.5 M", after="search-warm",
     ),
@@ -294,8 +296,8 @@ TINY_FRONTIER = (
 )
 TEACHERS = {"countdown": WARM, "linsys": "{queue}/linsys-warm/warm", "stargraph": "{queue}/stargraph-warm/warm"}
 TINY_TEACHER = (
-    "-m sparse_rl warmup {task}-warmup --out {{out}}/warm --model.name tiny:1x64 --model.dtype float32 "
-    "--warmup.steps 1 --warmup.batch 2 --warmup.workers 0 --eval.prompts 2 --rollout.rows 2"
+    "warm.py {task}-warmup --out {{out}}/warm --set model.name tiny:1x64 --set model.dtype float32 "
+    "--set warmup.steps 1 --set warmup.batch 2 --set warmup.workers 0 --set eval.prompts 2 --set rollout.rows 2"
 )
 
 
@@ -323,9 +325,9 @@ BREADCRUMBS = (
         part
         for study, minutes in (("linsys", 12), ("stargraph", 15))
         for part in (
-            Part(f"{study}-warm", f"-m sparse_rl warmup {study}-warmup --out {{out}}/warm",
+            Part(f"{study}-warm", f"warm.py {study}-warmup --out {{out}}/warm --minutes {{minutes}}",
                  TINY_TEACHER.format(task=study), minutes, f"23.6: the warm start of {study}",
-                 makes="warm/config.json"),
+                 makes="warm/config.json", least=5),
             *(frontier(study, stage) for stage in ("joint", "late", "rl")),
         )
     ),
@@ -351,7 +353,7 @@ COMPRESSORS = (
     *(
         Part(
             f"compressors-search-{seed}", f"{POINTS} --seeds {seed + 1} --out {{queue}}/compressors-search "
-            f"--model {WARM} {COUNTDOWN_OPTIONS} --budgets 48 64 96 128 --new 640",
+            f"--model {WARM} {COUNTDOWN_OPTIONS} --budgets 48 64 96 128 --new 640 --rows 256",
             f"{TINY_POINTS} --model {WARM} {COUNTDOWN_OPTIONS} --out {{queue}}/compressors-search", STAY,
             f"27: accuracy against entries, countdown at 4.5 M, seed {seed}", after="search-warm", least=8, shares=True,
         )

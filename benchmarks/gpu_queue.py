@@ -34,7 +34,7 @@ from pathlib import Path
 
 import peers
 from gpu_parts import PARTS, Part
-from stay import shared_device
+from stay import provenance, sentence, shared_device
 
 HERE = Path(__file__).resolve().parent
 UNFINISHED = "give the same command again"  # as benchmarks say that they can go on
@@ -52,6 +52,7 @@ def run(part: Part, command: str, out: Path, minutes: float, **names: str) -> in
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     until = time.monotonic() + 60 * minutes
     with (out / f"{part.name}.log").open("a") as log, contextlib.ExitStack() as ended:
+        print("#", sentence(provenance()), file=log)
         children = []
         for one in command.split(" && "):
             arguments = shlex.split(one.format(**known))
@@ -185,6 +186,7 @@ class Queue:
         print(tail(log, begin=before), flush=True)
         if state != "goes on":
             line = {"name": part.name, "command": command, "seconds": seconds, "status": status, "state": state}
+            line |= provenance()
             with self.record.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self.done |= {command} if state == "done" else set()

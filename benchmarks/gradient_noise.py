@@ -11,7 +11,8 @@ taken for every method from the same trajectories, and nothing is updated. With 
     needed   = noise^2 / signal^2                batches to average until noise and signal are equal
     cosine   = mean of <g_i, h_j> over i != j, divided by both signals: the angle to another method's expected gradient
 
-Intervals are 95 %, by the jackknife over batches. `looping` counts responses that end by repeating themselves, and how
+Intervals are 95 %, by the jackknife over batches. With --minutes fewer batches are made where time runs short, and a
+cosine takes as many as both methods have. `looping` counts responses that end by repeating themselves, and how
 many of them `sparse-rl` rejects.
 """
 
@@ -20,10 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from stay import provenance
 from torch import Tensor
 
 from sparse_rl.compressors import make
@@ -39,6 +44,7 @@ from sparse_rl.rollout import Engine
 from sparse_rl.streams import stream_key
 from sparse_rl.train.loop import Trainer
 
+LEAST = 3  # batches, whatever the time
 NAMES = ("none", "tis", "sparse-rl", "sparse-rl-released", "shadow")
 REFERENCES = ("dense", "shadow")  # whose expected gradient the others are compared with
 
@@ -53,11 +59,10 @@ def gradient(trainer: Trainer, trajectories: Sequence[Trajectory], rewards: Tens
     advantages, _ = advantage(rewards, group, recipe.learn.advantage, None, recipe.learn.advantage_eps)
     (batch,) = make_batches(scored, corrected, advantages, method.correction, trainer.loss, 1)
     active = learner._active_rows(batch)
-    trainer.model.zero_grad(set_to_none=True)
+    learner.optimizer.clear()
     learner._accumulate_gradients(batch, active, torch.zeros_like(batch.mask))
-    flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.model.parameters() if p.requires_grad]
-    found = torch.cat([g.detach().flatten().float() for g in flat])
-    trainer.model.zero_grad(set_to_none=True)
+    found = torch.cat([g.detach().flatten() for g in learner.optimizer.gradients()])  # of bf16 weights in fp32 masters
+    learner.optimizer.clear()
     return found, (~corrected.accepted).double().mean().item()
 
 
@@ -84,10 +89,21 @@ def jackknife(value: Callable[..., float], *grams: Tensor) -> tuple[float, float
     return value(*grams), 1.96 * spread.sqrt().item()
 
 
-def sampled(trainer: Trainer, engine: Engine, batches: int):
+def in_time(batches: int, end: float) -> Iterator[int]:
+    """Numbers of batches; none that would not be over by `end` (time.perf_counter), but a few in any case."""
+    begun: list[float] = []  # when each batch was
+    for number in range(batches):
+        begun.append(time.perf_counter())
+        if number >= LEAST and begun[-1] + statistics.median(b - a for a, b in pairwise(begun)) > end:
+            print(f"time is over after {number} of {batches} batches", flush=True)
+            return
+        yield number
+
+
+def sampled(trainer: Trainer, engine: Engine, batches: int, end: float = math.inf):
     """(trajectories, rewards) of each batch."""
     count, group = trainer.recipe.rollout.prompts, trainer.recipe.rollout.group_size
-    for number in range(batches):
+    for number in in_time(batches, end):
         prompts = trainer.task.sample(number * count, count)
         ids = [encode(trainer.tokenizer, prompt.text) for prompt in prompts]
         seed = stream_key(trainer.recipe.run.seed, [number, 0])
@@ -102,18 +118,27 @@ def sampled(trainer: Trainer, engine: Engine, batches: int):
         yield trajectories, rewards
 
 
-def measure(trainer: Trainer, budgets: Sequence[int], batches: int, names: Sequence[str]) -> list[dict]:
+def ends(minutes: float, budgets: int, methods: int) -> list[float]:
+    """When the batches of each cache are to be over: a method costs about as much as a rollout."""
+    costs = [2, *[1 + methods] * budgets]
+    return [time.perf_counter() + 60 * minutes * sum(costs[: i + 1]) / sum(costs) for i in range(len(costs))]
+
+
+def measure(
+    trainer: Trainer, budgets: Sequence[int], batches: int, names: Sequence[str], minutes: float = math.inf
+) -> list[dict]:
     """A row for every cache and method."""
     rollout, rows = trainer.recipe.rollout, []
+    until = ends(minutes, len(budgets), len(names))
     gradients: dict[tuple[str, str], list[Tensor]] = {}
-    for budget in (None, *budgets):
+    for budget, end in zip((None, *budgets), until, strict=True):
         cache = "dense" if budget is None else f"{rollout.compressor} {budget}"
         compressor = make("dense") if budget is None else make(rollout.compressor, **rollout.compressor_options)
         engine = Engine(trainer.model, compressor, budget or rollout.max_budget, rollout.interval, rollout.rows)
         chosen = ("dense",) if budget is None else tuple(names)
         rejected: dict[str, list[float]] = {name: [] for name in chosen}
         found, caught, rewards_seen = 0, 0, []
-        for trajectories, rewards in sampled(trainer, engine, batches):
+        for trajectories, rewards in sampled(trainer, engine, batches, end):
             rewards_seen.append(rewards.mean().item())
             for name in chosen:
                 vector, share = gradient(trainer, trajectories, rewards, "none" if name == "dense" else name)
@@ -126,7 +151,8 @@ def measure(trainer: Trainer, budgets: Sequence[int], batches: int, names: Seque
                 caught += int((loops & ~apply_correction(scored, METHODS["sparse-rl"].correction, None).accepted).sum())
         for name in chosen:
             row = {"cache": cache, "method": name, "reward": sum(rewards_seen) / len(rewards_seen)}
-            row |= {"rejected": sum(rejected[name]) / batches, "looping": found, "looping_rejected": caught}
+            row |= {"batches": len(rewards_seen)}
+            row |= {"rejected": sum(rejected[name]) / len(rewards_seen), "looping": found, "looping_rejected": caught}
             rows.append(row)
         del engine
     for row in rows:
@@ -140,8 +166,9 @@ def measure(trainer: Trainer, budgets: Sequence[int], batches: int, names: Seque
         for reference in REFERENCES:
             key = ("dense", "dense") if reference == "dense" else (row["cache"], reference)
             if key in gradients and key != (row["cache"], row["method"]):
-                other = torch.stack(gradients[key])
-                grams = (gram, (own @ other.T).double().cpu(), (other @ other.T).double().cpu())
+                few = min(len(own), len(gradients[key]))
+                other, same = torch.stack(gradients[key][:few]), own[:few]
+                grams = tuple((a @ b.T).double().cpu() for a, b in ((same, same), (same, other), (other, other)))
                 row[f"cosine_{reference}"], row[f"cosine_{reference}_interval"] = jackknife(cosine, *grams)
     return rows
 
@@ -165,20 +192,23 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--model", help="another model than the recipe's, such as a warm start or a checkpoint")
     parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of the whole command, about")
     parser.add_argument("--budgets", default="46,38,32")
     parser.add_argument("--methods", default=",".join(NAMES))
     parser.add_argument("--out", type=Path, default=Path("runs/noise"))
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="of the recipe")
     args = parser.parse_args()
+    begin = time.perf_counter()
     keys = [("run.steps", "1"), ("eval.every", "0"), *map(tuple, args.set)]
     if args.model:
         keys.append(("model.name", args.model))
     trainer = Trainer(load_recipe(args.recipe, keys), args.out / "run", show=False)
-    rows = measure(trainer, [int(b) for b in args.budgets.split(",")], args.batches, args.methods.split(","))
+    left = args.minutes - (time.perf_counter() - begin) / 60 - 0.5  # for the products of all gradients
+    rows = measure(trainer, [int(b) for b in args.budgets.split(",")], args.batches, args.methods.split(","), left)
     trainer.log.close()
     trainer.task.close()
-    write_text(args.out / "noise.json", json.dumps(rows, indent=1))
-    print(table(rows))
+    write_text(args.out / "noise.json", json.dumps([row | provenance() for row in rows], indent=1))
+    print(f"{table(rows)}\n\nbatches: {', '.join(str(row['batches']) for row in rows)}")
 
 
 if __name__ == "__main__":

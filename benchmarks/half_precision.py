@@ -22,6 +22,7 @@ import time
 import torch
 from learner_gpu import MicroBatch, computing, score_once, synchronize, update_once
 from logits_noise import logprobs, noise, parser_of, prompts_for, rate, replayed_routing
+from stay import provenance
 from torch import nn
 
 from sparse_rl import Engine, Sampling
@@ -32,6 +33,13 @@ from sparse_rl.models import load_model
 from sparse_rl.models.logits import set_logits
 
 DTYPES = ("bfloat16", "float16")
+
+
+def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Its weights; buffers, such as the frequencies of rotations, stay fp32, as in a model that is loaded so."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def learner_ms(model: nn.Module, sampled: Sampled, view: str, rows: int, repeats: int) -> dict[str, float]:
@@ -81,11 +89,11 @@ def main() -> None:
     prompts = prompts_for(tokenizer, args.task, args.prompts)
     device = next(exact.parameters()).device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    result = {"command": " ".join(sys.argv), "device": where, "torch": torch.__version__, "found": {}}
+    result = {**provenance(), "command": " ".join(sys.argv), "device": where, "torch": torch.__version__, "found": {}}
     print("| cache, view | dtype | mean \\|gap\\| | 95 % | maximum | rollout tokens/s | score, ms | update, ms |")
     print("|---|---|---|---|---|---|---|---|")
     for dtype in args.dtypes.split(","):
-        model = set_logits(copied(exact).to(getattr(torch, dtype)).eval(), "float32")
+        model = set_logits(rounded(copied(exact), getattr(torch, dtype)).eval(), "float32")
         for cache in args.caches.split(","):
             row = result["found"].setdefault(cache, {})[dtype] = measure(model, prompts, cache, args)
             view = "dense" if cache == "dense" else "replayed"

@@ -5,8 +5,8 @@
     compiled    torch.compile of every decoder layer; the head as in `modules`
     compiled+   the same with our head
 
-    python benchmarks/learner_gpu.py --out runs/learner                     # five minutes on one H200 (estimate)
-    python benchmarks/learner_gpu.py --out runs/learner --quick             # about one
+    python benchmarks/learner_gpu.py --out runs/learner                     # ten minutes on one H200 (estimate)
+    python benchmarks/learner_gpu.py --out runs/learner --quick             # about two
     python benchmarks/learner_gpu.py --model tiny --device cpu --quick      # that it works: twins instead of kernels
 
 Scoring (log-probs, entropies, ranks; no gradient) and an update (forward, backward, gradients into fp32 masters, no
@@ -14,7 +14,8 @@ optimizer step) of rows of 1,300 tokens, 1,000 of them targets, dense and under 
 128). Updates run with gradient checkpointing on, selective (not compiled) and off. Share: of 800 TFLOP/s, counting
 recomputation. Idle: 1 - time of kernels / time. Kinds of kernels: milliseconds of one update. The last table says how
 far every way's log-probs and gradients are from those of the modules, all in bf16, and how far those are from the same
-weights in fp32: the noise floor.
+weights in fp32: the noise floor. A line of results.jsonl is written as soon as it is known, table.md with it; compiled
+ways come last.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -32,6 +34,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from stay import provenance, sentence
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -306,47 +309,60 @@ def main() -> None:
         torch._dynamo.config.recompile_limit = 64
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    model, _ = load_model(args.model, "bfloat16", args.device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    apart = [line for view in views for line in differences(model.train(), sizes, view, ways, backend)]
-    _empty(device)
-    optimizer = MasterAdamW(model.parameters(), OptimizerSettings())
-    rows = []
-    for tokens in counts:
+    rows, apart = [], []
+    (args.out / "results.jsonl").unlink(missing_ok=True)
+
+    def note(line: dict) -> None:
+        (apart if "logprobs" in line else rows).append(line)
+        print(json.dumps(line), flush=True)
+        with (args.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        where = f"{args.model}, {time.perf_counter() - begin:.0f} s, {sentence(provenance())}"
+        (args.out / "table.md").write_text("\n\n".join([table(rows), difference_table(apart), where]) + "\n")
+
+    def measured(
+        model, optimizer, part: MicroBatch, view: str, stage: str, checkpointing: bool | str, way: str
+    ) -> None:
+        model.train(stage == "update")
+        options = {"context_fn": keeping_products()} if checkpointing == "selective" else {}
+        for layer in decoder_layers(model):
+            layer.gradient_checkpointing = bool(checkpointing)
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **options)
+
+        def run() -> None:
+            optimizer.clear()
+            (score_once if stage == "score" else update_once)(model, part)
+
+        with computing(model, way, backend):
+            found = measure(run, device, 3 if part.tokens.numel() <= 16384 else 1, profiled=True)
+        optimizer.clear()
+        _empty(device)
+        given = {"stage": stage, "tokens": part.tokens.numel(), "view": view, "way": way}
+        given |= {"checkpointing": checkpointing}
+        if found["ms"] is not None:
+            found["share"] = flops(model, part, sizes, stage, checkpointing) / (found["ms"] / 1e3) / PEAK
+        note(given | found)
+
+    stages: list[tuple[str, bool | str]] = [("score", False), ("update", True)]
+    stages += [] if args.quick else [("update", "selective"), ("update", False)]
+    compiled = [way for way in ways if way.startswith("compiled")]
+    for some in filter(None, ([way for way in ways if way not in compiled], compiled)):
+        model, _ = load_model(args.model, "bfloat16", args.device)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for view in views:
+            for line in differences(model.train(), sizes, view, list(dict.fromkeys(["modules", *some])), backend):
+                if line["way"] in some:
+                    note(line)
+        _empty(device)
+        optimizer = MasterAdamW(model.parameters(), OptimizerSettings())  # takes gradients as they come
+        for tokens, view in itertools.product(counts, views):
             part = micro_batch(model, max(1, tokens // sizes.length), sizes, view)
-            stages: list[tuple[str, bool | str]] = [("score", False), ("update", True)]
-            stages += [] if args.quick else [("update", "selective"), ("update", False)]
-            for stage, checkpointing in stages:
-                model.train(stage == "update")
-                options = {"context_fn": keeping_products()} if checkpointing == "selective" else {}
-                for layer in decoder_layers(model):
-                    layer.gradient_checkpointing = bool(checkpointing)
-                    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **options)
-                for way in ways:
-                    if checkpointing == "selective" and way.startswith("compiled"):
-                        continue  # operations within a compiled layer are not seen
-
-                    def run(part: MicroBatch = part, stage: str = stage) -> None:
-                        optimizer.clear()
-                        (score_once if stage == "score" else update_once)(model, part)
-
-                    with computing(model, way, backend):
-                        found = measure(run, device, 3 if tokens <= 16384 else 1, profiled=True)
-                    optimizer.clear()
-                    _empty(device)
-                    given = {"stage": stage, "tokens": part.tokens.numel(), "view": view, "way": way}
-                    given |= {"checkpointing": checkpointing}
-                    if found["ms"] is not None:
-                        found["share"] = flops(model, part, sizes, stage, checkpointing) / (found["ms"] / 1e3) / PEAK
-                    rows.append(given | found)
-                    print(json.dumps(rows[-1]), flush=True)
-    text = "\n\n".join([table(rows), difference_table(apart)])
-    where = torch.cuda.get_device_name() if on_gpu else "CPU"
-    text += f"\n\n{args.model}, {where}, torch {torch.__version__}, {time.perf_counter() - begin:.0f} s\n"
-    (args.out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + apart))
-    (args.out / "table.md").write_text(text)
-    print(text)
+            for (stage, checkpointing), way in itertools.product(stages, some):
+                if checkpointing != "selective" or way not in compiled:  # operations within a compiled layer are unseen
+                    measured(model, optimizer, part, view, stage, checkpointing, way)
+        del model, optimizer
+        _empty(device)
+    print((args.out / "table.md").read_text())
 
 
 def _empty(device: torch.device) -> None:

@@ -12,11 +12,14 @@ the whole length. A line is printed, and written, as soon as it is known; what d
 
 import argparse
 import json
+import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from stay import provenance, sentence
 from torch import Tensor
 
 from sparse_rl import Engine, Sampling
@@ -108,6 +111,8 @@ def seconds_per_token(model, args: argparse.Namespace) -> float:
     prompts: list[Tensor] = [torch.arange(1, 1 + args.prompt) % model.config.vocab_size]
     times = []
     first = args.budget + 2 * args.interval
+    engine.reserve(args.prompt, first + args.sampled)  # so that nothing is captured again
+    engine.generate(prompts, args.rows, Sampling(first, stop_ids=()))  # compiles and captures
     for new in (first, first + args.sampled):
         start = time.perf_counter()
         engine.generate(prompts, args.rows, Sampling(new, stop_ids=()))
@@ -163,7 +168,7 @@ def row_of(line: dict) -> str:
         if name in ("peak", "plan", "host"):
             return size(value) if value else ""
         if name.endswith(" s"):
-            return "out of memory" if value is None else f"{value:.1f}"
+            return f"{value:.1f}" if value is not None else "failed" if "error" in line else "out of memory"
         return str(value)
 
     return f"| {' | '.join(map(cell, COLUMNS))} |"
@@ -198,14 +203,23 @@ def main() -> None:
     header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
     (args.out / "table.md").write_text(header + "\n")
     print(header, flush=True)
+    failed: list[str] = []
     for length in lengths:
         for view in args.views.split(","):
-            line = measure(model, args, length, view, per_token)
+            try:
+                line = measure(model, args, length, view, per_token)
+            except Exception as error:  # the other lengths go on
+                traceback.print_exc()
+                failed.append(f"{length} {view}")
+                line = {"tokens": length, "view": view, "error": f"{type(error).__name__}: {error}"}
+            line |= provenance()
             print(row_of(line), flush=True)
             with (args.out / "table.md").open("a") as table, (args.out / "lines.jsonl").open("a") as lines:
                 table.write(row_of(line) + "\n")
                 lines.write(json.dumps(line) + "\n")
-    print(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", torch.__version__)
+    print(sentence(provenance()))
+    if failed:
+        sys.exit(f"long_learner: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

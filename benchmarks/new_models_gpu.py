@@ -11,8 +11,9 @@ gpt-oss-20b and Qwen3-30B-A3B train adapters of their linear layers, which are t
 layers); the hybrid of about 4B (Qwen3.5's layers) and Gemma 3 4B train all weights. Every model runs in a process of
 its own with a limit on its time, so one that fails or hangs costs one line, which then holds `error`. With --vllm a
 line also holds vLLM's rollout of the same config, rows and lengths on its dense cache, or why there is none. Weights
-are made in bf16 on the device. Rewards are planted: every second completion is right. The first step also captures and
-compiles; `steady` is the last one. With --lines FILE a model that the file has is not measured again.
+are made in bf16 on the device, and no checkpoint is written: one of 4B takes 55 GB. Rewards are planted: every second
+completion is right. The first step also captures and compiles; `steady` is the last one that ended in time. With
+--lines FILE a model that the file has is not measured again.
 """
 
 import argparse
@@ -23,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import peers
+from stay import provenance
 
 from sparse_rl.tasks import Grade, Prompt
 from sparse_rl.tasks.sums import Sums
@@ -84,17 +87,17 @@ def in_vllm(name: str, args: argparse.Namespace) -> dict:
         return peers.vllm_rollout(args, Path(folder), args.rows, args.prompt, args.new, minutes=args.minutes)
 
 
-def measure(name: str, args: argparse.Namespace) -> dict:
-    """One model, in this process."""
+def measure(name: str, args: argparse.Namespace) -> None:
+    """One model, in this process: a line after every step, the last of which has all of it."""
     import torch
-    import transformers
 
     from sparse_rl import tasks
     from sparse_rl.config import load_recipe
     from sparse_rl.files import read_lines
     from sparse_rl.kernels import ops
     from sparse_rl.models import encode, load_config, recurrent_kernels, tiny_tokenizer
-    from sparse_rl.train.run import plan_run, train
+    from sparse_rl.train.loop import Trainer
+    from sparse_rl.train.run import plan_run, settle
 
     if args.own_experts:
         ops.RULES["cuda"] = replace(ops.RULES["cuda"], own_experts=(torch.float32, torch.float16, torch.bfloat16))
@@ -124,15 +127,13 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         prompts = task.sample(0, recipe.rollout.prompts * args.steps)
         plan = plan_run(recipe, max(len(encode(tokenizer, p.text)) for p in prompts))
         run = Path(folder) / "run"
+        run.mkdir()
         start = time.perf_counter()
-        train(recipe, run)
-        timing, metrics = (read_lines(run / f"{part}.jsonl") for part in ("timing", "metrics"))
-        on_gpu = torch.cuda.is_available()
-        peak = max(line.get("memory/peak_bytes", 0) for line in timing)
-        return {
+        trainer = Trainer(recipe, run, show=False, settle=partial(settle, 1))
+        line = {
             "model": name,
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "versions": provenance(),
             "recurrent_layers": recurrent_kernels(load_config(folder)),
             "rows": args.rows,
             "new_tokens": args.new,
@@ -140,15 +141,27 @@ def measure(name: str, args: argparse.Namespace) -> dict:
             "method": args.method,
             "adapters": name in ADAPTED,
             "own_experts": args.own_experts,
-            "seconds": time.perf_counter() - start,
-            "first": stages(timing[0]),
-            "steady": stages(timing[-1]),
-            "rollout_tokens_per_s": timing[-1]["rollout/tokens_per_s"],
-            "peak_bytes": peak,
-            "planned_bytes": plan.total_bytes,
-            "peak_of_plan": peak / plan.total_bytes,
-            "gap": {key: value for key, value in metrics[-1].items() if key.startswith("gap/")},
+            "made_seconds": time.perf_counter() - start,
         }
+        for _ in range(args.steps):
+            trainer.step()
+            timing, metrics = (read_lines(run / f"{part}.jsonl") for part in ("timing", "metrics"))
+            peak = max(line.get("memory/peak_bytes", 0) for line in timing)
+            line |= {
+                "steps": len(timing),
+                "seconds": time.perf_counter() - start,
+                "first": stages(timing[0]),
+                "steady": stages(timing[-1]),
+                "rollout_tokens_per_s": timing[-1]["rollout/tokens_per_s"],
+                "peak_bytes": peak,
+                "planned_bytes": plan.total_bytes,
+                "peak_of_plan": peak / plan.total_bytes,
+                "gap": {key: value for key, value in metrics[-1].items() if key.startswith("gap/")},
+            }
+            print(json.dumps(line), flush=True)  # so that a limit on its time costs later steps alone
+        trainer.source.close()
+        trainer.log.close()
+        trainer.task.close()
 
 
 def stages(line: dict) -> dict[str, float]:
@@ -180,7 +193,7 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no {unknown[0]}; the models are {', '.join(SHAPES)}")
     if args.here:
-        print(json.dumps(measure(args.models[0], args)), flush=True)
+        measure(args.models[0], args)
         return
     known, failed = measured(args.lines, args.vllm), []
     for name in args.models or SHAPES:
@@ -192,11 +205,13 @@ def main() -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60 * args.minutes)
             sys.stderr.write(done.stderr[-4000:])
-            line = done.stdout.strip().splitlines()[-1] if done.returncode == 0 else None
-            why = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        except subprocess.TimeoutExpired:
-            line, why = None, f"took more than {args.minutes:g} minutes"
-        line = line or json.dumps({"model": name, "error": why})
+            said, why = done.stdout, (done.stderr.strip().splitlines() or ["no message"])[-1]
+            whole = done.returncode == 0
+        except subprocess.TimeoutExpired as error:
+            said, why, whole = error.stdout or "", f"took more than {args.minutes:g} minutes", False
+        line = last_line(said if isinstance(said, str) else said.decode(errors="replace"))
+        if line is None or not whole:
+            line = json.dumps({"model": name, **json.loads(line or "{}"), "error": why})
         if args.vllm:
             line = json.dumps({**json.loads(line), "vllm": in_vllm(name, args)})
         failed += [name] if has_error(json.loads(line)) else []
@@ -207,6 +222,11 @@ def main() -> None:
                 file.write(line + "\n")
     if failed:
         sys.exit(f"new_models_gpu: failed: {', '.join(failed)}")
+
+
+def last_line(said: str) -> str | None:
+    """The newest JSON of a model's process."""
+    return next((line for line in reversed(said.splitlines()) if line.startswith('{"model"')), None)
 
 
 def has_error(line: dict) -> bool:

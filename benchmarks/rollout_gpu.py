@@ -15,11 +15,13 @@ results.jsonl at once, and is not repeated.
 import argparse
 import json
 import sys
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import peers
 import torch
+from stay import provenance
 
 from sparse_rl import Engine, Sampling, token_logprobs
 from sparse_rl.bench import Setting, bench_rollout, bench_step
@@ -157,11 +159,15 @@ def kernel(heads: int, group: int, rows: int, capacity: int = 640, dim: int = 12
         shape = CacheShape(1, heads, heads * group, dim, dim, torch.bfloat16, slots=slot_format(slots))
         cache = SlotCache(shape, rows, capacity, device)
         for block, warps, stages in TILES:
-            microseconds = 1000 * do_bench(
-                lambda c=cache, b=block, w=warps, s=stages: store_and_attend(
-                    query, key, key, c.layer(0), used, used, live, 0.1, block=b, num_warps=w, num_stages=s
+            try:
+                microseconds = 1000 * do_bench(
+                    lambda c=cache, b=block, w=warps, s=stages: store_and_attend(
+                        query, key, key, c.layer(0), used, used, live, 0.1, block=b, num_warps=w, num_stages=s
+                    )
                 )
-            )
+            except Exception as error:  # such as too little shared memory: the other ways go on
+                print(f"{slots}, tiles {block} {warps} {stages}: {type(error).__name__}: {error}", flush=True)
+                continue
             found[f"{slots} {block} {warps} {stages} us"] = microseconds
             found[f"{slots} {block} {warps} {stages} TB/s"] = rows * capacity * shape.stored_bytes / microseconds / 1e6
     return found
@@ -175,7 +181,13 @@ def run(out: Path, only: list[str], args: argparse.Namespace) -> list[str]:
 
     def record(key: str, make) -> None:
         if key not in known:
-            result = {"key": key, **make()}
+            try:
+                result = {"key": key, **make(), **provenance()}
+            except Exception:  # the other measurements go on
+                traceback.print_exc()
+                torch.cuda.empty_cache()
+                failed.append(key)
+                return
             if "error" in result:  # and is tried again
                 print(f"{key}: {result['error']}", flush=True)
                 if "left out" not in result["error"]:
@@ -277,6 +289,8 @@ def capacity(line: dict) -> int:
 def best(line: dict, kind: str) -> str:
     """The fastest way to walk slots of a kind."""
     times = {key: value for key, value in line.items() if key.startswith(f"{kind} ") and key.endswith(" us")}
+    if not times:
+        return "could not be measured"
     fastest = min(times, key=times.__getitem__)
     way = fastest.removeprefix(f"{kind} ").removesuffix(" us")
     return f"{times[fastest]:.1f} us, {line[f'{kind} {way} TB/s']:.2f} TB/s (block, warps, stages {way})"
@@ -380,7 +394,10 @@ def main() -> None:
     if any(line["key"].startswith("step") for line in lines) and any(
         line["key"].startswith("rollout") for line in lines
     ):
-        plot(lines, arguments.out / "rollout.png")
+        try:
+            plot(lines, arguments.out / "rollout.png")
+        except Exception as error:  # such as no matplotlib: the numbers are there
+            print(f"no picture: {type(error).__name__}: {error}", flush=True)
     if failed:
         sys.exit(f"rollout_gpu: failed: {', '.join(failed)}")
 

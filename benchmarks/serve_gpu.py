@@ -13,7 +13,8 @@ The load: `--streams` completions begin at once, each with a prompt of `--prompt
 (`ignore_eos`), streamed, at temperature 1. Tokens per second are all tokens over the time from the first request to the
 last token. The time to the first token is counted from the moment its request is sent. Clients are processes of
 their own, four of them, which read lines and nothing else. A shorter load goes before, to compile and capture. Every
-column leaves COLUMN.json in the folder; columns that are there are not measured again. Weights are random, in bf16.
+column leaves COLUMN.json in the folder, and what it said in COLUMN.log; columns that are there are not measured again,
+and one that fails does not keep the others. Weights are random, in bf16.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import peers
+from stay import provenance, sentence
 
 COLUMNS = ("rollout", "serve", "vllm")
 PROCESSES = 4  # of clients
@@ -108,13 +110,14 @@ def load(port: int, name: str, args: argparse.Namespace, new: int) -> dict:
 
 @contextmanager
 def running(
-    command: list[str], port: int, patience: float = 600, environment: dict[str, str] | None = None
+    command: list[str], port: int, log: Path, patience: float = 300, environment: dict[str, str] | None = None
 ) -> Iterator[None]:
-    server = subprocess.Popen(command, env=environment)
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + patience
         while True:
-            assert server.poll() is None and time.monotonic() < end, "the server did not start"
+            assert server.poll() is None and time.monotonic() < end, f"the server did not start: {last_line(log)}"
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
@@ -123,15 +126,24 @@ def running(
         yield
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def last_line(log: Path) -> str:
+    return (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
 
 
 def measured(
-    command: list[str], port: int, name: str, args: argparse.Namespace, environment: dict[str, str] | None = None
+    command: list[str], port: int, column: str, args: argparse.Namespace, environment: dict[str, str] | None = None
 ) -> dict:
-    with running(command, port, environment=environment):
-        load(port, name, args, min(args.new, args.warm))
-        return load(port, name, args, args.new)
+    with running(command, port, args.out / f"{column}.log", environment=environment):
+        warm = load(port, "model", args, min(args.new, args.warm))
+        print(f"{column}: a load of {args.warm} tokens took {warm['seconds']:.1f} s", flush=True)
+        return load(port, "model", args, args.new)
 
 
 def serve(args: argparse.Namespace, port: int, compressor: str) -> dict:
@@ -139,24 +151,28 @@ def serve(args: argparse.Namespace, port: int, compressor: str) -> dict:
     command = [sys.executable, "-m", "sparse_rl", "serve", str(args.out / "model"), "--compressor", compressor]
     command += ["--budget", str(args.budget), "--interval", str(args.interval), "--rows", str(args.streams)]
     command += ["--dense-rows", "0", "--prompt-tokens", str(args.prompt), "--max-tokens", str(total)]
-    return measured([*command, "--waiting", str(args.streams), "--port", str(port)], port, "model", args)
+    column = "serve" if compressor == "rkv" else "serve-dense"
+    return measured([*command, "--waiting", str(args.streams), "--port", str(port)], port, column, args)
 
 
 def vllm(args: argparse.Namespace, port: int) -> dict | None:
     if why := peers.left_out(args.peer_python, args.peer_path, ("vllm",)):
-        print(f"vllm is left out: {why}")
+        print(f"vllm is left out: {why}", flush=True)
         return None
     command = [args.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.out / "model")]
     command += ["--served-model-name", "model", "--port", str(port), "--max-num-seqs", str(args.streams)]
     command += ["--max-model-len", str(args.prompt + args.new + 8), "--no-enable-prefix-caching"]
-    return measured(command, port, "model", args, peers.environment(args.peer_path) | peers.SERVER)
+    return measured(command, port, "vllm", args, peers.environment(args.peer_path) | peers.SERVER)
 
 
 def rollout(args: argparse.Namespace) -> dict:
     command = [sys.executable, "-m", "sparse_rl", "bench", "rollout", "--model-shape", args.shape, "--json"]
     command += ["--budget", str(args.budget), "--interval", str(args.interval), "--rows", str(args.streams)]
     command += ["--prompt", str(args.prompt), "--new", str(args.new), "--repeats", "1" if args.tiny else "3"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    log = args.out / "rollout.log"
+    with log.open("w") as file:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, text=True)
+    assert done.returncode == 0, f"bench rollout failed: {last_line(log)}"
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -168,13 +184,19 @@ def write_model(folder: Path, shape: str) -> int:
     from sparse_rl.models import load_config, load_model
 
     vocabulary = load_config(shape).vocab_size
-    if not (folder / "config.json").exists():
-        model, _ = load_model(shape if shape == "tiny" else f"random:{shape}", device="cpu")
+    if not (folder / "tokenizer.json").exists():  # the last to be written
+        model, _ = load_model(shape if shape == "tiny" else f"random:{shape}")  # made where it is fast: on the GPU
+        model.save_pretrained(folder)
         words = Tokenizer(models.WordLevel({f" {i}": i for i in range(vocabulary)}, unk_token=" 0"))
         words.decoder = decoders.Fuse()
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token=" 1", pad_token=" 0").save_pretrained(folder)
-        model.save_pretrained(folder)
     return vocabulary
+
+
+def model_in_a_process(folder: Path, shape: str) -> int:
+    """`write_model`; its process ends, and with it what it holds of the device."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(write_model, (folder, shape))
 
 
 def free_port() -> int:
@@ -191,38 +213,52 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=2048)
-    parser.add_argument("--warm", type=int, default=256, help="tokens of the streams that go before")
+    parser.add_argument("--warm", type=int, default=640, help="tokens of the streams that go before: beyond evictions")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
-        args.shape, args.streams, args.prompt, args.new, args.warm = "tiny", 16, 16, 200, 8
+        args.shape, args.streams, args.prompt, args.new, args.warm = "tiny", 16, 16, 200, 40
         args.budget, args.interval = 32, 8
     args.out.mkdir(parents=True, exist_ok=True)
-    args.vocabulary = write_model(args.out / "model", args.shape)
+    args.vocabulary = model_in_a_process(args.out / "model", args.shape)
     ways = {
         "rollout": lambda: rollout(args),
         "serve": lambda: serve(args, free_port(), "rkv"),
         "serve-dense": lambda: serve(args, free_port(), "dense"),
         "vllm": lambda: vllm(args, free_port()),
     }
-    found = {}
+    found, failed = {}, []
     for column in args.columns.split(","):
         place = args.out / f"{column}.json"
         if not place.exists():
-            result = ways[column]()
+            try:
+                result = ways[column]()
+            except Exception as error:  # the other columns go on
+                failed.append(column)
+                print(f"{column} failed: {type(error).__name__}: {error}", flush=True)
+                continue
             if result is None:
                 continue
-            place.write_text(json.dumps(result))
+            place.write_text(json.dumps({**result, **provenance()}))
+            print(f"{column}: {result['tokens_per_s']:,.0f} tokens/s", flush=True)
         found[column] = json.loads(place.read_text())
-    print("| | tokens/s | of rollout | first token p50 | p99 | chunks/s |\n|---|---|---|---|---|---|")
+    print(table(found))
+    print(sentence(provenance()))
+    if failed:
+        sys.exit(f"serve_gpu: failed: {', '.join(failed)}")
+
+
+def table(found: dict[str, dict]) -> str:
+    lines = ["| | tokens/s | of rollout | first token p50 | p99 | chunks/s |", "|---|---|---|---|---|---|"]
     base = found.get("rollout", {}).get("tokens_per_s")
     for column, result in found.items():
         share = f"{result['tokens_per_s'] / base:.2f}" if base else ""
         waits = [f"{result[key]:.2f} s" if key in result else "" for key in ("first_token_p50_s", "first_token_p99_s")]
         chunks = f"{result['chunks_per_s']:,.0f}" if "chunks_per_s" in result else ""
-        print(f"| {column} | {result['tokens_per_s']:,.0f} | {share} | {' | '.join(waits)} | {chunks} |")
+        lines.append(f"| {column} | {result['tokens_per_s']:,.0f} | {share} | {' | '.join(waits)} | {chunks} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

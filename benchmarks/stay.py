@@ -1,10 +1,12 @@
 """What a benchmark needs that has a GPU for some minutes only: a clock that cuts training in time for what must follow
-it, and a device that several processes share.
+it, a device that several processes share, and the words that say where a number comes from.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -14,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 class Stay:
@@ -75,3 +78,30 @@ def shared_device() -> Iterator[None]:
             subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=20)
         for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
             os.environ.pop(name, None)
+
+
+@functools.cache
+def provenance() -> dict[str, str]:
+    """The commit, the device and its driver, and the versions of what computes; what cannot be found is left out."""
+    here = Path(__file__).resolve().parent
+    asked = {
+        "commit": ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"],
+        "device": ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+    }
+    found = {}
+    for name, command in asked.items():
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+            if done.returncode == 0 and done.stdout.strip():
+                found[name] = done.stdout.strip().splitlines()[0]
+    for package in ("torch", "transformers", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return {"device": "CPU", **found}
+
+
+def sentence(where: dict[str, str]) -> str:
+    """commit 1234567, NVIDIA H200, 570.1, torch 2.11.0"""
+    device = [where[name] for name in ("device",) if name in where]
+    commit = [f"commit {where['commit']}"] if "commit" in where else []
+    return ", ".join([*commit, *device, *(f"{k} {v}" for k, v in where.items() if k not in ("commit", "device"))])

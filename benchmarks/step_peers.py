@@ -11,12 +11,13 @@
     trl-sparse    TRL's GRPOTrainer with our rollouts (`use_sparse_rollouts`), KL to a reference
     trl-replay    the same under replay; only if asked for
 
-A step: completions of `--prompts` x `--group`, all of exactly `--new` tokens (nothing stops them), then
-`--minibatches` optimizer steps; every second completion is rewarded. Every column is a process of its own, so that it
-gives its memory back, and leaves COLUMN.json in the folder; columns that are there are not measured again. The first
-step (compiling, capturing) is a column of the table, and not in the means. `rest` is what is neither rollout, score
-nor update: grading and diagnostics with us; rewards are part of TRL's score. Peaks: of torch's allocator, and of the
-device as the driver counts it, all processes and graphs included, when a step or one of TRL's stages ends.
+A step: completions of `--prompts` x `--group`, all of exactly `--new` tokens (nothing stops them), then `--minibatches`
+optimizer steps; every second completion is rewarded. Every column is a process of its own, so that it gives its memory
+back, and leaves COLUMN.json in the folder; columns that are there are not measured again. The weights are made once per
+folder, or once for all folders with --models. The first step (compiling, capturing) is a column of the table, and not
+in the means. `rest` is what is neither rollout, score nor update: grading and diagnostics with us; rewards are part of
+TRL's score. Peaks: of torch's allocator, and of the device as the driver counts it, all processes and graphs included,
+when a step or one of TRL's stages ends.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +38,7 @@ from typing import Any
 
 import torch
 from peers import VLLM, add_options, environment, left_out
+from stay import provenance
 
 from sparse_rl.errors import SparseRLError
 from sparse_rl.files import write_text
@@ -206,6 +209,7 @@ def measure_ours(column: str, settings: Settings, folder: Path, keys: list[tuple
         timing = json.loads((run / "timing.jsonl").read_text().splitlines()[-1])
         seconds = {stage: timing[f"time/{stage}"] for stage in ("rollout", "score", "update", "step")}
         steps.append(Step(with_rest(seconds), (min(counts), max(counts)), mean, prompts))
+        print(json.dumps({"column": column, "number": len(steps), **steps[-1].seconds}), file=sys.stderr, flush=True)
     trainer.source.close()
     return {"steps": steps, "gib": watch.peaks(), "chosen": settings_of_auto(trainer.recipe)}
 
@@ -333,6 +337,21 @@ class Rounds:
 # --------------------------------------------------------------------------------------------------- processes, tables
 
 
+def share_model(settings: Settings, folder: Path, models: Path | None) -> None:
+    """Make the folder's model a link to one that other folders use, too."""
+    link = folder / MODEL
+    if models is None or (link.exists() and not link.is_symlink()):
+        return
+    place = models.resolve() / re.sub(r"[^\w.-]+", "-", f"{settings.model}-{settings.dtype}")
+    place.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)  # it may lead to a place that is gone
+    link.symlink_to(place)
+
+
+def is_made(folder: Path) -> bool:
+    return (folder / MODEL / "tokenizer_config.json").exists()  # the last file to be written
+
+
 def make_model(settings: Settings, folder: Path) -> None:
     """Weights and tokenizer as every column loads them."""
     from sparse_rl.models import load_model
@@ -351,7 +370,8 @@ def column_main(column: str, folder: Path, keys: list[tuple[str, str]]) -> None:
     ours = column in OURS
     found = measure_ours(column, settings, folder, keys) if ours else measure_trl(column, settings, folder)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    found |= {"column": column, "device": where, "torch": torch.__version__, "seconds": time.perf_counter() - start}
+    found |= {**provenance(), "column": column, "device": where, "torch": torch.__version__}
+    found |= {"seconds": time.perf_counter() - start}
     found |= {"keys": keys, "steps": [asdict(step) for step in found["steps"]]}
     write_text(folder / f"{column}.json", json.dumps(found, indent=1) + "\n")
 
@@ -428,6 +448,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
     parser.add_argument("--columns", default=DEFAULT, help=f"some of {', '.join((*OURS, *PEERS))}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, for a CPU")
+    parser.add_argument("--models", type=Path, help="a folder for weights that several --out share")
     parser.add_argument("--data", type=Path, help="JSON lines with a `prompt`; default: random characters")
     add_options(parser)
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="of our recipe")
@@ -455,7 +476,8 @@ def main() -> None:
         texts = read_prompts(args.data, settings) if args.data else made_prompts(settings)
         write_text(folder / PROMPTS, json.dumps(texts))
     said = []
-    if not (folder / MODEL / "config.json").exists() and (problem := run_column(MODEL, folder, args)):
+    share_model(settings, folder, args.models)
+    if not is_made(folder) and (problem := run_column(MODEL, folder, args)):
         raise SystemExit(problem)
     for column in columns:
         if (folder / f"{column}.json").exists():

@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 
 import torch
+from stay import provenance, sentence
 
 from sparse_rl import tasks
 from sparse_rl.config import load_recipe
@@ -80,7 +81,7 @@ def main() -> None:
         print(json.dumps({k: v for k, v in line.items() if k.split("/")[0] in shown}))
     if args.gpu_memory:
         print(f"the allocator had {args.gpu_memory:g} GiB and held {size(torch.cuda.max_memory_reserved())}")
-    print(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", torch.__version__)
+    print(sentence(provenance()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_every_command_is_one_that_its_script_knows(script, parse):
             for arm in block.arms():
                 keys = smollm2.train_keys(block, arm.budget, arm.method, arm.compressor)
                 load_recipe(f"smollm2-{args.task}", overrides(block.keys(keys)))
-        elif script == "gradient_noise.py":
+        elif script in ("gradient_noise.py", "warm.py"):
             load_recipe(args.recipe, list(map(tuple, args.set)))
         elif script == "learned_fold.py" and args.only:
             import learned_fold
@@ -103,14 +104,9 @@ def test_every_command_is_one_that_its_script_knows(script, parse):
 def test_modules_that_it_runs_have_what_they_are_asked_for():
     for command in (command for command in COMMANDS if command[0] == "-m"):
         assert importlib.util.find_spec(command[1])
-        if command[1] == "pytest":
-            folders = [part for part in command[2:] if part.startswith("tests/")]
-            assert folders and all((HERE.parent / folder).exists() for folder in folders)
-        else:
-            assert command[1:3] == ("sparse_rl", "warmup")
-            options = list(command[4:])
-            del options[options.index("--out") : options.index("--out") + 2]
-            load_recipe(command[3], overrides(options))
+        assert command[1] == "pytest"
+        folders = [part for part in command[2:] if part.startswith("tests/")]
+        assert folders and all((HERE.parent / folder).exists() for folder in folders)
 
 
 def test_names_differ_models_are_made_before_they_are_used_and_a_stay_is_enough():
@@ -172,9 +168,24 @@ def test_what_failed_is_run_again_after_the_others_and_what_is_done_is_not(queue
         queue([bad, good])
     with pytest.raises(SystemExit, match="not done: bad"):
         queue([bad, good, late])
-    assert (queue.out / "good.log").read_text() == f"$ {queue.scripts / 'good.py'}\nonce\n"
+    where, *rest = (queue.out / "good.log").read_text().splitlines()
+    assert where.startswith("# ") and "torch " in where and rest == [f"$ {queue.scripts / 'good.py'}", "once"]
     said = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("===")]
     assert said == ["=== bad: failed", "=== good: done", "=== late: done", "=== bad: failed"]
+
+
+def test_a_warm_up_that_is_cut_goes_on(tmp_path):
+    """Two times with the same command; SIGTERM comes while it trains, and it keeps a checkpoint."""
+    keys = {"model.name": "tiny:1x64", "warmup.steps": 400, "warmup.batch": 2, "warmup.workers": 0, "rollout.rows": 2}
+    keys |= {"model.dtype": "float32", "eval.prompts": 2, "warmup.eval_every": 0, "rollout.max_new_tokens": 4}
+    command = [sys.executable, str(HERE / "warm.py"), "tiny-sums-warmup", "--out", str(tmp_path / "warm")]
+    command += [str(part) for key, value in keys.items() for part in ("--set", key, value)]
+    first = subprocess.run([*command, "--minutes", "0.02"], capture_output=True, text=True, cwd=HERE.parent)
+    assert first.returncode == 0 and gpu_queue.UNFINISHED in first.stderr, first.stderr
+    assert not (tmp_path / "warm" / "config.json").exists()
+    second = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
+    assert second.stdout.endswith("is finished\n") and gpu_queue.UNFINISHED not in second.stderr, second.stderr
+    assert (tmp_path / "warm" / "config.json").exists()
 
 
 def test_tests_that_fail_are_a_measurement(queue):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import SparseRLError
 from ..files import first_line
@@ -78,7 +79,7 @@ class RayTransport:
         which has samplers of its own. `patience`: seconds of silence for which a member is given up.
         """
         self.processes, self.poll = processes, min(POLL, patience / 4)
-        self.ray, self.own = connect(address, store_bytes)
+        self.ray, self.own = connect(address, store_bytes, on_gpu)
         self.make_hands = make_hands
         self.kind = "GPU" if on_gpu and self.ray.cluster_resources().get("GPU") else "CPU"
         self.each = share_of_each(self._units(), samplers)
@@ -172,8 +173,10 @@ class RayTransport:
             self.ray.shutdown()
 
 
-def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
-    """The module, connected; and whether the cluster is this run's own."""
+def connect(address: str, store_bytes: int, on_gpu: bool = False) -> tuple[Any, bool]:
+    """The module, connected; and whether the cluster is this run's own. on_gpu: a cluster of its own has the GPUs that
+    torch sees, whatever Ray finds; a sampler without one would compute on the CPU.
+    """
     local, imported = address == "ray", "ray" in sys.modules
     if local and not imported:
         os.environ.setdefault(_LOOPBACK, "0")
@@ -193,6 +196,8 @@ def connect(address: str, store_bytes: int) -> tuple[Any, bool]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if local:
         store = max(_MINIMUM, store_bytes)
+        if on_gpu:
+            quiet["num_gpus"] = torch.cuda.device_count()
         try:
             with own_sigterm():
                 ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)

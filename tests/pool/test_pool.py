@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -453,6 +454,15 @@ def test_an_object_store_that_is_too_large_is_a_sentence(ray_that):
         connect("ray", 60 * 2**30)
 
 
+@pytest.mark.parametrize("on_gpu, gets", [(True, {"num_gpus": 3}), (False, {})])
+def test_a_cluster_of_ones_own_has_the_gpus_that_torch_sees(ray_that, monkeypatch, on_gpu, gets):
+    asked = []
+    ray_that(lambda **options: asked.append({k: v for k, v in options.items() if k == "num_gpus"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    connect("ray", 0, on_gpu)
+    assert asked == [gets]
+
+
 def fake_ray(put):
     """A module as far as `publish` knows it."""
     errors = SimpleNamespace(
@@ -504,7 +514,7 @@ def test_a_stop_that_comes_while_weights_are_fetched_is_heard():
 
 def test_members_are_polled_before_patience_ends(monkeypatch):
     """Else one that works would look silent."""
-    monkeypatch.setattr(cluster, "connect", lambda address, store: (FakeCluster([2.0]), False))
+    monkeypatch.setattr(cluster, "connect", lambda address, store, on_gpu: (FakeCluster([2.0]), False))
     for patience, seconds in ((600.0, POLL), (math.inf, POLL), (2.0, 0.5)):
         assert RayTransport("ray", Echo, 1, False, 0, patience=patience).poll == seconds
 
@@ -528,7 +538,7 @@ class FakeCluster:
 def test_all_samplers_find_a_place(monkeypatch):
     """Two CPUs here and one there: five of 0.6 do not fit, though they are three together."""
     fake = FakeCluster([2.0, 1.0])
-    monkeypatch.setattr(cluster, "connect", lambda address, store: (fake, False))
+    monkeypatch.setattr(cluster, "connect", lambda address, store, on_gpu: (fake, False))
     transport = RayTransport("ray", Echo, 5, False, 0)
     assert transport.each == 0.5 and transport.room() == 6
     fake.found.pop()
