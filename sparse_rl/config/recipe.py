@@ -353,6 +353,10 @@ class Recipe:
         """Whether the reference sees trajectories in the dense view, whatever the learner's is."""
         return self.learn.algorithm == "online-dpo" and self.dpo.reference == "dense"
 
+    @property
+    def distils(self) -> bool:
+        return bool(self.student.chunks) or self.learn.resolve_method().distill is not None
+
     def objective(self, loss: Loss) -> Objective:
         """The learner's objective: `loss`, or the section of another algorithm."""
         return {"grpo": loss, "online-dpo": self.dpo, "ppo": ActorCritic(self.ppo, loss)}[self.learn.algorithm]

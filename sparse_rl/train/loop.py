@@ -178,7 +178,7 @@ class Trainer:
             self.sampler.budget.after_step(metrics)
             self.write(metrics, clock, rollout)
             self.keep_samples(rollout, corrected.accepted, batches, evidence)
-        self._show_what_is_missing(step_answers(metrics, self.recipe.rollout))
+        self._show_what_is_missing(step_answers(metrics, self.recipe.rollout, self.recipe.distils))
         self._show_idle_cache(rollout, metrics)
 
     # ---------------------------------------------------------------------------------------------------- its stages

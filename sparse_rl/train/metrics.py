@@ -101,8 +101,10 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers:
-    """The completions of a step summed up for hints about what is wrong (tasks/answering.py)."""
+def step_answers(metrics: dict[str, float], rollout: RolloutSettings, distils: bool) -> Answers:
+    """The completions of a step summed up for hints about what is wrong (tasks/answering.py). distils: something is
+    learned from a group whatever its rewards are
+    """
     count = int(metrics["rollout/trajectories/count"])
     return Answers(
         count=count,
@@ -110,7 +112,7 @@ def step_answers(metrics: dict[str, float], rollout: RolloutSettings) -> Answers
         cut=metrics["rollout/truncated/frac"],
         no_answer=metrics.get("grade/no_answer/count", 0.0) / count,
         max_new_tokens=rollout.max_new_tokens,
-        groups=rollout.prompts,
+        groups=0 if distils else rollout.prompts,
         flat=metrics.get("advantage/groups_without_variance/frac", 0.0),
         ungraded={v: int(metrics.get(f"grade/{v.replace(' ', '_')}/count", 0.0)) for v in UNGRADED},
         turns=metrics.get("talk/turns/mean", 0.0),

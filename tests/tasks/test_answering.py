@@ -2,8 +2,9 @@
 
 import pytest
 
-from sparse_rl.config import make_recipe
+from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.tasks.answering import Answers, Names, cannot_answer
+from sparse_rl.train.metrics import step_answers
 from sparse_rl.train.run import train
 from tests.helpers.runs import BASE, run, write_recipe
 
@@ -93,3 +94,19 @@ def test_a_run_and_an_evaluation_say_it_once(tmp_path, capsys):
     done = run("eval", "tiny-sums", *asked, "--compressor", "dense")
     assert done.returncode == 0 and "sums, dense: 100% of 8 completions did not stop" in done.stderr
     assert "raise --max-new-tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ([], True),
+        ([("student.chunks", "[4]"), ("rollout.compressor", "dense"), ("learn.method", "none")], False),
+        ([("learn.method", "smd")], False),
+    ],
+)
+def test_where_something_is_distilled_equal_rewards_are_no_reason_to_stop(keys, said):
+    recipe = load_recipe("tiny-sums", keys)
+    shares = {"reward/right/frac": 1.0, "rollout/truncated/frac": 0.0, "advantage/groups_without_variance/frac": 1.0}
+    metrics = {"rollout/trajectories/count": 128.0, **shares}
+    found = cannot_answer(step_answers(metrics, recipe.rollout, recipe.distils), NAMES)
+    assert (found is not None and found[0] == "varies") == said
