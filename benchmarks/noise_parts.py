@@ -1,6 +1,7 @@
-"""Which part of a layer makes the noise of bf16? Two passes that differ in the last bits of their sums, part by part.
+"""Which part of a layer makes the noise of bf16 or fp16? Two passes whose sums differ in their last bits, by part.
 
     python benchmarks/noise_parts.py models/smollm2 --out runs/noise-parts.json              # two CPU cores, 20 minutes
+    python benchmarks/noise_parts.py models/smollm2 --dtype float16 --parts                    # all parts at once alone
     python benchmarks/noise_parts.py tiny:4x256 --prompts 2 --group 2 --new 32
 
 Sampler and learner round the same numbers to bf16. Their kernels add in another order, so what they round differs in
@@ -52,17 +53,18 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {  # part: (what of a module i
     "down_proj": (OUTPUT, ("down_proj",)),
     LOGITS: (OUTPUT, ("lm_head",)),
 }
+PARTS = tuple(part for part in MODULES if part != LOGITS)
 
 
-def rounding(seed: int) -> Round:
-    """x, off in its last bits, as the nearest number of bf16. The signs are a hash of x's bits and the seed."""
+def rounding(seed: int, dtype: torch.dtype) -> Round:
+    """x, off in its last bits, as the nearest number of the dtype. The signs are a hash of x's bits and the seed."""
 
     def rounded(x: Tensor) -> Tensor:
         mixed = x.contiguous().view(torch.int32) ^ (seed * 0x3C6EF372 & 0x7FFFFFFF)
         for _ in range(2):
             mixed = (mixed ^ (mixed >> 16)) * 0x45D9F3B
         sign = ((mixed >> 16) & 2) - 1
-        return (x * (1 + LAST_BIT * sign)).bfloat16().float()
+        return (x * (1 + LAST_BIT * sign)).to(dtype).float()
 
     return rounded
 
@@ -88,9 +90,9 @@ def round_input(rounded: Round, module: nn.Module, args: tuple[Tensor, ...]) -> 
 
 
 @contextmanager
-def parts_rounded(model: nn.Module, parts: set[str], seed: int) -> Iterator[None]:
+def parts_rounded(model: nn.Module, parts: set[str], seed: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """Within it these parts of the model round."""
-    special = {MODULES[part][0]: rounding(seed - 1 - number) for number, part in enumerate(sorted(parts))}
+    special = {MODULES[part][0]: rounding(seed - 1 - number, dtype) for number, part in enumerate(sorted(parts))}
     name = "noise_parts"
     AttentionInterface.register(
         name, partial(attention, rotated=special.get("rotated", exact), weights=special.get("weights", exact))
@@ -101,7 +103,7 @@ def parts_rounded(model: nn.Module, parts: set[str], seed: int) -> Iterator[None
         hooks.callback(model.set_attn_implementation, before)
         for number, part in enumerate(sorted(parts)):
             kind, ends = MODULES[part]
-            rounded = rounding(seed + 100 * number)
+            rounded = rounding(seed + 100 * number, dtype)
             for module in (m for path, m in model.named_modules() if path.endswith(ends) and ends):
                 hook = (
                     module.register_forward_pre_hook(partial(round_input, rounded))
@@ -122,12 +124,20 @@ def logprobs(model: nn.Module, tokens: Tensor, mask: Tensor, rows: int = 4) -> T
     return torch.cat(found)
 
 
-def gap(model: nn.Module, tokens: Tensor, mask: Tensor, parts: set[str]) -> dict[str, float]:
+def gap(
+    model: nn.Module, tokens: Tensor, mask: Tensor, parts: set[str], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
     passes = []
     for seed in (1, 1001):
-        with parts_rounded(model, parts, seed):
+        with parts_rounded(model, parts, seed, dtype):
             passes.append(logprobs(model, tokens, mask))
     return noise(passes[0] - passes[1])
+
+
+def save(path: Path | None, result: dict) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -137,6 +147,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="none: only all of them at once")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
@@ -148,13 +160,15 @@ def main() -> None:
     engine = Engine(model, "dense", rows=args.prompts * args.group)
     sampling = Sampling(args.new, stop_ids=stop_ids(model, tokenizer))
     sampled = collate(engine.generate(prompts_for(tokenizer, args.task, args.prompts), args.group, sampling, seed=0))
+    measured = partial(gap, model, sampled.tokens, sampled.mask, dtype=getattr(torch, args.dtype))
     result = {
         "command": " ".join(sys.argv),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "tokens": int(sampled.mask.sum()),
-        "with logits": gap(model, sampled.tokens, sampled.mask, set(MODULES)),
-        "all": gap(model, sampled.tokens, sampled.mask, set(MODULES) - {LOGITS}),
+        "dtype": args.dtype,
+        "with logits": measured(set(MODULES)),
+        "all": measured(set(PARTS)),
         "parts": {},
     }
     with_logits, whole = (result[name]["mean_abs_gap"] for name in ("with logits", "all"))
@@ -163,15 +177,13 @@ def main() -> None:
         flush=True,
     )
     print("| part | it alone rounds | all others round | less than all |\n|---|---|---|---|")
-    for part in [part for part in MODULES if part != LOGITS]:
-        alone = gap(model, sampled.tokens, sampled.mask, {part})
-        others = gap(model, sampled.tokens, sampled.mask, set(MODULES) - {part, LOGITS})
+    save(args.out, result)
+    for part in args.parts:
+        alone, others = measured({part}), measured(set(PARTS) - {part})
         result["parts"][part] = {"alone": alone, "others": others}
         less = 1 - others["mean_abs_gap"] / whole
         print(f"| {part} | {alone['mean_abs_gap']:.5f} | {others['mean_abs_gap']:.5f} | {less:.0%} |", flush=True)
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result | {"seconds": time.perf_counter() - began}, indent=1) + "\n")
+        save(args.out, result | {"seconds": time.perf_counter() - began})
 
 
 if __name__ == "__main__":
