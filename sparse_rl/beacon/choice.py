@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import SparseRLError
@@ -38,6 +38,13 @@ def add_choice(model: Model, least: int, most: int, mean: float) -> Model:
     bias = torch.full((1,), start_logit(least, most, mean), dtype=torch.float64).to(weight)
     beacon.set_choice(torch.zeros_like(weight), bias, (least, most))
     return model
+
+
+def choice_parameters(model: Model) -> list[nn.Parameter]:
+    """The head of a model that chooses its folds; [] if it does not."""
+    beacon = beacon_of(model)
+    found = () if beacon is None else (beacon.choice_weight, beacon.choice_bias)
+    return [parameter for parameter in found if parameter is not None]
 
 
 def check_choice(least: int, most: int) -> None:

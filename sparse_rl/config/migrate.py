@@ -28,6 +28,7 @@ ADDED_KEYS = {
     "model.logits": ("model", "earlier versions rounded logits to the dtype of the model"),
     "learn.rescore": ("always", "earlier versions scored every trajectory"),
     "learn.packing": ("never", "earlier versions fed the learner one row per trajectory"),
+    "optimizer.choice_scale": (1.0, "earlier versions let the head that chooses folds learn with optimizer.lr"),
     "learn.replay_routing": (False, "earlier versions let the learner choose experts anew"),
 }
 

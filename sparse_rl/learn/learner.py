@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Replay
+from ..beacon import choice_parameters
 from ..distributed.world import World
 from ..errors import SparseRLError
 from ..models import evaluating
@@ -94,7 +95,8 @@ class Learner:
         self.critic, self.critic_warmup = critic, critic_warmup
         of_critic = () if critic is None else critic.parameters()
         scale = LossScale() if self.dtype == torch.float16 else None
-        self.optimizer = MasterAdamW(model.parameters(), optimizer, of_critic, critic_lr, scale)
+        choice = choice_parameters(model)
+        self.optimizer = MasterAdamW(model.parameters(), optimizer, of_critic, critic_lr, scale, choice)
         self.version = 0  # optimizer steps behind the weights
         self.skipped = 0  # consecutive steps that were skipped because a number was not finite
 

@@ -44,6 +44,11 @@ class OptimizerSettings:
     betas: tuple[float, float] = key("AdamW's decay rates", (0.9, 0.98))
     weight_decay: float = key("weight decay of matrices; biases and norms have none", 0.1)
     eps: float = key("AdamW's epsilon", 1e-8)
+    choice_scale: float = key(
+        "the head that chooses folds (rollout.compressor: beacon:2-16), which begins at 0, learns so many times faster "
+        "than lr",
+        50.0,
+    )
     max_grad_norm: float = key("gradients with a larger norm are scaled down to this one", 1.0)
     offload: bool = key(
         "keep fp32 masters and moments in host memory and pass them through the GPU at every optimizer step: 4 bytes "
@@ -76,6 +81,10 @@ class OptimizerSettings:
                 f"{list(self.betas)} from 0 to below 1."
             )
 
+        if not 0 < self.choice_scale < math.inf:
+            raise SparseRLError(
+                f"optimizer.choice_scale is {self.choice_scale}; it must be above 0 and finite, such as 50.0."
+            )
         if self.lr * self.weight_decay > 1:
             raise SparseRLError(
                 f"optimizer.weight_decay is {self.weight_decay} and lr {self.lr}, so that a step would shrink weights "
@@ -103,10 +112,11 @@ class MasterAdamW:
         critic: Iterable[nn.Parameter] = (),
         critic_lr: float | None = None,
         scale: LossScale | None = None,
+        choice: Iterable[nn.Parameter] = (),
     ):
         """`critic`: parameters with a separate gradient norm and a separate learning rate (None: that of the others),
         which follows the same schedule. `scale`: the loss scale of a float16 model; backward must then start from
-        `scaled` losses.
+        `scaled` losses. `choice`: those of `parameters` that learn `choice_scale` times faster.
         """
         self.settings, self.scale = settings, scale
         self.overflowed = False  # whether the last step was skipped only because the scale was too large
@@ -131,13 +141,15 @@ class MasterAdamW:
         for parameter, carrier in zip(self.parameters, self.carriers, strict=True):
             if carrier is not parameter:
                 parameter.register_post_accumulate_grad_hook(_accumulate_into(carrier))
-        groups = []
-        for part, rate in zip(self._parts(self.masters), (1.0, (critic_lr or settings.lr) / settings.lr), strict=True):
-            for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
-                chosen = [m for m in part if (m.dim() > 1) == decays]
-                groups.append({"params": chosen, "weight_decay": decay, "rate": rate})
+        groups: dict[tuple[float, float], list[Tensor]] = {}  # by (factor of the learning rate, weight decay)
+        faster = dict.fromkeys(choice, settings.choice_scale)
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            of_critic = i >= self.policy
+            rate = (critic_lr or settings.lr) / settings.lr if of_critic else faster.get(parameter, 1.0)
+            decay = settings.weight_decay if master.dim() > 1 else 0.0
+            groups.setdefault((rate, decay), []).append(master)
         self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
+            [{"params": p, "weight_decay": decay, "rate": rate} for (rate, decay), p in groups.items()],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,

@@ -8,8 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from sparse_rl import SparseRLError
-from sparse_rl.beacon import add_beacon, beacon_of, mean_chunk
+from sparse_rl.beacon import add_beacon, add_choice, beacon_of, choice_parameters, mean_chunk
+from sparse_rl.config import missing_keys
 from sparse_rl.files import read_lines
+from sparse_rl.learn.learner import Learner
+from sparse_rl.learn.loss import Loss
+from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import load_model
 from sparse_rl.records import mean_entries, read_trajectories
 from sparse_rl.train.checkpoint import save_model
@@ -139,3 +143,21 @@ def test_ppo_and_online_dpo_learn_choices_too(student, tmp_path):
 def test_a_policy_that_chooses_its_folds_draws_from_all_tokens(student, tmp_path):
     with pytest.raises(SparseRLError, match=r"top_p 0.9, but with beacon:2-8 the policy chooses its folds"):
         train(settings(student, rollout={"top_p": 0.9}), tmp_path / "run", show=False)
+
+
+def test_the_head_of_folds_learns_faster_but_not_in_runs_of_earlier_versions(student):
+    model = add_choice(load_model(str(student))[0], 2, 8, 3.0)
+    head = choice_parameters(model)
+    assert head == [beacon_of(model).choice_weight, beacon_of(model).choice_bias]
+    for scale, rates in ((50.0, {1.0, 50.0}), (1.0, {1.0})):
+        optimizer = Learner(model, OptimizerSettings(lr=1e-4, choice_scale=scale), Loss()).optimizer
+        assert {group["rate"] for group in optimizer.adamw.param_groups} == rates
+        before = [p.detach().clone() for p in (*head, model.model.norm.weight)]
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) * 1e-6  # Adam's first step has the size of the learning rate
+        optimizer.step(0)
+        moved = [(p - old).abs().max().item() for p, old in zip((*head, model.model.norm.weight), before, strict=True)]
+        assert moved == pytest.approx([scale * 1e-4, scale * 1e-4, 1e-4], rel=0.02)
+    plain, _ = load_model("tiny-sums")
+    assert choice_parameters(plain) == []
+    assert missing_keys({"optimizer": {"lr": 1e-4}})["optimizer.choice_scale"][0] == 1.0
