@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,7 @@ class TrajectoryWriter:
         if self.folder.exists() and not self.folder.is_dir():
             raise SparseRLError(f"{self.folder} is a file; trajectories need a folder.")
         self._file = None  # opened with the first trajectory, so that a refused call leaves no files behind
+        self._named: Counter[tuple[int, int]] = Counter()  # files of a prompt and a sample
 
     def write(self, trajectory: Trajectory, prompt: str | None = None, text: str | None = None, **more) -> None:
         """`prompt`, `text` and `more` are for human readers; the record is complete without them."""
@@ -136,8 +138,10 @@ class TrajectoryWriter:
             with writing(self.lines):
                 (self.folder / "traces").mkdir(parents=True, exist_ok=True)
                 self._file = self.lines.open("a", encoding="utf-8")
-        again = f"-{trajectory.renewed}" if trajectory.renewed else ""  # the one that it renews may be here, too
-        trace = f"traces/{trajectory.prompt_index:06d}-{trajectory.sample_index:03d}{again}.safetensors"
+        which = trajectory.prompt_index, trajectory.sample_index
+        again = f"-{self._named[which]}" if self._named[which] else ""  # conversations may have equal numbers
+        self._named[which] += 1
+        trace = f"traces/{which[0]:06d}-{which[1]:03d}{again}.safetensors"
         trajectory.trace.save(self.folder / trace)
         beacons = {}
         if trajectory.beacon_id is not None:

@@ -100,8 +100,11 @@ class Stored:
 
     def of_layers(self, layers: slice) -> Stored:
         """Some of the layers, by their numbers in the cache."""
-        first = self.layers.start
-        return self._each(layers, lambda t: t[layers.start - first : layers.stop - first])
+        return self if layers == self.layers else self._each(layers, lambda t: t[self.within(layers)])
+
+    def within(self, layers: slice) -> slice:
+        """Where some of the layers are in these tensors."""
+        return slice(layers.start - self.layers.start, layers.stop - self.layers.start)
 
     def part(self, rows: slice) -> Stored:
         return self._each(self.layers, lambda t: t[:, rows])
@@ -202,21 +205,26 @@ class SlotCache:
 
     def stored_by(self, layers: slice) -> Stored:
         """The slots of some layers, which are stored alike. [l, R, H, C, D]"""
+        return self._holding(layers).of_layers(layers)
+
+    def _holding(self, layers: slice) -> Stored:
+        """The slots of these layers and of all that are alike beside them."""
         for stored in self.stored:
             if stored.layers.start <= layers.start and layers.stop <= stored.layers.stop:
-                return stored.of_layers(layers)
+                return stored
         raise AssertionError(f"layers {layers} are stored in different ways")
 
     def read(
         self, layers: slice, rows: slice | Tensor, used: int, with_values: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Keys and values of some layers, which are stored alike, in the model's dtype. -> [l, N, H, used, D] each"""
-        stored = self.stored_by(layers)
-        keys, values = stored.keys[:, rows, :, :used], None
+        stored = self._holding(layers)
+        within = stored.within(layers)
+        keys, values = stored.keys[within, rows, :, :used], None
         if with_values and not self.shape.latent:
-            values = stored.values[:, rows, :, :used]
+            values = stored.values[within, rows, :, :used]
         if stored.exponents is not None:
-            exponents, dtype = stored.exponents[:, rows, :, :used], self.shape.dtype
+            exponents, dtype = stored.exponents[within, rows, :, :used], self.shape.dtype
             keys = dequantize(keys, exponents[..., 0], dtype)
             values = None if values is None else dequantize(values, exponents[..., 1], dtype)
         if with_values and self.shape.latent:
@@ -224,15 +232,16 @@ class SlotCache:
         return keys, values
 
     def layer(self, layer: int) -> LayerSlots:
-        stored = self.stored_by(slice(layer, layer + 1))
-        ring, exponents = (None if t is None else t[0] for t in (stored.queries, stored.exponents))
-        return LayerSlots(stored.keys[0], stored.values[0], stored.feed[0], ring, exponents)
+        stored = self._holding(slice(layer, layer + 1))
+        i = layer - stored.layers.start
+        ring, exponents = (None if t is None else t[i] for t in (stored.queries, stored.exponents))
+        return LayerSlots(stored.keys[i], stored.values[i], stored.feed[i], ring, exponents)
 
     def layer_mass(self, layer: int) -> Tensor:
         """Attention that the slots of a layer received. [R, H, C]"""
-        mass = self.stored_by(slice(layer, layer + 1)).mass
-        assert mass is not None
-        return mass[0]
+        stored = self._holding(slice(layer, layer + 1))
+        assert stored.mass is not None
+        return stored.mass[layer - stored.layers.start]
 
     def place(self, slot: Tensor, index: Tensor) -> None:
         """Open slots for the tokens about to be fed to the first B rows. slot: in the smallest layer; index [B, T]"""

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 COLUMNS = 4
-_MOST = 64  # tokens of a layer that wait, because finding the ties of many takes hardly longer than of one
+# What is fed waits, because finding the ties of much takes hardly longer than of little: at most so many tokens of a
+# layer, and about so many numbers, whose search takes some ten times the memory of these.
+_MOST, _MOST_NUMBERS = 64, 2**20
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class TieLog:
         both = torch.stack([F.pad(x, (0, width - x.shape[-1])) for x in (key, value)])  # zeros are no ties
         real = torch.ones_like(index, dtype=torch.bool) if real is None else real.clone()
         self.fed.append(_Fed(layer, kind, self.first, both, index.clone(), real))
-        if index.shape[1] > 1 or len(self.fed) >= _MOST:
+        if index.shape[1] > 1 or len(self.fed) >= min(_MOST, _MOST_NUMBERS // both.numel()):
             self._find()
 
     def _find(self) -> None:

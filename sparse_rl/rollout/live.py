@@ -297,6 +297,7 @@ class LiveEngine:
                 self._check_queue()
             else:
                 old.status, old.finish_reason = "ended", "renewed"
+                self._open.pop(old.number, None)  # a loop that released it at the same moment may have
                 self._inbox.append(lambda: self._forget(old))
             conversation = Conversation(
                 self._submitted, prompt, seed, stream_key(seed, prompt, 0, sample), stream_key(seed, prompt), sampling,
@@ -324,7 +325,7 @@ class LiveEngine:
         if conversation.number in self._loop.alive:
             self._loop.drop(conversation)
         with self._lock:
-            self._open.pop(conversation.number, None)  # twice, if one thread renews what another one ends
+            self._open.pop(conversation.number, None)  # one that was renewed is no longer there
 
     def _leave(self, error: BaseException | None) -> None:
         """Close. After an error, the content of rows is discarded."""

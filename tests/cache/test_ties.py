@@ -126,6 +126,15 @@ def test_notes_go_where_slots_go_and_say_what_to_do(kind):
     assert [len(cache.ties.of_row(row)) > 0 for row in range(4)] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("rows, most", [(2, 63), (2**12, 3)])  # 2^7 and 2^18 numbers a token
+def test_what_waits_is_bounded_in_tokens_and_in_numbers(rows, most):
+    log, x, waiting = TieLog([[] for _ in range(rows)]), torch.zeros(rows, 2, 1, 16), []
+    for token in range(100):
+        log.note(0, "int8", x, x, torch.full((rows, 1), token), None)
+        waiting.append(len(log.fed))
+    assert max(waiting) == most and min(waiting) == 0
+
+
 def test_values_may_be_narrower_than_keys():
     log, key, value = TieLog([[], []]), vectors("int8", 0), vectors("int8", 1)[..., :4].contiguous()
     log.note(1, "int8", key, value, torch.arange(40).expand(2, -1), None)

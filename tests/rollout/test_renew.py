@@ -192,6 +192,23 @@ def test_files_and_versions_say_so(llama, tmp_path):
         list(read_trajectories(tmp_path / "kept"))
 
 
+def test_conversations_with_equal_numbers_have_files_of_their_own(llama, tmp_path):
+    """Two that renew the same one, and one that was submitted with the same numbers."""
+    with opened(llama, rows=3) as live:
+        chat = stopped(live)
+        live.cancel(chat)
+        live.step()
+        chats = [live.renew(chat, seed=1), live.renew(chat, keep=20, seed=2), live.submit(prompts_of(9)[0], ANSWER)]
+        live.run()
+        found = [live.release(each) for each in chats]
+    assert [(t.prompt_index, t.sample_index, t.renewed) for t in found] == [(0, 0, 1), (0, 0, 1), (0, 0, 0)]
+    with TrajectoryWriter(tmp_path / "kept") as writer:
+        for trajectory in found:
+            writer.write(trajectory)
+    for read, written in zip(read_trajectories(tmp_path / "kept"), found, strict=True):
+        assert_same_bits(read, written)
+
+
 def test_the_way_of_every_turn_is_told(llama):
     ways = {}
     for name, place in {"held": {}, "parked": {"hold": 0, "park": 1}, "trace": {"hold": 0, "park": 0}}.items():
@@ -246,6 +263,7 @@ def test_it_takes_the_place_of_the_old_one_however_many_wait(llama):
             with pytest.raises(QueueFull, match="1 conversations wait"):
                 call()
         again, more = live.renew(chat), live.renew(other)
+        assert live.num_open == 3  # at once
         live.run()
         assert again.status == more.status == waits.status == "stopped" and live.num_open == 3
         live.release(waits)
