@@ -40,7 +40,7 @@ def add_choice(model: Model, least: int, most: int, mean: float) -> Model:
     return model
 
 
-def choice_parameters(model: Model) -> list[nn.Parameter]:
+def choice_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The head of a model that chooses its folds; [] if it does not."""
     beacon = beacon_of(model)
     found = () if beacon is None else (beacon.choice_weight, beacon.choice_bias)

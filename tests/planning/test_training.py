@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeLiteConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from sparse_rl.compressors import make
 from sparse_rl.config import load_recipe
