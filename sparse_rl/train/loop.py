@@ -57,6 +57,7 @@ from .parts import (
 from .pooled import RunPool, end_pool, sampler_timing, start_pool, write_samplers
 from .prefetch import make_source
 from .progress import Progress, Versions, is_due
+from .rewards import too_dear
 from .samples import positions_to_write, samples_due, write_samples
 from .saving import out_of_memory, save, save_after, save_if_best
 from .step import StepRollout, with_seen
@@ -180,6 +181,7 @@ class Trainer:
             self.keep_samples(rollout, corrected.accepted, batches, evidence)
         self._show_what_is_missing(step_answers(metrics, self.recipe.rollout, self.recipe.distils))
         self._show_idle_cache(rollout, metrics)
+        self._show_price(too_dear(self.recipe.task.entry_price, rollout.grades))
 
     # ---------------------------------------------------------------------------------------------------- its stages
 
@@ -377,6 +379,12 @@ class Trainer:
                 f"{len(rollout.trajectories)} trajectories has {longest} tokens and a row has {compressor.budget} + "
                 f"{compressor.interval} slots; lower rollout.budget, or nothing about a small cache is learned."
             )
+
+    def _show_price(self, said: str | None) -> None:
+        """Say once that cache entries cost more than right answers earn."""
+        if said is not None and "price" not in self.shown_errors:
+            self.shown_errors.add("price")
+            self.terminal.say(f"sparse-rl: after step {self.progress.steps}: {said}")
 
     def _show_grading_error(self, error: str | None) -> None:
         """Show a grader's error once."""

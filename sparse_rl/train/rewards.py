@@ -88,6 +88,25 @@ class AddedRewards:
                 self.model.encode(member.sample(0, 1)[0].text, "")
 
 
+def too_dear(price: float, grades: Sequence[Grade]) -> str | None:
+    """A sentence where right completions pay more for their cache entries than they earn, so that an empty one is
+    worth more; None otherwise.
+    """
+    right = [grade for grade in grades if grade.right]
+    if not price or not right:
+        return None
+    earned = sum(grade.reward for grade in right) / len(right)
+    held = sum(grade.parts["entries"] for grade in right) / len(right)
+    if earned > 0:
+        return None
+    limit = price + earned / max(held, 1e-9)  # where they earn nothing
+    return (
+        f"right completions hold {held:.1f} cache entries on average and pay {price * held:.2f} for them, so their "
+        f"reward is {earned:.2f} and an empty completion is worth more; set task.entry_price (now {price:g}) well "
+        f"below {limit:.2g}."
+    )
+
+
 def check_context(model: RewardModel, longest: int) -> None:
     if model.context <= longest:
         raise SparseRLError(

@@ -16,7 +16,9 @@ from sparse_rl.learn.loss import Loss
 from sparse_rl.learn.optimizer import OptimizerSettings
 from sparse_rl.models import load_model
 from sparse_rl.records import mean_entries, read_trajectories
+from sparse_rl.tasks import Grade
 from sparse_rl.train.checkpoint import save_model
+from sparse_rl.train.rewards import too_dear, with_part
 from sparse_rl.train.run import train
 from tests.helpers.runs import recipe, run
 
@@ -161,3 +163,14 @@ def test_the_head_of_folds_learns_faster_but_not_in_runs_of_earlier_versions(stu
     plain, _ = load_model("tiny-sums")
     assert choice_parameters(plain) == []
     assert missing_keys({"optimizer": {"lr": 1e-4}})["optimizer.choice_scale"][0] == 1.0
+
+
+@pytest.mark.parametrize("price, said", [(0.0, None), (0.1, None), (0.5, "below 0.2")])
+def test_a_price_above_what_a_right_answer_earns_gets_a_sentence(price, said):
+    grades = [with_part(Grade(reward, "right" if reward else "wrong"), "entries", 5.0, -price) for reward in (1.0, 0.0)]
+    found = too_dear(price, grades)
+    assert (found is None) == (said is None)
+    if said:
+        assert "hold 5.0 cache entries on average and pay 2.50 for them, so their reward is -1.50" in found
+        assert "set task.entry_price (now 0.5) well below 0.2." in found
+    assert too_dear(price, grades[1:]) is None  # nothing is right
