@@ -89,21 +89,22 @@ class AddedRewards:
 
 
 def too_dear(price: float, grades: Sequence[Grade]) -> str | None:
-    """A sentence where right completions pay more for their cache entries than they earn, so that an empty one is
-    worth more; None otherwise.
+    """A sentence where right completions pay so much for their cache entries that an empty completion, which is wrong
+    and pays nothing, is worth as much; None otherwise.
     """
-    right = [grade for grade in grades if grade.right]
+    right, wrong = ([g for g in grades if g.right == wanted and "entries" in g.parts] for wanted in (True, False))
     if not price or not right:
         return None
-    earned = sum(grade.reward for grade in right) / len(right)
     held = sum(grade.parts["entries"] for grade in right) / len(right)
-    if earned > 0:
+    earned = sum(grade.reward for grade in right) / len(right)
+    empty = sum(g.reward + price * g.parts["entries"] for g in wrong) / len(wrong) if wrong else 0.0
+    if earned > empty:
         return None
-    limit = price + earned / max(held, 1e-9)  # where they earn nothing
+    limit = price - (empty - earned) / max(held, 1e-9)  # where both are worth the same
     return (
         f"right completions hold {held:.1f} cache entries on average and pay {price * held:.2f} for them, so their "
-        f"reward is {earned:.2f} and an empty completion is worth more; set task.entry_price (now {price:g}) well "
-        f"below {limit:.2g}."
+        f"reward is {earned:.2f}, and an empty completion gets about {empty:.2f}; set task.entry_price (now {price:g}) "
+        f"well below {limit:.2g}."
     )
 
 

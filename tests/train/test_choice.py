@@ -165,12 +165,17 @@ def test_the_head_of_folds_learns_faster_but_not_in_runs_of_earlier_versions(stu
     assert missing_keys({"optimizer": {"lr": 1e-4}})["optimizer.choice_scale"][0] == 1.0
 
 
-@pytest.mark.parametrize("price, said", [(0.0, None), (0.1, None), (0.5, "below 0.2")])
-def test_a_price_above_what_a_right_answer_earns_gets_a_sentence(price, said):
-    grades = [with_part(Grade(reward, "right" if reward else "wrong"), "entries", 5.0, -price) for reward in (1.0, 0.0)]
+@pytest.mark.parametrize(
+    "wrong, price, limit", [(0.0, 0.0, None), (0.0, 0.1, None), (0.0, 0.5, 0.2), (-2.0, 0.5, None)]
+)
+def test_a_price_above_what_a_right_answer_earns_gets_a_sentence(wrong, price, limit):
+    """An empty completion is wrong: it gets what wrong ones get before they pay."""
+    given = {"right": 1.0, "wrong": wrong}
+    grades = [with_part(Grade(reward, verdict), "entries", 5.0, -price) for verdict, reward in given.items()]
     found = too_dear(price, grades)
-    assert (found is None) == (said is None)
-    if said:
+    assert (found is None) == (limit is None)
+    if limit:
         assert "hold 5.0 cache entries on average and pay 2.50 for them, so their reward is -1.50" in found
-        assert "set task.entry_price (now 0.5) well below 0.2." in found
+        assert f"an empty completion gets about 0.00; set task.entry_price (now 0.5) well below {limit}." in found
     assert too_dear(price, grades[1:]) is None  # nothing is right
+    assert (too_dear(price, grades[:1]) is None) == (price < 0.2)  # nothing is wrong
