@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import SparseRLError
+
+if TYPE_CHECKING:
+    from ..config import Recipe
 
 ModelName = Annotated[
     str,
@@ -54,6 +57,24 @@ def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> li
             value = rest.pop(0)
         found.append((name, value))
     return found
+
+
+def recipe_to_run(path: Path, keys: list[tuple[str, str]], trust: bool) -> Recipe:
+    """The recipe of a command that runs it. What does not fit a task or compressor of the command line is said."""
+    from ..config import load_recipe_to_run
+
+    return load_recipe_to_run(path, keys, trust, takes, lambda line: typer.echo(line, err=True))
+
+
+def takes(section: str, name: str, option: str) -> bool:
+    """Whether a built-in task or compressor has an option. All other names are believed to: their code decides."""
+    if section == "task":
+        from ..tasks.base import TASKS, takes_option
+
+        return name not in TASKS or takes_option(name, option)
+    from ..compressors.base import COMPRESSORS, parameters_of
+
+    return name not in COMPRESSORS or option in parameters_of(COMPRESSORS[name])
 
 
 def options_given(context: typer.Context) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SparseRLError, require_int
-from .options import Budget, CompressorName, Dtype, Interval, Trust, options_given, overrides
+from .options import Budget, CompressorName, Dtype, Interval, Trust, options_given, overrides, recipe_to_run
 
 if TYPE_CHECKING:
     from ..config import Recipe
@@ -123,14 +123,14 @@ def recipe_of(context: typer.Context, given: list[str]) -> Recipe:
 
     Without a recipe, one that trains all weights of the model, divided among the GPUs if there are several.
     """
-    from ..config import load_recipe_to_run, make_recipe
+    from ..config import make_recipe
 
     places = {"dtype": "model", "steps": "run"}
     places |= dict.fromkeys(("compressor", "budget", "interval", "max_new_tokens", "rows"), "rollout")
     options = context.params
     keys = [(f"{places[n]}.{n}", str(options[n])) for n in places if n in given] + overrides(context.args)
     if options["recipe"] is not None:
-        return load_recipe_to_run(options["recipe"], keys, options["trust"])
+        return recipe_to_run(options["recipe"], keys, options["trust"])
     several = (options["gpus"] or 1) > 1
     plain = {
         "model": {"name": options["model"], "gradient_checkpointing": True, "shard": several},

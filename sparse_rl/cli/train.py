@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RecipePath, Trust, overrides
+from .options import RecipePath, Trust, overrides, recipe_to_run
 
 
 def train(
@@ -19,11 +19,10 @@ def train(
     trust: Trust = False,
 ) -> None:
     """Train a model by reinforcement learning. Options change any key of the recipe: --rollout.budget 256 --lr 1e-5."""
-    from ..config import load_recipe_to_run
     from ..files import names_code
 
     folder = out or (recipe if recipe.is_dir() else Path("runs") / recipe.stem)
-    settings = load_recipe_to_run(recipe, overrides(context.args), trust)
+    settings = recipe_to_run(recipe, overrides(context.args), trust)
     go_on = f"sparse-rl train {folder} --resume" + (
         " --trust" if any(map(names_code, settings.may_name_code().values())) else ""
     )

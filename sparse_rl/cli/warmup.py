@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RecipePath, Trust, overrides
+from .options import RecipePath, Trust, overrides, recipe_to_run
 
 
 def warmup(
@@ -24,12 +24,11 @@ def warmup(
     trust: Trust = False,
 ) -> None:
     """Train a model on a task's worked solutions, so that reinforcement learning has something to improve."""
-    from ..config import load_recipe_to_run
     from ..train.warmup import warmup as start
 
     folder = out or (recipe if recipe.is_dir() else Path("models") / recipe.stem)
     try:
-        settings = load_recipe_to_run(recipe, of_warmup(overrides(context.args)), trust)
+        settings = recipe_to_run(recipe, of_warmup(overrides(context.args)), trust)
         found = start(settings, folder, resume, evaluate=not no_eval)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

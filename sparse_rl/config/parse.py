@@ -2,13 +2,15 @@
 
     sparse-rl train recipe.yaml --rollout.budget 44 --lr 1e-4
 
-The last part of a key is enough if only one section has it. An unknown key is refused, with the nearest known one.
+The last part of a key is enough if only one section has it. An unknown key is refused, with the nearest known one. If
+the command line names another task or compressor than the file does, options of the file's that this one lacks are left
+out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +21,67 @@ from .read import read_yaml, read_yaml_file
 from .recipe import RECIPES, SECTIONS, Recipe
 from .values import names_of, plain, settings_of, types_of
 
+Takes = Callable[[str, str, str], bool]  # (task or rollout, name of a task or compressor, option): has it the option?
 
-def load_recipe(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
+
+def load_recipe(
+    path: str | Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    takes: Takes | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Recipe:
     """A recipe from a YAML file or a run folder, or one of the package's recipes by name.
 
-    `overrides` are pairs of a dotted key and its value as text.
+    `overrides` are pairs of a dotted key and its value as text. takes: decides which options are left out; None: none
     """
     path = recipe_file(path)
     data = read_yaml_file(path)
     if _in_run_folder(path) and isinstance(data, Mapping):
         data, _ = migrate(data)  # train/run.py says what was translated
+    if takes is not None and isinstance(data, Mapping):
+        data, left_out = fitting(data, overrides, takes)
+        for line in left_out:
+            say(line)
     return make_recipe(data or {}, overrides, where=str(path))
 
 
-def load_recipe_to_run(path: str | Path, overrides: Sequence[tuple[str, str]], trust: bool) -> Recipe:
+def fitting(data: Mapping, overrides: Sequence[tuple[str, str]], takes: Takes) -> tuple[dict, list[str]]:
+    """The content of a file without the options that a task or compressor from the command line lacks, and sentences
+    that name these.
+    """
+    named = {(section, *path): parse_value(value) for section, path, value in _found(overrides)}
+    kept, sentences = dict(data), []
+    for section, key, inner in (("task", "name", None), ("rollout", "compressor", "compressor_options")):
+        content, new = data.get(section), named.get((section, key))
+        options = content.get(inner, {}) if inner and isinstance(content, Mapping) else content
+        if not isinstance(content, Mapping) or not isinstance(options, Mapping) or new in (None, content.get(key)):
+            continue
+        own = [] if inner else names_of(SECTIONS[section])
+        lost = [name for name in options if name not in own and not takes(section, str(new), str(name))]
+        if lost:
+            fits = {name: value for name, value in options.items() if name not in lost}
+            kept[section] = {**content, inner: fits} if inner else fits
+            sentences.append(f"{new} has no {' and no '.join(map(str, lost))}: what the recipe sets there is left out.")
+    return kept, sentences
+
+
+def _found(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, list[str], str]]:
+    return [(*_find(dotted), value) for dotted, value in overrides]
+
+
+def load_recipe_to_run(
+    path: str | Path,
+    overrides: Sequence[tuple[str, str]],
+    trust: bool,
+    takes: Takes | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Recipe:
     """`load_recipe`, for a command that runs the code that a recipe names.
 
     A recipe is the user's own, but a run folder may come from someone else: a file or package that it names only runs
     with `trust` (--trust), or if an override names it.
     """
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, takes, say)
     own_words = [_find(dotted) for dotted, _ in overrides]
     if Path(path).is_dir() or _in_run_folder(recipe_file(path)):
         named = {key: name for key, name in recipe.may_name_code().items() if not _is_in(key, own_words)}

@@ -264,9 +264,9 @@ def make(name: str, /, **options) -> Task:
     """
     name, build = _find(name)
     cls = cast(type[Task], build.func if isinstance(build, partial) else build)
-    bounds = [field.name for field in fields(Limits) if cls.isolated and field.name not in _parameters(cls)]
-    every = [*bounds, *(["reward_weights"] if _weighs(cls) else [])]
+    every = _of_every_task(build)
     _check_options(name, build, every, options)
+    bounds = [key for key in every if key != "reward_weights"]
     limits = replace(cls.grading_limits, **{key: options[key] for key in bounds if key in options})
     try:
         task = build(**{key: value for key, value in options.items() if key not in every})
@@ -353,7 +353,15 @@ def may_converse(name: str, options: Mapping[str, Any]) -> bool:
 
 def takes_option(name: str, option: str) -> bool:
     """Whether a task has this option."""
-    return option in _parameters(_find(name)[1])
+    _, build = _find(name)
+    return option in [*_parameters(build), *_of_every_task(build)]
+
+
+def _of_every_task(build: type[Task] | partial[Task]) -> list[str]:
+    """Options that `make` takes for a task, beside those of its constructor."""
+    cls = cast(type[Task], build.func if isinstance(build, partial) else build)
+    bounds = [field.name for field in fields(Limits) if cls.isolated and field.name not in _parameters(cls)]
+    return [*bounds, *(["reward_weights"] if _weighs(cls) else [])]
 
 
 def _weighs(cls: type[Task]) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sparse_rl.cli.options import takes
 from sparse_rl.config import SECTIONS, load_recipe, make_recipe, table_of_keys
 from sparse_rl.errors import SparseRLError
 
@@ -154,3 +155,35 @@ def test_an_old_key_by_its_last_part_gets_its_new_name(key, sentence):
 def test_options_of_a_compressor_are_spelled_as_in_eval():
     found = load_recipe("tiny-sums", [("compressor.window", "4")])
     assert found.rollout.compressor_options["window"] == 4
+
+
+SUMS = """
+model: {name: tiny}
+task: {name: sums, count: 8, seed: 3, overlong: 0.2, reward_weights: {brief: 0.5}}
+rollout: {compressor: rkv, budget: 40, compressor_options: {protect_prompt: true, sinks: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "cache", "said"),
+    [
+        ([], {"count", "seed", "reward_weights"}, {"protect_prompt", "sinks"}, []),
+        ([("task.name", "sums")], {"count", "seed", "reward_weights"}, {"protect_prompt", "sinks"}, []),
+        ([("task.name", "stories")], {"seed", "reward_weights"}, {"protect_prompt", "sinks"}, ["stories has no count"]),
+        ([("task.name", "my.py")], {"count", "seed", "reward_weights"}, {"protect_prompt", "sinks"}, []),
+        ([("task.name", "stories"), ("task.count", "9")], {"count", "seed", "reward_weights"}, None, ["stories has"]),
+        ([("compressor", "window")], None, {"sinks"}, ["window has no protect_prompt"]),
+        ([("compressor", "snapkv")], None, {"protect_prompt", "sinks"}, []),
+        ([("compressor", "window"), ("compressor.protect_prompt", "1")], None, {"protect_prompt", "sinks"}, ["wind"]),
+    ],
+)  # fmt: skip
+def test_another_task_or_compressor_loses_the_options_that_it_has_not(tmp_path, keys, options, cache, said):
+    """What the command line itself sets stays, so that a mistake there is still refused."""
+    path, told = tmp_path / "recipe.yaml", []
+    path.write_text(SUMS)
+    recipe = load_recipe(path, keys, takes, told.append)
+    assert options is None or recipe.task.options.keys() == options
+    assert cache is None or recipe.rollout.compressor_options.keys() == cache
+    assert recipe.task.overlong == 0.2
+    assert len(told) == len(said) and all(line.startswith(start) for line, start in zip(told, said))
+    assert load_recipe(path, [("task.name", "stories")]).task.options["count"] == 8  # a library call changes nothing
