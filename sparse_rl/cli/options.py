@@ -67,11 +67,13 @@ def recipe_to_run(path: Path, keys: list[tuple[str, str]], trust: bool) -> Recip
 
 
 def takes(section: str, name: str, option: str) -> bool:
-    """Whether a built-in task or compressor has an option. All other names are believed to: their code decides."""
+    """Whether a task or compressor has an option. Files, and names that do not exist, are believed to; of a dataset of
+    reasoning-gym only the options that all datasets have.
+    """
     if section == "task":
-        from ..tasks.base import TASKS, takes_option
+        from ..tasks.base import TASKS, VERIFIERS, takes_option
 
-        return name not in TASKS or takes_option(name, option)
+        return not (name in TASKS or name.startswith(("gym:", VERIFIERS))) or takes_option(name, option)
     from ..compressors.base import COMPRESSORS, parameters_of
 
     return name not in COMPRESSORS or option in parameters_of(COMPRESSORS[name])

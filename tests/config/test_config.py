@@ -170,6 +170,7 @@ rollout: {compressor: rkv, budget: 40, compressor_options: {protect_prompt: true
         ([], {"count", "seed", "reward_weights"}, {"protect_prompt", "sinks"}, []),
         ([("task.name", "sums")], {"count", "seed", "reward_weights"}, {"protect_prompt", "sinks"}, []),
         ([("task.name", "stories")], {"seed", "reward_weights"}, {"protect_prompt", "sinks"}, ["stories has no count"]),
+        ([("task.name", "gym:leg_counting")], {"seed"}, None, ["gym:leg_counting has no count and no reward_weights"]),
         ([("task.name", "my.py")], {"count", "seed", "reward_weights"}, {"protect_prompt", "sinks"}, []),
         ([("task.name", "stories"), ("task.count", "9")], {"count", "seed", "reward_weights"}, None, ["stories has"]),
         ([("compressor", "window")], None, {"sinks"}, ["window has no protect_prompt"]),
