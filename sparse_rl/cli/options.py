@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,23 +61,29 @@ def overrides(arguments: list[str], example: str = "--rollout.budget 256") -> li
 
 
 def recipe_to_run(path: Path, keys: list[tuple[str, str]], trust: bool) -> Recipe:
-    """The recipe of a command that runs it. What does not fit a task or compressor of the command line is said."""
+    """The recipe of a command that runs it. What does not fit a task or compressor of the command line is said, by the
+    first of several processes.
+    """
     from ..config import load_recipe_to_run
 
-    return load_recipe_to_run(path, keys, trust, takes, lambda line: typer.echo(line, err=True))
+    def say(line: str) -> None:
+        if "RANK" not in os.environ:  # the process that starts others has said it
+            typer.echo(line, err=True)
+
+    return load_recipe_to_run(path, keys, trust, takes, say)
 
 
 def takes(section: str, name: str, option: str) -> bool:
-    """Whether a task or compressor has an option. Files, and names that do not exist, are believed to; of a dataset of
-    reasoning-gym only the options that all datasets have.
+    """Whether a task or compressor has an option. Files, and names that do not exist, are believed to. Of a dataset of
+    reasoning-gym it is only the options that all datasets have.
     """
     if section == "task":
         from ..tasks.base import TASKS, VERIFIERS, takes_option
 
         return not (name in TASKS or name.startswith(("gym:", VERIFIERS))) or takes_option(name, option)
-    from ..compressors.base import COMPRESSORS, parameters_of
+    from ..compressors.listing import takes_option as compressor_takes
 
-    return name not in COMPRESSORS or option in parameters_of(COMPRESSORS[name])
+    return compressor_takes(name, option)
 
 
 def options_given(context: typer.Context) -> list[str]:

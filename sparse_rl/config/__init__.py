@@ -2,7 +2,7 @@
 
 from .budget import METRICS, Adaptive, Target
 from .learn import LearnSettings
-from .migrate import migrate, missing_keys
+from .migrate import earlier_values, migrate, missing_keys
 from .parse import load_recipe, load_recipe_to_run, make_recipe, parse_value, table_of_keys
 from .read import read_yaml, read_yaml_file
 from .recipe import RECIPES, SECTIONS, ModelSettings, Recipe, RolloutSettings
@@ -24,6 +24,7 @@ __all__ = [
     "Target",
     "TaskSettings",
     "WarmupSettings",
+    "earlier_values",
     "load_recipe",
     "load_recipe_to_run",
     "make_recipe",

@@ -70,6 +70,11 @@ def missing_keys(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     return {key: found for key, found in ADDED_KEYS.items() if not _has(data, key)}
 
 
+def earlier_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ADDED_KEYS that a run of an earlier version keeps, also once a resume has written them down."""
+    return {key: old for key, (old, _) in ADDED_KEYS.items() if not _has(data, key) or _get(data, key) == old}
+
+
 def refuse_old_names(sections: Mapping[str, Any]) -> None:
     """Refuse a key or value of an earlier version, and say what it is called now."""
     for old_key, new_key in RENAMED_KEYS.items():

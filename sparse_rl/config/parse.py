@@ -46,21 +46,25 @@ def load_recipe(
 
 
 def fitting(data: Mapping, overrides: Sequence[tuple[str, str]], takes: Takes) -> tuple[dict, list[str]]:
-    """The content of a file without the options that a task or compressor from the command line lacks, and sentences
-    that name these.
+    """The content of a file without the options that its task or compressor has and that of the command line lacks, and
+    sentences that name these. What neither has is a mistake, and stays.
     """
     named = {(section, *path): parse_value(value) for section, path, value in _found(overrides)}
     kept, sentences = dict(data), []
     for section, key, inner in (("task", "name", None), ("rollout", "compressor", "compressor_options")):
         content, new = data.get(section), named.get((section, key))
         options = content.get(inner, {}) if inner and isinstance(content, Mapping) else content
-        if not isinstance(content, Mapping) or not isinstance(options, Mapping) or new in (None, content.get(key)):
+        if not isinstance(content, Mapping) or not isinstance(options, Mapping):
+            continue
+        old = content.get(key, vars(SECTIONS[section]).get(key))  # else the default
+        if new in (None, old):
             continue
         own = [] if inner else names_of(SECTIONS[section])
-        lost = [name for name in options if name not in own and not takes(section, str(new), str(name))]
+        fits = {name: takes(section, str(new), str(name)) for name in options if name not in own}
+        lost = [name for name, fit in fits.items() if not fit and takes(section, str(old), str(name))]
         if lost:
-            fits = {name: value for name, value in options.items() if name not in lost}
-            kept[section] = {**content, inner: fits} if inner else fits
+            left = {name: value for name, value in options.items() if name not in lost}
+            kept[section] = {**content, inner: left} if inner else left
             sentences.append(f"{new} has no {' and no '.join(map(str, lost))}: what the recipe sets there is left out.")
     return kept, sentences
 

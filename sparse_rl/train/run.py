@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 
 from ..chat import Turns
-from ..config import Recipe, load_recipe, migrate, missing_keys, read_yaml_file
+from ..config import Recipe, earlier_values, load_recipe, migrate, missing_keys, read_yaml_file
 from ..distributed.world import World
 from ..errors import SparseRLError, shown
 from ..files import not_through_links, refuse_links_out, write_text, writing
@@ -62,8 +62,7 @@ def train(
     folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
-    kept = world.run_on_first(lambda: older_values(folder) if resume else {})
-    recipe = with_values(recipe, kept)
+    recipe = world.run_on_first(lambda: as_begun(recipe, folder) if resume else recipe)
     world.run_on_first(lambda: check_folder(folder, recipe, resume))
     before = world.run_on_first(lambda: auto.recorded(folder, recipe) if resume else {})
     made: list[Trainer] = []
@@ -139,13 +138,20 @@ def translated_keys(folder: Path) -> list[str]:
     return migrate(data)[1] + added
 
 
-def older_values(folder: Path) -> dict[str, Any]:
-    """Keys that did not exist when the run was begun, with the values that do what that version did."""
+def as_begun(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with which a run of an earlier version goes on: keys that did not exist when it was begun do what that
+    version did, unless the recipe sets them to something else.
+    """
     path = folder / "recipe.yaml"
-    if not path.is_file():
-        return {}
-    data = read_yaml_file(path)
-    return {key: value for key, (value, _) in missing_keys(data).items()} if isinstance(data, dict) else {}
+    data = read_yaml_file(path) if path.is_file() else None
+    kept = earlier_values(data) if isinstance(data, dict) else {}
+    return with_values(recipe, {key: value for key, value in kept.items() if has_default(recipe, key)})
+
+
+def has_default(recipe: Recipe, key: str) -> bool:
+    section, _, name = key.partition(".")
+    part = getattr(recipe, section)
+    return getattr(part, name) == part.__dataclass_fields__[name].default
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -171,7 +177,7 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
     """Refuse to mix up runs or to write outside the folder; returns sentences about what a resumed run changes."""
     refuse_links_out(folder, WRITTEN)
     if resume:
-        before = with_values(load_recipe(folder / "recipe.yaml"), older_values(folder))
+        before = as_begun(load_recipe(folder / "recipe.yaml"), folder)
         return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
         raise SparseRLError(

@@ -188,3 +188,29 @@ def test_another_task_or_compressor_loses_the_options_that_it_has_not(tmp_path, 
     assert recipe.task.overlong == 0.2
     assert len(told) == len(said) and all(line.startswith(start) for line, start in zip(told, said))
     assert load_recipe(path, [("task.name", "stories")]).task.options["count"] == 8  # a library call changes nothing
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "said"),
+    [
+        ("rollout: {compressor: rkv, compressor_options: {importance_weight: 0.3, pool: 5}}", "prompt-only", "weight:"),
+        ("rollout: {compressor: rkv, compressor_options: {protect_prompt: true}}", "beacon:2-8", "no protect_prompt"),
+        ("rollout: {compressor_options: {importance_weight: 0.3}}", "rkv", None),
+        ("rollout: {compressor_options: {importance_wieght: 0.3}}", "rkv", None),  # refused later
+        ("rollout: {compressor: rkv, compressor_options: {sinkz: 2}}", "snapkv", None),
+        ("rollout: {compressor: snapkv, compressor_options: {pool: 5}}", "prompt-only", None),
+    ],
+)
+def test_only_options_of_the_old_compressor_are_left_out(tmp_path, section, keys, said):
+    path, told = tmp_path / "recipe.yaml", []
+    path.write_text(f"model: {{name: tiny}}\ntask: {{name: sums}}\nlearn: {{method: shadow}}\n{section}\n")
+    load_recipe(path, [("compressor", keys)], takes, told.append)
+    assert (told == []) if said is None else said in told[0]
+
+
+def test_how_slots_are_stored_is_not_left_out_but_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    rollout = "{compressor: snapkv, compressor_options: {slots: fp8}}"
+    path.write_text(f"model: {{name: tiny}}\ntask: {{name: sums}}\nrollout: {rollout}\n")
+    with pytest.raises(SparseRLError, match=r"write rollout\.slots"):
+        load_recipe(path, [("compressor", "rkv")], takes)

@@ -56,6 +56,14 @@ def test_an_old_run_is_resumed_by_its_recipe_file_too(tmp_path):
     done = run("train", tmp_path / "mine.yaml", "--out", folder, "--resume", "--run.steps", 3)
     assert done.returncode == 0, done.stderr
     assert "model.logits is a new key; this run keeps model" in " ".join(done.stderr.split())
+    again = run(
+        "train", tmp_path / "mine.yaml", "--out", folder, "--resume", "--run.steps", 4
+    )  # it is written down now
+    assert again.returncode == 0, again.stderr
+    found, expected = (read_lines(f / "metrics.jsonl") for f in (folder, OLD / "whole"))
+    assert {name: found[-1][name] for name in expected[-1]} == pytest.approx(expected[-1], rel=1e-6)
+    other = run("train", tmp_path / "mine.yaml", "--out", folder, "--resume", "--optimizer.choice_scale", 7)
+    assert other.returncode != 0 and "optimizer.choice_scale is 7.0 but" in other.stderr
 
 
 def test_a_new_run_from_an_old_folder_has_todays_defaults():
