@@ -62,7 +62,7 @@ def train(
     folder, world = Path(folder), world or World()
     if any(part.exists() and not part.is_dir() for part in (folder, *folder.parents)):
         raise SparseRLError(f"{folder} is a file or lies under one; a run needs a folder.")
-    recipe = world.run_on_first(lambda: as_begun(recipe, folder) if resume else recipe)
+    recipe = with_values(recipe, world.run_on_first(lambda: as_begun(recipe, folder) if resume else {}))
     world.run_on_first(lambda: check_folder(folder, recipe, resume))
     before = world.run_on_first(lambda: auto.recorded(folder, recipe) if resume else {})
     made: list[Trainer] = []
@@ -138,14 +138,14 @@ def translated_keys(folder: Path) -> list[str]:
     return migrate(data)[1] + added
 
 
-def as_begun(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with which a run of an earlier version goes on: keys that did not exist when it was begun do what that
+def as_begun(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Values with which a run of an earlier version goes on: keys that did not exist when it was begun do what that
     version did, unless the recipe sets them to something else.
     """
     path = folder / "recipe.yaml"
     data = read_yaml_file(path) if path.is_file() else None
     kept = earlier_values(data) if isinstance(data, dict) else {}
-    return with_values(recipe, {key: value for key, value in kept.items() if has_default(recipe, key)})
+    return {key: value for key, value in kept.items() if has_default(recipe, key)}
 
 
 def has_default(recipe: Recipe, key: str) -> bool:
@@ -177,7 +177,8 @@ def check_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
     """Refuse to mix up runs or to write outside the folder; returns sentences about what a resumed run changes."""
     refuse_links_out(folder, WRITTEN)
     if resume:
-        before = as_begun(load_recipe(folder / "recipe.yaml"), folder)
+        before = load_recipe(folder / "recipe.yaml")
+        before = with_values(before, as_begun(before, folder))
         return check_same(before, recipe, folder / "recipe.yaml")
     if any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl", "checkpoints")):
         raise SparseRLError(
