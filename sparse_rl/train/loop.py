@@ -266,8 +266,9 @@ class Trainer:
 
     def finish_update(self, clock: Clock) -> None:
         """Give the new weights to sampler and students; a sampler that is busy gets them later (prefetch.py)."""
-        with clock.stage("update"):
+        with clock.stage("update" if self.pool is None else "publish"):
             self.source.after_update()
+        with clock.stage("update"):
             self.students.follow()
 
     def publish_weights(self) -> None:

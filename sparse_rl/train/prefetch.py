@@ -10,7 +10,8 @@ threads share the device by streams.
 
 A pool's samplers get the weights of every version that they need, so several steps may be under way (`PoolSource`):
 step k is sampled with weights that include the updates before step k - ahead, whichever sampler does it and however
-often its work is lost.
+often its work is lost. The pool gets the weights at the end of an update, not when the next step begins: they take
+seconds to send, and samplers are then still busy with the step before.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class PoolSource:
         self.sampler, self.publish_weights, self.ahead, self.steps = sampler, publish_weights, ahead, steps
         self.workers = ThreadPoolExecutor(max_workers=ahead + 1, thread_name_prefix="step")
         self.pending: dict[int, tuple[Clock, Future[StepRollout]]] = {}
+        self.begun = -1  # the last step that was begun
 
     def take(self, step: int, clock: Clock) -> StepRollout:
         if step not in self.pending:  # the start of a run
@@ -120,8 +122,7 @@ class PoolSource:
         return replace(rollout, timing=rollout.timing | timing)
 
     def start_next(self, step: int) -> None:
-        """After `take`: give the pool the learner's weights, and begin every step that may be sampled with them."""
-        self.publish_weights()
+        """After `take`: begin every step that may be sampled with the weights that the pool has."""
         self._begin(step + 1)
 
     def _begin(self, first: int) -> None:
@@ -130,9 +131,14 @@ class PoolSource:
                 clock = Clock()
                 planned = self.sampler.plan(step, clock)  # planned now, because it depends on what was seen so far
                 self.pending[step] = clock, self.workers.submit(self.sampler.carry_out, planned, clock)
+                self.begun = step
 
     def after_update(self) -> None:
-        """Do nothing: `start_next` hands on the weights."""
+        """Give the pool the learner's weights, if a step is left for them. Its samplers may still be busy with those
+        before, so that nobody waits meanwhile.
+        """
+        if self.begun + 1 < self.steps:
+            self.publish_weights()
 
     def wait_idle(self) -> None:
         """Do nothing: no work under way uses weights of this process."""
