@@ -1,7 +1,7 @@
 """A member's side of the pool: it computes its work in a thread and answers polls meanwhile.
 
-The thread is the same for all handouts, because libraries keep what they prepare by thread: on an H200, for one, cuDNN
-prepares attention anew for every shape that a thread has not seen.
+The thread is the same for all handouts, because libraries keep by thread what they prepare: torch, for one, cuDNN's
+plans of attention, one for every shape.
 """
 
 from __future__ import annotations

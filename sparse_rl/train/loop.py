@@ -193,6 +193,7 @@ class Trainer:
             own.append(self.source.take(self.progress.steps, clock))
             return without_full_traces(own[0]) if self.world.size > 1 else own[0]
 
+        self.source.before_take(clock)
         parts = self.world.run_on_all(work)
         parts[self.world.rank] = own[0]
         rollout = merge(parts, self.recipe.rollout.group_size)
@@ -266,9 +267,8 @@ class Trainer:
 
     def finish_update(self, clock: Clock) -> None:
         """Give the new weights to sampler and students; a sampler that is busy gets them later (prefetch.py)."""
-        with clock.stage("update" if self.pool is None else "publish"):
-            self.source.after_update()
         with clock.stage("update"):
+            self.source.after_update()
             self.students.follow()
 
     def publish_weights(self) -> None:
