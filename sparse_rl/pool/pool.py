@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -118,12 +118,7 @@ class Counts:
     bytes_in: int = 0
     bytes_out: int = 0  # whole weights, once per version
     bytes_fetched: int = 0  # weights that samplers fetched, whole or as changes
-    spent: dict[str, float] = field(default_factory=dict)  # seconds of all samplers, by what they were spent on
-
-
-@dataclass
-class _Waiting:
-    results: deque[tuple[int, bytes]] = field(default_factory=deque)  # that came, with the numbers of their pieces
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, as above, of all
 
 
 class Pool:
@@ -155,7 +150,7 @@ class Pool:
         self.listened = time.monotonic()  # when the last turn ended
         self.looked = -_ROOM_EVERY
         self.room = wanted
-        self.waiting: dict[int, _Waiting] = {}
+        self.waiting: dict[int, deque[tuple[int, bytes]]] = {}  # results of each request that came: piece, result
         self.why = ""  # why the last member was lost
         self.error: BaseException | None = None
         self.closed = False
@@ -184,18 +179,18 @@ class Pool:
             if not self.waiting:
                 self._leave_out_pause()
             request = self.ledger.ask(pieces)
-            waiting = self.waiting[request] = _Waiting()
+            came = self.waiting[request] = deque()
         try:
             for _ in pieces:
-                while not waiting.results:
+                while not came:
                     if self.driving.acquire(timeout=0.05):
                         try:
                             self._check()
-                            if not waiting.results:
+                            if not came:
                                 self.turn()
                         finally:
                             self.driving.release()
-                yield waiting.results.popleft()
+                yield came.popleft()
         finally:
             with self.driving:  # others may be driving
                 self.ledger.forget(request)
@@ -311,8 +306,7 @@ class Pool:
         known.seconds, known.cache_bytes, known.tokens = answer.seconds, answer.cache_bytes, answer.tokens
         self.counts.bytes_fetched += answer.fetched_bytes - known.fetched_bytes
         for name, seconds in answer.spent.items():
-            before = known.spent.get(name, 0.0)
-            self.counts.spent[name] = self.counts.spent.get(name, 0.0) + seconds - before
+            self.counts.spent[name] += seconds - known.spent.get(name, 0.0)
         known.fetched_bytes, known.spent = answer.fetched_bytes, answer.spent
         if answer.beats != known.beats or answer.finished or not answer.busy:
             known.beats, known.moved = answer.beats, time.monotonic()
@@ -329,7 +323,7 @@ class Pool:
         self.counts.bytes_in += len(payload)
         if brought is Brought.FIRST:
             if number in self.waiting:
-                self.waiting[number].results.append((piece, payload))
+                self.waiting[number].append((piece, payload))
             if known is not None:
                 known.pieces += 1
             return
