@@ -15,9 +15,9 @@ that size take (planted_math.py):
         --set eval.every 0 --set run.steps 5
 
 A pool's sampler that shares the GPU, against the thread: the same shape on problems that this script writes; an arm
-ends after its last step or 300 s, and counts from three steps on. Where there is CUDA's multi-process service, the arm
-`pool` runs under it: without it, two processes take turns. --tiny rehearses it on a CPU. table.md in the output folder
-grows by every arm.
+ends after its last step or 300 s, and counts from three steps on. A pool's rollout contains its scoring. Where there is
+CUDA's multi-process service, the arm `pool` runs under it: without it, two processes take turns. --tiny rehearses it on
+a CPU. table.md in the output folder grows by every arm.
 
     python benchmarks/ahead.py --preset 1.5b --arms ahead pool --out runs/pool-gpu
     python benchmarks/ahead.py --tiny --arms ahead pool --out runs/pool-tiny

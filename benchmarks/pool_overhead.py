@@ -99,6 +99,9 @@ class StubHands:
     def fetched_bytes(self) -> int:
         return 0
 
+    def spent(self) -> dict[str, float]:
+        return {}
+
 
 class TimedActor(Actor):
     """Is told how long what it is handed takes: it has neither the model nor torch."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,6 +100,7 @@ class Sampler:
     seconds: float = 0.0  # that it has worked
     cache_bytes: int = 0
     fetched_bytes: int = 0  # of weights
+    spent: Mapping[str, float] = field(default_factory=dict)  # seconds, by what they were spent on
     handout: Place | None = None  # the first place of what it was handed last
     stopping: bool = False  # it was asked to end that early
 
@@ -117,11 +118,7 @@ class Counts:
     bytes_in: int = 0
     bytes_out: int = 0  # whole weights, once per version
     bytes_fetched: int = 0  # weights that samplers fetched, whole or as changes
-
-
-@dataclass
-class _Waiting:
-    results: dict[int, bytes] = field(default_factory=dict)  # by piece
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, as above, of all
 
 
 class Pool:
@@ -153,7 +150,7 @@ class Pool:
         self.listened = time.monotonic()  # when the last turn ended
         self.looked = -_ROOM_EVERY
         self.room = wanted
-        self.waiting: dict[int, _Waiting] = {}
+        self.waiting: dict[int, deque[tuple[int, bytes]]] = {}  # results of each request that came: piece, result
         self.why = ""  # why the last member was lost
         self.error: BaseException | None = None
         self.closed = False
@@ -167,29 +164,37 @@ class Pool:
         self.counts.bytes_out += self.transport.publish(version, weights(), self.versions[0])
 
     def complete(self, pieces: Sequence[Piece]) -> list[bytes]:
-        """The results of pieces, in their order, whatever happens to members meanwhile."""
+        """The results of pieces, in their order."""
+        found = dict(self.results(pieces))
+        return [found[number] for number in range(len(pieces))]
+
+    def results(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
+        """The result of every piece with the piece's number, as they come, whatever happens to members meanwhile.
+        The pool is driven while the next one is waited for.
+        """
         if not pieces:
-            return []
+            return
         with self.driving:
             self._check()
             if not self.waiting:
                 self._leave_out_pause()
             request = self.ledger.ask(pieces)
-            waiting = self.waiting[request] = _Waiting()
+            came = self.waiting[request] = deque()
         try:
-            while len(waiting.results) < len(pieces):
-                if self.driving.acquire(timeout=0.05):
-                    try:
-                        self._check()
-                        if len(waiting.results) < len(pieces):
-                            self.turn()
-                    finally:
-                        self.driving.release()
+            for _ in pieces:
+                while not came:
+                    if self.driving.acquire(timeout=0.05):
+                        try:
+                            self._check()
+                            if not came:
+                                self.turn()
+                        finally:
+                            self.driving.release()
+                yield came.popleft()
         finally:
             with self.driving:  # others may be driving
                 self.ledger.forget(request)
                 del self.waiting[request]
-        return [waiting.results[i] for i in range(len(pieces))]
 
     def turn(self) -> None:
         """One round: start members, hand out work, hear what happened."""
@@ -300,7 +305,9 @@ class Pool:
             return
         known.seconds, known.cache_bytes, known.tokens = answer.seconds, answer.cache_bytes, answer.tokens
         self.counts.bytes_fetched += answer.fetched_bytes - known.fetched_bytes
-        known.fetched_bytes = answer.fetched_bytes
+        for name, seconds in answer.spent.items():
+            self.counts.spent[name] += seconds - known.spent.get(name, 0.0)
+        known.fetched_bytes, known.spent = answer.fetched_bytes, answer.spent
         if answer.beats != known.beats or answer.finished or not answer.busy:
             known.beats, known.moved = answer.beats, time.monotonic()
         if answer.busy:
@@ -316,7 +323,7 @@ class Pool:
         self.counts.bytes_in += len(payload)
         if brought is Brought.FIRST:
             if number in self.waiting:
-                self.waiting[number].results[piece] = payload
+                self.waiting[number].append((piece, payload))
             if known is not None:
                 known.pieces += 1
             return

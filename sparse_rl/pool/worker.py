@@ -1,11 +1,16 @@
-"""A member's side of the pool: it computes its work in a thread and answers polls meanwhile."""
+"""A member's side of the pool: it computes its work in a thread and answers polls meanwhile.
+
+The thread is the same for all handouts, because libraries keep by thread what they prepare: torch, for one, cuDNN's
+plans of attention, one for every shape.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 from ..errors import SparseRLError
@@ -46,6 +51,10 @@ class Hands(Protocol):
         """Bytes of weights that came so far."""
         ...
 
+    def spent(self) -> Mapping[str, float]:
+        """Seconds so far, by what they were spent on."""
+        ...
+
 
 @dataclass(frozen=True)
 class About:
@@ -73,6 +82,7 @@ class Answer:
     cache_bytes: int = 0
     tokens: int = 0  # that it has sampled so far
     fetched_bytes: int = 0  # of weights so far
+    spent: Mapping[str, float] = field(default_factory=dict)  # seconds so far, by what they were spent on
     error: tuple[str, str] | None = None  # (class, message) of what ended its work
 
 
@@ -84,13 +94,15 @@ class Worker:
         self.error: tuple[str, str] | None = None
         self.busy, self.seconds, self.since = False, 0.0, 0.0  # seconds: of handouts that ended; since: of this one
         self.handout: Place | None = None  # the first place of what it was handed last
+        self.orders: SimpleQueue[tuple[Work, Fetch] | None] = SimpleQueue()  # None: the last
+        threading.Thread(target=self._serve, daemon=True, name="sampler").start()
 
     def start(self, work: Work, fetch: Fetch) -> None:
         with self.changed:
             assert not self.busy, "a member is handed work when it has ended what it had"
             self.busy, self.handout, self.since = True, work[0][0], time.perf_counter()
             self.hands.begin()
-        threading.Thread(target=self._run, args=(work, fetch), daemon=True, name="sampler").start()
+        self.orders.put((work, fetch))
 
     def poll(self, seconds: float) -> Answer:
         """What was finished since the last poll; waits until something is, or the work ends, or time is up."""
@@ -99,7 +111,7 @@ class Worker:
             hands, now = self.hands, time.perf_counter()
             worked = self.seconds + (now - self.since if self.busy else 0.0)
             answer = Answer(self.finished, self.busy, hands.beats(), worked, hands.cache_bytes(), hands.tokens())
-            answer.fetched_bytes = hands.fetched_bytes()
+            answer.fetched_bytes, answer.spent = hands.fetched_bytes(), dict(hands.spent())
             answer.error, self.error, self.finished = self.error, None, []
             return answer
 
@@ -108,6 +120,15 @@ class Worker:
         with self.changed:
             if self.busy and self.handout == handout:
                 self.hands.stop()
+
+    def close(self) -> None:
+        """End the thread, after what it does now."""
+        self.orders.put(None)
+
+    def _serve(self) -> None:
+        while (order := self.orders.get()) is not None:
+            self._run(*order)
+            del order  # it names weights, which a store keeps as long as somebody names them
 
     def _run(self, work: Work, fetch: Fetch) -> None:
         error = None

@@ -193,6 +193,7 @@ class Trainer:
             own.append(self.source.take(self.progress.steps, clock))
             return without_full_traces(own[0]) if self.world.size > 1 else own[0]
 
+        self.source.before_take(clock)
         parts = self.world.run_on_all(work)
         parts[self.world.rank] = own[0]
         rollout = merge(parts, self.recipe.rollout.group_size)

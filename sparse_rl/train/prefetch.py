@@ -10,7 +10,8 @@ threads share the device by streams.
 
 A pool's samplers get the weights of every version that they need, so several steps may be under way (`PoolSource`):
 step k is sampled with weights that include the updates before step k - ahead, whichever sampler does it and however
-often its work is lost.
+often its work is lost. The pool gets weights before the learner waits for a step, not when the next one begins: they
+take seconds to send, and samplers are then still busy.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class SyncSource:
     def __init__(self, sample: Sample, publish_weights: Callable[[], None]):
         self.take, self.publish_weights = sample, publish_weights
 
+    def before_take(self, clock: Clock) -> None: ...
+
     def start_next(self, step: int) -> None:
         """Do nothing: no step is sampled ahead."""
 
@@ -56,6 +59,9 @@ class PrefetchSource:
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
         self.stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
         self.pending: tuple[int, Clock, Future[StepRollout]] | None = None
+
+    def before_take(self, clock: Clock) -> None:
+        """Do nothing: the sampler is busy; `start_next` gives it the weights when it is idle."""
 
     def take(self, step: int, clock: Clock) -> StepRollout:
         """The rollouts that were sampled ahead; the first ones of a run are sampled now."""
@@ -85,7 +91,7 @@ class PrefetchSource:
         self.pending = (step + 1, clock, self.worker.submit(run))
 
     def after_update(self) -> None:
-        """Do nothing: the sampler is busy; `start_next` gives it the weights when it is idle."""
+        """Do nothing: `start_next` hands on the weights."""
 
     def sampler_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -108,6 +114,15 @@ class PoolSource:
         self.sampler, self.publish_weights, self.ahead, self.steps = sampler, publish_weights, ahead, steps
         self.workers = ThreadPoolExecutor(max_workers=ahead + 1, thread_name_prefix="step")
         self.pending: dict[int, tuple[Clock, Future[StepRollout]]] = {}
+        self.begun = -1  # the last step that was begun
+
+    def before_take(self, clock: Clock) -> None:
+        """Give the pool the learner's weights, if a step is left for them. The pool has those that a run begins with.
+        Its samplers may still be busy with those before, so that nobody waits meanwhile.
+        """
+        if 0 <= self.begun < self.steps - 1:
+            with clock.stage("publish"):
+                self.publish_weights()
 
     def take(self, step: int, clock: Clock) -> StepRollout:
         if step not in self.pending:  # the start of a run
@@ -120,8 +135,7 @@ class PoolSource:
         return replace(rollout, timing=rollout.timing | timing)
 
     def start_next(self, step: int) -> None:
-        """After `take`: give the pool the learner's weights, and begin every step that may be sampled with them."""
-        self.publish_weights()
+        """After `take`: begin every step that may be sampled with the weights that the pool has."""
         self._begin(step + 1)
 
     def _begin(self, first: int) -> None:
@@ -130,9 +144,10 @@ class PoolSource:
                 clock = Clock()
                 planned = self.sampler.plan(step, clock)  # planned now, because it depends on what was seen so far
                 self.pending[step] = clock, self.workers.submit(self.sampler.carry_out, planned, clock)
+                self.begun = step
 
     def after_update(self) -> None:
-        """Do nothing: `start_next` hands on the weights."""
+        """Do nothing: `before_take` hands on the weights, when the step is whole."""
 
     def wait_idle(self) -> None:
         """Do nothing: no work under way uses weights of this process."""

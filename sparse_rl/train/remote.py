@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from ..pool.worker import Deliver, Fetch, Work
 from ..records import Trajectory
 from .ask import Done, closed
 from .complete import Completer
+from .log import Clock
 from .parts import load_for_training, make_critic
 
 PART = 512 * 2**20  # bytes of weights that travel together
@@ -83,7 +86,10 @@ def trained(*modules: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(array.copy()).view(dtype)
+    """For reading: a store's arrays cannot be written to, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class RecipeHands:
         self.moves = 0  # parts of weights that came, and pieces that were scored
         self.sampled = 0  # tokens
         self.fetched = 0  # bytes of weights
+        self.clock = Clock()
 
     def complete(self, work: Work, fetch: Fetch, deliver: Deliver) -> None:
         torch.set_num_threads(self.threads)  # of this thread
@@ -131,12 +138,19 @@ class RecipeHands:
         first = pieces[0]
         if self.version != first.version:
             has, self.version = self.version, None  # until all of them are there
-            load_weights(self._counted(fetch(has)), completer.model, completer.critic)
+            with self.clock.stage("fetch"):
+                load_weights(self._counted(fetch(has)), completer.model, completer.critic)
             self.version = engine.version = first.version
         if first.budget is not None and first.budget != engine.compressor.budget:
             engine.set_budget(first.budget)
         prompts, samples, indices = engine_call(pieces)
         number_of, found = piece_of(pieces), [[] for _ in pieces]
+        delivered = list[Future[None]]()
+
+        def send(number: int, done: Done) -> None:
+            with self.clock.stage("pack"):
+                payload = closed(done)
+            deliver(work[number][0], payload)
 
         def note(trajectory: Trajectory) -> None:
             own = replace(trajectory, prompt_index=indices[trajectory.prompt_index])
@@ -144,12 +158,17 @@ class RecipeHands:
             self.sampled += len(own.response_tokens)
             found[number].append(own)
             if len(found[number]) == len(pieces[number].members) and not self.scores:
-                deliver(work[number][0], closed(Done(in_order(found[number]))))
+                delivered.append(packer.submit(send, number, Done(in_order(found[number]))))
 
-        engine.generate(prompts, 1, completer.sampling, first.seed, on_finish=note, samples=samples, keep=False)
-        if self.scores:
-            for number, piece in enumerate(pieces):
-                deliver(work[number][0], closed(self._score(piece, in_order(found[number]))))
+        with ThreadPoolExecutor(1, "packer") as packer:  # while the next ones are sampled or scored
+            with self.clock.stage("sample"):
+                engine.generate(prompts, 1, completer.sampling, first.seed, on_finish=note, samples=samples, keep=False)
+            for number, piece in enumerate(pieces if self.scores else ()):
+                with self.clock.stage("score"):
+                    done = self._score(piece, in_order(found[number]))
+                delivered.append(packer.submit(send, number, done))
+        for one in delivered:
+            one.result()
 
     def _score(self, piece: Piece, trajectories: list[Trajectory]) -> Done:
         self.moves += 1
@@ -186,6 +205,9 @@ class RecipeHands:
 
     def fetched_bytes(self) -> int:
         return self.fetched
+
+    def spent(self) -> Mapping[str, float]:
+        return self.clock.seconds
 
 
 def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

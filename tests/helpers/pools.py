@@ -41,7 +41,9 @@ class Threads:
         self.workers[member].stop(handout)
 
     def kill(self, member):
-        self.workers.pop(member).hands.stop()
+        worker = self.workers.pop(member)
+        worker.hands.stop()
+        worker.close()
         self.open = [other for other in self.open if other != member]
 
     def events(self, seconds):

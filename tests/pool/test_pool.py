@@ -63,6 +63,9 @@ class Echo:
     def fetched_bytes(self):
         return 5 * self.done
 
+    def spent(self):
+        return {"echo": 2.0 * self.done}
+
 
 def text(content):
     """Weights as far as Echo knows them."""
@@ -483,6 +486,30 @@ def test_a_full_object_store_is_told_with_what_it_needed(kind):
         SparseRLError, match=r"no room for 4 MiB of weights and more \(the node is full\); .*object-store-memory"
     ):
         transport.publish(1, [{"w": np.zeros(2**20, np.int32)}], 0)
+
+
+def test_a_member_works_in_one_thread():
+    """Libraries keep by thread what they prepare for a shape."""
+    worker, seen = Worker(Echo(lambda hands, piece: seen.add(threading.current_thread()))), set()
+    for number, piece in enumerate(request(prompts=3, group=1)):
+        worker.start([((number, 0), piece)], lambda has: text("first"))
+        while worker.poll(60).busy:
+            pass
+    (thread,) = seen
+    worker.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_results_come_while_others_are_under_way():
+    go_on = threading.Event()
+    pool, _ = made(lambda: Echo(lambda hands, piece: piece.prompt_index == 1 and go_on.wait(60)), members=1)
+    results = pool.results(request(prompts=2, group=1))
+    assert next(results)[0] == 0
+    go_on.set()
+    assert [number for number, _ in results] == [1]
+    assert pool.counts.spent == {"echo": 4.0} and not pool.waiting and not pool.ledger.requests
+    pool.close()
 
 
 def test_a_stop_that_comes_late_does_not_end_what_came_after_it():

@@ -109,6 +109,9 @@ def test_a_pool_sends_no_more_messages_than_are_counted():
         def fetched_bytes(self):
             return 0
 
+        def spent(self):
+            return {}
+
     new = np.full((16, 4), 100)
     transport = Threads(Hands)
     pool = Pool(transport, 3)

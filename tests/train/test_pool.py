@@ -135,6 +135,30 @@ def test_samplers_that_run_ahead_and_are_lost_train_to_the_byte(pools, tmp_path)
     assert len(lines) == 4 and all("gap/alpha/p05" in line for line in lines)
 
 
+def test_weights_are_handed_on_while_samplers_are_busy(pools, tmp_path, monkeypatch):
+    """The second step is sampled until the weights are there with which the third one will be; the last two updates
+    are of no use to anybody.
+    """
+    published, versions, waited = threading.Event(), [], []
+
+    def publish(self, version, weights, oldest, publish=Threads.publish):
+        versions.append(version)
+        if version:
+            published.set()
+        return publish(self, version, weights, oldest)
+
+    def mishap(member, finished):
+        waited.extend(published.wait(60) for (request, _), _ in finished if request == 1)
+
+    monkeypatch.setattr(Threads, "publish", publish)
+    pools.mishap = mishap
+    settings = recipe(eval={"every": 0}, rollout={"pool": "ray", "ahead": 1})
+    train(settings, tmp_path / "run", show=False)
+    assert waited and all(waited) and len(versions) == 3
+    last = [line for line in read_lines(tmp_path / "run" / "timing.jsonl") if "time/publish" in line][-1]
+    assert all(last[f"pool/{name}/seconds"] > 0 for name in ("fetch", "sample", "score", "pack"))
+
+
 def test_one_step_ahead_is_what_a_thread_does(pools, tmp_path):
     """The same weights sample the same tokens; scores come in other micro-batches, so the last digits may differ."""
     same = {"run": {"steps": 3}}
