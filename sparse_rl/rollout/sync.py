@@ -42,4 +42,6 @@ def sync(state: RowState, fine: Tensor, first: list[int], most: int, before_wait
     found = torch.cat(asked, 1)
     before_waiting()
     by_row, tokens, bits = found.cpu().split([numbers, most, most], 1)
-    return Synced(*by_row.T.tolist(), tokens.tolist(), bits.int().view(torch.float32).tolist())
+    done, count, ends_finite, all_fine, used = by_row.T.tolist()
+    logprobs = bits.int().view(torch.float32)
+    return Synced(done, count, ends_finite, all_fine, used, tokens.tolist(), logprobs.tolist())
