@@ -2,8 +2,8 @@
 
     while sequences are waiting or running:
         admit    prefill prompts together, fork them into every free row
-        feed     feed given tokens to rows that continue after a pause (only in live_loop.py)
         decode   sample some tokens in every running row
+        feed     feed given tokens to rows that continue after a pause (only in live_loop.py)
         evict    rows whose slots are full keep `budget` of them
         finish   sync with the device and collect rows that stopped
 
@@ -80,9 +80,9 @@ class Loop:
             raise KeyboardInterrupt
         if self.admit():
             self.finish()  # some sequences end with their first token
-        self.feed()
         if self.running:
             self.decode()
+        self.feed()
         if evictable := self.evictable():
             self.evict(evictable)
             self.finish()
