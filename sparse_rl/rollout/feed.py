@@ -19,6 +19,7 @@ from ..models.routing import RouteRecorder
 from .decode import forward
 from .evict import evict_as
 from .prefill import pieces
+from .sent import sent
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Feeder:
         [n, M, k] each
         """
         n, device = len(chunks), self.cache.device
-        rows = torch.tensor([chunk.row for chunk in chunks], device=device)
+        rows = sent([chunk.row for chunk in chunks], device)
         desk = torch.arange(n, device=device)
         after = max(chunk.used + len(chunk.tokens) for chunk in chunks)
         self.scratch.fork(self.cache, rows, desk, max(chunk.used for chunk in chunks))
@@ -72,8 +73,8 @@ class Feeder:
         lengths = [len(chunk.tokens) for chunk in chunks]
         longest, short = max(lengths), min(lengths)
         padded = [chunk.tokens + [0] * (longest - len(chunk.tokens)) for chunk in chunks]
-        tokens = torch.tensor(padded, device=device)  # [N, T]
-        used, fed, ends = torch.tensor([(c.used, c.fed, c.fed + len(c.tokens)) for c in chunks], device=device).T
+        tokens = sent(padded, device)  # [N, T]
+        used, fed, ends = sent([(c.used, c.fed, c.fed + len(c.tokens)) for c in chunks], device).T
         logits, routes = None, []
         for start, stop, _ in pieces(longest, max(1, self.together // n), 0):
             place = torch.arange(start, stop, device=device)
@@ -110,6 +111,6 @@ class Feeder:
                 used, fed = used + moment - fed, moment
             if moment in moments:
                 used = evict_as(self.scratch, used, evicted_at, moment)
-        to = torch.tensor([row], device=scratch.device)
+        to = sent([row], scratch.device)
         self.cache.fork(self.scratch, torch.zeros_like(to), to, used)
         return used

@@ -20,6 +20,7 @@ from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
+from .sent import sent
 
 
 @dataclass
@@ -66,8 +67,8 @@ class Reader:
         """Feed prompts that may be fed together."""
         device, lengths = scratch.device, [len(w.prompt) for w in prompts]
         n, longest = len(prompts), max(lengths)
-        tokens = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device=device)  # [N, P]
-        ends = torch.tensor(lengths, device=device)
+        tokens = sent([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device)  # [N, P]
+        ends = sent(lengths, device)
         long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
         shape = (n, scratch.shape.layers, scratch.shape.heads, longest)
         trace = self.trace_like.new_full(shape, never_in(self.trace_like)) if long else None
@@ -78,7 +79,7 @@ class Reader:
         chunk = self.compressor.prompt_chunk if long else 0
         for start, stop, ends_chunk in pieces(longest, max(1, together // n), chunk):
             index = torch.arange(start, stop, device=device).expand(n, -1)
-            slot = index if used == [start] * n else index - start + torch.tensor(used, device=device)[:, None]
+            slot = index if used == [start] * n else index - start + sent(used, device)[:, None]
             slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
             span = min(scratch.capacity, max(used) + stop - start)
             feed = Feed(
@@ -133,6 +134,6 @@ def _compress(
 ) -> Tensor:
     """Evict one prompt, of which `fed` tokens were fed, down to the budget. -> bool: whether the slots were valid"""
     columns = [[row], [fed], [prompt.prompt_stream], [len(prompt.prompt)]]
-    rows, feds, stream, lengths = torch.tensor(columns, device=scratch.device)
+    rows, feds, stream, lengths = sent(columns, scratch.device)
     live = torch.ones_like(rows).bool()
     return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live, tokens=fed)

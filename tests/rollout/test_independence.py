@@ -189,10 +189,19 @@ def test_every_token_is_told_once_and_in_order(compressor, poll):
 
 
 def test_nobody_listening_costs_no_look_at_the_device(llama, monkeypatch):
-    from sparse_rl.rollout.schedule import GenerateCall
+    from sparse_rl.rollout import schedule
 
-    monkeypatch.setattr(GenerateCall, "emit_tokens", lambda *_: pytest.fail("asked for tokens that nobody wanted"))
-    assert Engine(llama, budget=16, interval=8).generate(prompts_of(5), sampling=Sampling(20))
+    asked, sync = [], schedule.sync
+
+    def looked(state, fine, first, most, before_waiting):
+        asked.append(most)
+        return sync(state, fine, first, most, before_waiting)
+
+    monkeypatch.setattr(schedule, "sync", looked)
+    engine = Engine(llama, budget=16, interval=8)
+    assert engine.generate(prompts_of(5), sampling=Sampling(20)) and not any(asked)
+    asked.clear()
+    assert engine.generate(prompts_of(5), sampling=Sampling(20), on_tokens=lambda *_: None) and all(asked)
 
 
 def test_an_error_of_the_listener_ends_the_rollout(llama):
