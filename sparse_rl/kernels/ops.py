@@ -306,7 +306,8 @@ class Rules:
     defers_checks: bool  # a compressor's slots are checked at the next sync, not at once
     poll: tuple[int, int]  # the least and the most decode steps between two syncs
     row_multiple: int  # decode batches are padded to multiples of it, so that rounding does not depend on their size
-    fuses_learning: bool  # norms, rotations, gates and heads that are known are computed by kernels (learn/fused.py)
+    fuses_learning: bool  # norms, rotations, gates (modules.py) and heads that are known are computed by kernels
+    fuses_prompts: bool  # norms, rotations and gates likewise, where rollouts read prompts and given tokens
 
 
 _CPU = Rules(
@@ -320,6 +321,7 @@ _CPU = Rules(
     poll=(1, 1),
     row_multiple=4,
     fuses_learning=False,
+    fuses_prompts=False,
 )
 RULES = {
     "cpu": _CPU,
@@ -334,6 +336,7 @@ RULES = {
         poll=(8, 16),
         row_multiple=1,
         fuses_learning=True,
+        fuses_prompts=True,
     ),
 }
 
