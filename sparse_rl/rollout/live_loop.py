@@ -64,7 +64,8 @@ class LiveLoop(Loop):
         self.parked: dict[int, Conversation] = {}  # by number, the longest parked first
         self.news: dict[int, Conversation] = {}  # by number: conversations with news in this round
         self.matched: list[int] = []  # rows in which a stop string was found
-        self.feeder = Feeder(self.model, self.cache, self.scratch, engine.prefill_chunk, engine.recorder)
+        together, most = engine.prefill_chunk, engine.storage.fed_rows
+        self.feeder = Feeder(self.model, self.cache, self.scratch, together, most, engine.recorder, self.known)
         self.state.begin(max_tokens, self.capacity)
 
     @property
@@ -225,26 +226,27 @@ class LiveLoop(Loop):
                 self.feed_chunks(group)
 
     def feed_chunks(self, chunks: list[Chunk]) -> None:
-        logits, routes = self.feeder.feed(chunks)
+        fed = self.feeder.feed(chunks)
         ended = []
         for i, chunk in enumerate(chunks):
             sequence = self.feeding[chunk.row]
             conversation = self.of(sequence)
             sequence.used, sequence.fed = chunk.used + len(chunk.tokens), chunk.fed + len(chunk.tokens)
             conversation.ahead = conversation.ahead[len(chunk.tokens) :]
-            if routes is not None:
-                conversation.routes.append(routes[i].cpu())
+            if fed.routes is not None:
+                conversation.routes.append(fed.routes[i].cpu())
             conversation.routed = conversation.count  # the token that was sampled last was fed first
             if not conversation.ahead:
                 ended.append(i)
                 self.running[chunk.row] = self.feeding.pop(chunk.row)
-        columns = [(chunk.row, chunk.used + len(chunk.tokens), chunk.fed + len(chunk.tokens) - 1) for chunk in chunks]
-        rows, used, index = torch.tensor(columns, device=self.device).T.contiguous()
-        self.state.used[rows], self.state.index[rows] = used, index
+        self.state.used[fed.rows], self.state.index[fed.rows] = fed.used, fed.index
         if ended:
-            part = torch.tensor(ended, device=self.device)
-            self.state.done[rows[part]] = False
-            self.draw([chunks[i].row for i in ended], rows[part], logits[part])
+            rows, logits = fed.rows, fed.logits
+            if len(ended) < len(chunks):
+                part = torch.tensor(ended, device=self.device)
+                rows, logits = rows[part], logits[part]
+            self.state.done[rows] = False
+            self.draw([chunks[i].row for i in ended], rows, logits)
 
     def evictable(self) -> dict[int, Row]:
         return {**self.running, **self.feeding}
