@@ -39,7 +39,7 @@ class Recent(NamedTuple):
 
     rows: Tensor  # [B, 1]
     place: Tensor  # [B, W']
-    token: Tensor | None = None  # [B, W'] which of the T tokens; None: the last W'
+    token: tuple[Tensor, Tensor] | None = None  # [B, 1], [B, W'] which of the B x T tokens; None: the last W'
     real: Tensor | None = None  # bool [B, W', 1, 1] whether the row has such a token; None: all have
 
     @classmethod
@@ -54,4 +54,5 @@ class Recent(NamedTuple):
         first, stop = index[:, :1], torch.minimum(index[:, -1] + 1, ends)[:, None]
         here = stop - last + torch.arange(last, device=index.device)  # [B, W'] feed indices
         real = here >= first  # a row whose prompt ended in an earlier chunk has no queries here
-        return cls(rows, here % most, (here - first).clamp(min=0), real[:, :, None, None])
+        own = torch.arange(len(index), device=index.device)[:, None]
+        return cls(rows, here % most, (own, (here - first).clamp(min=0)), real[:, :, None, None])

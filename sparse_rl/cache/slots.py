@@ -298,8 +298,7 @@ class SlotCache:
         if token is None:
             ring[rows, :, place] = query[:, :, -place.shape[1] :].transpose(1, 2)
             return
-        own = torch.arange(len(token), device=token.device)[:, None]
-        new = query.transpose(1, 2)[own, token]  # [B, W', Hq, D]
+        new = query.transpose(1, 2)[token]  # [B, W', Hq, D]
         ring[rows, :, place] = new if real is None else torch.where(real, new, ring[rows, :, place])
 
     def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor, count: int) -> Tensor | None:

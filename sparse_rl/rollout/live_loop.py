@@ -290,14 +290,16 @@ class LiveLoop(Loop):
         self.park(list(self.held)[: max(0, len(self.held) - self.hold)])
 
     def write_down(self, conversation: Conversation, row: int, first: int, stop: int) -> None:
-        """Copy what was recorded beside the tokens of a turn: support and routes."""
+        """Copy what was recorded beside the tokens of a turn: support and routes. Others may get the row."""
         if conversation.sampling.records is not None:
             assert self.state.kept is not None
-            counts, margins, ids = (tensor[row, first:stop].cpu() for tensor in self.state.kept.tensors)
+            recorded = (tensor[row, first:stop] for tensor in self.state.kept.tensors)
+            counts, margins, ids = (tensor.to("cpu", copy=True) for tensor in recorded)
             listed = ids[torch.arange(ids.shape[1]) < counts[:, None]] if ids.shape[1] else None
             conversation.supports.append((counts, margins, listed))
         if self.state.routes is not None:
-            conversation.routes.append(self.state.routes[row, conversation.routed : stop - 1].cpu())
+            routes = self.state.routes[row, conversation.routed : stop - 1]
+            conversation.routes.append(routes.to("cpu", copy=True))
             conversation.routed = stop - 1
 
     def moved(self, row: int, to: int) -> None:
